@@ -1,0 +1,42 @@
+"""dtlayout: which parallel layout trains this Llama fastest on these GPUs, and a trainer that runs it.
+
+Public names load on first use, so that `import dtlayout` and its values need no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Batch": "dtlayout.batch",
+    "Kernels": "dtlayout.kernels",
+    "Layout": "dtlayout.layout",
+    "ModelShape": "dtlayout.model_shape",
+    "Precision": "dtlayout.precision",
+    "find_preset": "dtlayout.models.presets",
+    "load_config": "dtlayout.config",
+    "make_plan": "dtlayout.plans.plan",
+    "make_schedule": "dtlayout.pipelining.schedule",
+    "layer_costs": "dtlayout.pipelining.partition",
+    "partition": "dtlayout.pipelining.partition",
+    "Llama": "dtlayout.models.llama",
+    "build_mesh": "dtlayout.mesh.build",
+    "apply_plan": "dtlayout.plans.apply",
+    "initialize": "dtlayout.plans.init",
+    "Boundary": "dtlayout.pipelining.stage",
+    "build_stage": "dtlayout.pipelining.stage",
+    "stage_boundary": "dtlayout.pipelining.stage",
+    "build_runtime": "dtlayout.pipelining.runtime",
+    "TrainStep": "dtlayout.training.step",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 (the names are those of _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dtlayout' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

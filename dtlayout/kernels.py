@@ -1,0 +1,24 @@
+"""Kernels: which implementation runs each operation that has several."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dtlayout.errors import InvalidConfig
+
+Attention = Literal["sdpa-flash", "sdpa-math"]
+Norm = Literal["eager", "fused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """A choice for each operation; what it means stands in `dtlayout.ops`."""
+
+    attention: Attention = "sdpa-flash"
+    """Backend of scaled_dot_product_attention; sdpa-flash is PyTorch's FlashAttention-2 on CUDA, its own on CPU."""
+    norm: Norm = "fused"
+    """RMSNorm as separate operations (eager) or as PyTorch's one operation (fused)."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("attention", get_args(Attention)), ("norm", get_args(Norm))):
+            if getattr(self, name) not in allowed:
+                raise InvalidConfig(f"kernels.{name}={getattr(self, name)!r} is unknown; use one of {list(allowed)}")

@@ -1,0 +1,83 @@
+"""ModelShape: the sizes that make a Llama, and nothing about how it is trained."""
+
+from dataclasses import dataclass
+
+from dtlayout.errors import InvalidConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretching of the rotary wavelengths (section "rope_scaling" of its HF config, type "llama3")."""
+
+    factor: float
+    """How many times longer the longest wavelengths become."""
+    low_freq_factor: float
+    """Wavelengths above original_context / low_freq_factor are stretched in full."""
+    high_freq_factor: float
+    """Wavelengths below original_context / high_freq_factor stay as they are."""
+    original_context: int
+    """Tokens of context that the unscaled model was trained with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer of the Llama family."""
+
+    name: str
+    """What people call it; a preset's name, or their own."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Decoder blocks."""
+    num_heads: int
+    """Query heads; hidden_size / num_heads is the width of each."""
+    num_kv_heads: int
+    """Key and value heads; fewer than num_heads is grouped-query attention."""
+    ffn_size: int
+    """Inner width of the feed-forward (HF: intermediate_size)."""
+    vocab_size: int
+    """Rows of the embedding and of the head."""
+    tied_embeddings: bool = False
+    """Whether the head reuses the embedding's weight."""
+    rope_theta: float = 10000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3's stretching of them, where the model has it."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size")
+        problems = [f"{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
+        if not problems and self.hidden_size % (2 * self.num_heads):
+            problems.append(
+                f"hidden_size={self.hidden_size} does not split into num_heads={self.num_heads} heads of even width; "
+                f"use a multiple of {2 * self.num_heads}"
+            )
+        if not problems and self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"use one of {divisors(self.num_heads)}"
+            )
+        if problems:
+            raise InvalidConfig([f"model {self.name}: {problem}" for problem in problems])
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Second name → first name of each parameter that has two; a pipeline's last stage knows only the second."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

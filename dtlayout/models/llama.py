@@ -1,0 +1,136 @@
+"""Llama on one device: HF's parameter names and RoPE convention, attention through SDPA, no parallelism.
+
+`Llama` → `Decoder` (embedding, blocks, final norm) → `Block` → `Attention`, `FeedForward`. A pipeline stage is a Llama
+that holds only some of the blocks; blocks keep their index in the whole model, so names are the same in every layout.
+
+Legend: B batch, S sequence, D model width, H query heads, G key-value heads, K head width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dtlayout.kernels import Kernels
+from dtlayout.model_shape import ModelShape
+from dtlayout.ops.attention import causal_attention
+from dtlayout.ops.loss import CrossEntropy
+from dtlayout.ops.mlp import swiglu
+from dtlayout.ops.norm import RMSNorm
+from dtlayout.ops.rope import RotaryEmbedding, apply_rope
+
+
+class Llama(nn.Module):
+    """The whole model, or the part of it that a pipeline stage holds.
+
+    Takes tokens [B, S] where it has the embedding, else the hidden states [B, S, D] of the part before. Gives hidden
+    states without the head; with it logits [B, S, V], or the loss where targets come in.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        kernels: Kernels,
+        max_seq_len: int,
+        *,
+        layers: Sequence[int] | None = None,
+        embedding: bool = True,
+        head: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ):
+        """`layers` are the blocks to hold, all by default; `max_seq_len` the positions that RoPE's tables cover."""
+        super().__init__()
+        blocks = range(shape.num_layers) if layers is None else layers
+        self.model = Decoder(shape, kernels, max_seq_len, blocks, embedding=embedding, norm=head, dtype=dtype)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=dtype) if head else None
+        self.loss = CrossEntropy() if head else None
+        if shape.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, x: Tensor, *, targets: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
+        """`targets` [B, S]: the loss is the sum over the valid ones divided by `num_targets`, those of the whole step."""
+        h_BSD = self.model(x)
+        if self.lm_head is None:
+            return h_BSD
+        logits_BSV = self.lm_head(h_BSD)
+        if targets is None:
+            return logits_BSV
+        assert self.loss is not None, "the loss comes with the head"
+        return self.loss(logits_BSV, targets) / num_targets
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm; named `model` inside a Llama as in HF's."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        kernels: Kernels,
+        max_seq_len: int,
+        layers: Sequence[int],
+        *,
+        embedding: bool,
+        norm: bool,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype) if embedding else None
+        self.rotary = RotaryEmbedding(shape, max_seq_len, dtype)
+        self.layers = nn.ModuleDict({str(i): Block(shape, kernels, dtype) for i in layers})
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h_BSD = x if self.embed_tokens is None else self.embed_tokens(x)
+        for block in self.layers.values():
+            h_BSD = block(h_BSD, self.rotary.cos, self.rotary.sin)
+        return h_BSD if self.norm is None else self.norm(h_BSD)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype):
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype)
+        self.self_attn = Attention(shape, kernels, dtype)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype)
+        self.mlp = FeedForward(shape, dtype)
+
+    def forward(self, h_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), cos=cos, sin=sin)
+        return h_BSD + self.mlp(self.post_attention_layernorm(h_BSD))
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention with rotary positions."""
+
+    def __init__(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype):
+        super().__init__()
+        width, kv_width = shape.hidden_size, shape.num_kv_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.kernel = kernels.attention
+        self.q_proj = nn.Linear(width, width, bias=False, dtype=dtype)
+        self.k_proj = nn.Linear(width, kv_width, bias=False, dtype=dtype)
+        self.v_proj = nn.Linear(width, kv_width, bias=False, dtype=dtype)
+        self.o_proj = nn.Linear(width, width, bias=False, dtype=dtype)
+
+    def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+        projected = (self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
+        # -1: tensor parallelism decides how many heads are local
+        q_BHSK, k_BGSK, v_BGSK = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projected)
+        q_BHSK, k_BGSK = apply_rope(q_BHSK, cos, sin), apply_rope(k_BGSK, cos, sin)
+        out_BHSK = causal_attention(q_BHSK, k_BGSK, v_BGSK, self.kernel)
+        return self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False, dtype=dtype)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x_BSD), self.up_proj(x_BSD)))

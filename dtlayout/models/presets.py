@@ -1,0 +1,56 @@
+"""Published Llama shapes by name; sizes as in each model's HF config.json."""
+
+from dataclasses import replace
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.model_shape import ModelShape, RopeScaling
+
+STUDY_VOCAB_SIZE = 128_000
+"""Vocabulary of the study's models (arXiv:2311.05610), a variant of Llama 1's 32,000."""
+
+
+def _llama1(name: str, hidden: int, layers: int, heads: int, ffn: int) -> ModelShape:
+    return ModelShape(
+        name=name, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=heads, ffn_size=ffn,
+        vocab_size=32_000, norm_eps=1e-6,
+    )  # fmt: skip
+
+
+def _llama3(name: str, hidden: int, layers: int, heads: int, ffn: int, *, factor: float, tied: bool) -> ModelShape:
+    scaling = RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    return ModelShape(
+        name=name, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=8, ffn_size=ffn,
+        vocab_size=128_256, tied_embeddings=tied, rope_theta=500_000.0, rope_scaling=scaling,
+    )  # fmt: skip
+
+
+_LLAMA_7B = _llama1("llama-7b", 4096, 32, 32, 11_008)
+_LLAMA_13B = _llama1("llama-13b", 5120, 40, 40, 13_824)
+
+PRESETS: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape(name="debug", hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=384,
+                   vocab_size=264),
+        _LLAMA_7B,
+        _LLAMA_13B,
+        _llama1("llama-30b", 6656, 60, 52, 17_920),
+        _llama1("llama-65b", 8192, 80, 64, 22_016),
+        replace(_LLAMA_7B, name="llama2-7b", norm_eps=1e-5),
+        replace(_LLAMA_13B, name="llama2-13b", norm_eps=1e-5),
+        ModelShape(name="llama2-70b", hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_size=28_672,
+                   vocab_size=32_000),
+        _llama3("llama3.1-8b", 4096, 32, 32, 14_336, factor=8.0, tied=False),
+        _llama3("llama3.1-70b", 8192, 80, 64, 28_672, factor=8.0, tied=False),
+        _llama3("llama3.1-405b", 16_384, 126, 128, 53_248, factor=8.0, tied=False),
+        _llama3("llama3.2-1b", 2048, 16, 32, 8192, factor=32.0, tied=True),
+        _llama3("llama3.2-3b", 3072, 28, 24, 8192, factor=32.0, tied=True),
+    )
+}  # fmt: skip
+
+
+def find_preset(name: str) -> ModelShape:
+    """The preset called `name`; InvalidConfig names them all if there is none."""
+    if name not in PRESETS:
+        raise InvalidConfig(f"model {name!r} is not a preset; use one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,35 @@
+"""RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) · weight, over the last dimension."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dtlayout.kernels import Norm
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over [..., size]; statistics in fp32 or finer whatever the dtype of x."""
+
+    def __init__(self, size: int, eps: float, kernel: Norm, dtype: torch.dtype):
+        super().__init__()
+        self.eps = eps
+        self.kernel = kernel
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NORMS[self.kernel](x, self.weight, self.eps)
+
+
+def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """One operation after the other, as in HF's Llama: each writes its result to memory."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (exact * scale).to(x.dtype)
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """PyTorch's single operation."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+NORMS = {"eager": eager_rms_norm, "fused": fused_rms_norm}

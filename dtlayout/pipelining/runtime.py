@@ -1,0 +1,173 @@
+"""Runtime: executes a schedule's actions on this rank's stages. One stage without a pipeline is the same thing.
+
+A stage is any module that takes a tensor and gives one; the last one also takes the keyword arguments of `step` and
+gives the loss, a scalar. Gradients add up in the parameters; when they are summed over data-parallel ranks is the
+business of the GradientSync that comes with each stage.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtlayout.mesh.axes import PP
+from dtlayout.pipelining.schedule import Action, Kind, Schedule
+from dtlayout.pipelining.stage import Boundary
+
+SENDS_IN_FLIGHT = 2
+"""Messages that a rank may have under way to one neighbour before it waits for the oldest, which bounds the memory they
+hold. The order of messages makes waiting safe: see [Note: one global order of messages] in schedule.py."""
+
+
+class BackwardHook(Protocol):
+    """What the runtime needs of plans.fsdp.GradientSync."""
+
+    def before_backward(self, *, is_last: bool) -> None: ...
+
+
+def build_runtime(
+    modules: Sequence[nn.Module],
+    schedule: Schedule,
+    sync: Sequence[BackwardHook],
+    mesh: DeviceMesh,
+    boundary: Boundary,
+) -> "Runtime":
+    """The runtime of this rank. `modules` and `sync` belong to `schedule.stages_of(rank)`, in that order."""
+    rank = mesh[PP].get_local_rank()
+    stages = schedule.stages_of(rank)
+    assert len(modules) == len(sync) == len(stages), f"rank {rank} holds {len(stages)} stages, got {len(modules)}"
+    return Runtime(
+        dict(zip(stages, modules, strict=True)), dict(zip(stages, sync, strict=True)), schedule, mesh, boundary
+    )
+
+
+class Runtime:
+    """Runs steps; holds nothing from one step to the next."""
+
+    def __init__(
+        self,
+        modules: dict[int, nn.Module],
+        sync: dict[int, BackwardHook],
+        schedule: Schedule,
+        mesh: DeviceMesh,
+        boundary: Boundary,
+    ):
+        self.modules = modules
+        self.sync = sync
+        self.schedule = schedule
+        self.group = mesh[PP].get_group()
+        self.device_type = mesh.device_type
+        self.boundary = boundary
+        self.actions = schedule.ranks[mesh[PP].get_local_rank()]
+        last = {a.stage: a for a in self.actions if a.kind is Kind.BACKWARD}
+        self.last_backwards = set(last.values())
+
+    def step(self, inputs: Tensor, **targets: Any) -> Tensor | None:
+        """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
+
+        `inputs` [microbatches · B, …] go to the first stage. Of the keyword arguments, which go to the last stage,
+        tensors with as many rows are split with them; others are handed on as they are.
+        """
+        num_rows, m = inputs.shape[0], self.schedule.num_microbatches
+        assert num_rows % m == 0, f"{num_rows} sequences do not make {m} equal microbatches"
+        split_targets: list[dict[str, Any]] = [{} for _ in range(m)]
+        for name, value in targets.items():
+            is_split = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
+            for i, part in enumerate(value.chunk(m) if is_split else [value] * m):
+                split_targets[i][name] = part
+        step = _Step(self, inputs.chunk(m), split_targets)
+        for action in self.actions:
+            step.execute(action)
+        return step.finish()
+
+
+class _Step:
+    """The tensors that are alive during one step."""
+
+    def __init__(self, runtime: Runtime, inputs: Sequence[Tensor], targets: Sequence[dict[str, Any]]):
+        self.runtime = runtime
+        self.inputs = inputs
+        self.targets = targets
+        self.received: dict[Action, tuple[Tensor, dist.Work]] = {}
+        self.to_send: dict[Action, Tensor] = {}
+        self.sending: dict[int, deque[tuple[Tensor, dist.Work]]] = {}
+        self.pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
+        self.loss: Tensor | None = None
+
+    def execute(self, action: Action) -> None:
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(action)
+            case Kind.BACKWARD:
+                self._backward(action)
+            case Kind.SEND_FORWARD:
+                self._send(action, to_stage=action.stage + 1)
+            case Kind.SEND_BACKWARD:
+                self._send(action, to_stage=action.stage - 1)
+            case Kind.RECEIVE_FORWARD:
+                self._receive(action, from_stage=action.stage - 1)
+            case Kind.RECEIVE_BACKWARD:
+                self._receive(action, from_stage=action.stage + 1)
+
+    def finish(self) -> Tensor | None:
+        """Wait for the last messages."""
+        for queue in self.sending.values():
+            for _, work in queue:
+                work.wait()
+        assert not self.pending_backward and not self.received and not self.to_send, "a schedule left work behind"
+        return self.loss
+
+    def _forward(self, action: Action) -> None:
+        stage, i = action.stage, action.microbatch
+        is_first, is_last = stage == 0, stage == self.runtime.schedule.num_stages - 1
+        if is_first:
+            x = self.inputs[i]
+        else:
+            x = self._take(Action(Kind.RECEIVE_FORWARD, stage, i)).requires_grad_()
+        output = self.runtime.modules[stage](x, **(self.targets[i] if is_last else {}))
+        if is_last:
+            self.loss = output.detach() if self.loss is None else self.loss + output.detach()
+        else:
+            self.to_send[Action(Kind.SEND_FORWARD, stage, i)] = output.detach()
+        # The edge is enough for backward; the output's memory goes when its message has gone.
+        self.pending_backward[stage, i] = (x, get_gradient_edge(output))
+
+    def _backward(self, action: Action) -> None:
+        stage, i = action.stage, action.microbatch
+        x, edge = self.pending_backward.pop((stage, i))
+        is_last = stage == self.runtime.schedule.num_stages - 1
+        gradient = None if is_last else self._take(Action(Kind.RECEIVE_BACKWARD, stage, i))
+        self.runtime.sync[stage].before_backward(is_last=action in self.runtime.last_backwards)
+        torch.autograd.backward((edge,), (gradient,) if gradient is not None else None)
+        if stage > 0:
+            assert x.grad is not None, "a stage's output depends on its input"
+            self.to_send[Action(Kind.SEND_BACKWARD, stage, i)] = x.grad
+
+    def _send(self, action: Action, to_stage: int) -> None:
+        tensor = self.to_send.pop(action).contiguous()
+        peer = self.runtime.schedule.rank_of(to_stage)
+        queue = self.sending.setdefault(peer, deque())
+        while len(queue) >= SENDS_IN_FLIGHT:
+            queue.popleft()[1].wait()
+        queue.append((tensor, _started(dist.isend(tensor, group=self.runtime.group, group_dst=peer))))
+
+    def _receive(self, action: Action, from_stage: int) -> None:
+        boundary = self.runtime.boundary
+        tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.runtime.device_type)
+        peer = self.runtime.schedule.rank_of(from_stage)
+        self.received[action] = (tensor, _started(dist.irecv(tensor, group=self.runtime.group, group_src=peer)))
+
+    def _take(self, action: Action) -> Tensor:
+        tensor, work = self.received.pop(action)
+        work.wait()
+        return tensor
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is a member of its own pipeline group"
+    return work

@@ -1,0 +1,43 @@
+"""Build the module of a pipeline stage, and say what crosses its edges."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dtlayout.batch import Batch
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.llama import Llama
+from dtlayout.pipelining.partition import StageSlice
+from dtlayout.precision import Precision
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensor that one stage hands to the next for a microbatch, and gets the gradient of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def build_stage(model: ModelShape, kernels: Kernels, precision: Precision, batch: Batch, stage: StageSlice) -> Llama:
+    """The stage's part of the model on the meta device, in the dtype of the master parameters."""
+    with torch.device("meta"):
+        return Llama(
+            model,
+            kernels,
+            batch.seq_len,
+            layers=stage.layers,
+            embedding=stage.embedding,
+            head=stage.head,
+            dtype=getattr(torch, precision.params),
+        )
+
+
+def stage_boundary(model: ModelShape, layout: Layout, batch: Batch, precision: Precision) -> Boundary:
+    """Hidden states of a microbatch, [B, S, D]; with sequence parallelism each tp rank sends its share of S."""
+    local_seq_len = batch.seq_len // (layout.tp if layout.shards_sequence else 1)
+    return Boundary(
+        shape=(layout.micro_batch, local_seq_len, model.hidden_size), dtype=getattr(torch, precision.compute)
+    )

@@ -1,0 +1,49 @@
+"""Tied embeddings whose two copies lie on different pipeline ranks: the first stage embeds, the last one projects.
+
+Both copies start equal and get the same gradient, the sum of both uses, so that the same update keeps them equal.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtlayout.mesh.axes import PP
+
+
+def sum_tied_gradients(modules: Sequence[nn.Module], aliases: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Exchange the gradients of tied weights between the first and the last pipeline rank and add them up.
+
+    `aliases` is `ModelShape.aliases`. Both copies are sharded alike, so shards meet their counterparts.
+    """
+    group = mesh[PP].get_group()
+    rank, last = group.rank(), group.size() - 1
+    if last == 0 or rank not in (0, last):
+        return
+    peer = last - rank
+    for second, first in aliases.items():
+        gradient = _local_gradient(modules, first if rank == 0 else second)
+        other = torch.empty_like(gradient)
+        operations = [
+            dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        gradient += other
+
+
+def parameters_counted_once(modules: Sequence[nn.Module], aliases: Mapping[str, str]) -> list[nn.Parameter]:
+    """The parameters of this rank's stages without second copies; where one stage holds both, they are one parameter."""
+    return [p for module in modules for name, p in module.named_parameters() if name not in aliases]
+
+
+def _local_gradient(modules: Sequence[nn.Module], name: str) -> torch.Tensor:
+    found = [p for module in modules for n, p in module.named_parameters() if n == name]
+    assert len(found) == 1, f"one stage of this rank holds {name}"
+    gradient = found[0].grad
+    assert isinstance(gradient, DTensor), "FSDP2 leaves DTensor gradients"
+    return gradient.to_local()

@@ -1,0 +1,83 @@
+"""FSDP2 as the data-parallel layer: sharded master weights, mixed precision and the ZeRO stages.
+
+It is applied at dp = 1 too, since it carries mixed precision. Gradients are summed over the ranks, never averaged: the
+loss is already divided by the tokens of the global batch.
+
+ZeRO stages (arXiv:1910.02054), for m microbatches and u units; collectives of a rank in a step:
+
+| zero | parameters between uses | gradients | all-gathers | reduce-scatters |
+|---|---|---|---|---|
+| 1 | gathered once a step | whole until the last backward | u | u |
+| 2 | gathered once a step | sharded after each backward | u | m·u |
+| 3 | gathered for each forward and backward | sharded after each backward | 2·m·u | m·u |
+
+With HSDP the shards are summed over dp_replicate once a step, after the last backward.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dtlayout.mesh.build import data_mesh
+from dtlayout.plans.plan import Plan, match_names
+from dtlayout.precision import Precision
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """When a sharded module sums its gradients and lets go of its gathered parameters."""
+
+    module: FSDPModule
+    each_backward: bool
+    """Reduce-scatter after every microbatch (zero 2 and 3), or after the last alone (zero 1)."""
+    keep_gathered: bool
+    """Keep parameters gathered until the last backward (zero 1 and 2), or only while they are used (zero 3)."""
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Call before each microbatch's backward; `is_last` for the last one of the step on this module."""
+        self.module.set_requires_gradient_sync(self.each_backward or is_last)
+        self.module.set_requires_all_reduce(is_last)
+        self.module.set_reshard_after_backward(is_last or not self.keep_gathered)
+        self.module.set_is_last_backward(is_last)
+
+
+def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
+    """Shard the plan's units, then the rest with the root, over the data-parallel axes."""
+    policy = mixed_precision(plan.precision)
+    keep_gathered = plan.zero < 3
+    names = [name for name, _ in module.named_modules()]
+    found = [_members(unit, names) for unit in plan.units]
+    for members in [group for groups in found for group in groups] + [[""]]:
+        modules = [module.get_submodule(name) for name in members]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=data_mesh(mesh),
+            reshard_after_forward=not keep_gathered,
+            mp_policy=policy,
+        )
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    assert isinstance(module, FSDPModule), "fully_shard changes the class of what it shards"
+    return GradientSync(module=module, each_backward=plan.zero > 1, keep_gathered=keep_gathered)
+
+
+def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    """Cast parameters for computation; inputs are never cast, since stages and embeddings hand on what they compute."""
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute),
+        reduce_dtype=getattr(torch, precision.reduce),
+        cast_forward_inputs=False,
+    )
+
+
+def _members(unit: tuple[str, ...], names: list[str]) -> list[list[str]]:
+    """The module groups that a unit means here: one for each match of a single pattern, or all matches of several."""
+    if len(unit) == 1:
+        return [[name] for name in match_names(unit[0], names)]
+    together = [name for pattern in unit for name in match_names(pattern, names)]
+    return [together] if together else []

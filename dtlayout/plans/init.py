@@ -1,0 +1,82 @@
+"""Initial weights that are the same in every layout: a function of (seed, parameter name, position) alone.
+
+Each element's normal deviate is computed from its position in the whole tensor, so a rank fills its shard without
+seeing the rest. 64 random bits come from the SplitMix64 finaliser (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195),
+the deviate from the inverse of the normal distribution.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dtlayout.model_shape import ModelShape
+from dtlayout.ops.rope import RotaryEmbedding
+
+INIT_STD = 0.02
+"""Standard deviation of every matrix, as in GPT-2 and Llama's published code."""
+CHUNK = 1 << 20
+"""Elements that are computed at a time, which bounds the temporary memory to some 50 MB."""
+
+
+def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str) -> None:
+    """Give sharded modules on the meta device their memory, and fill parameters and RoPE tables.
+
+    Norms are 1. Matrices are normal with `INIT_STD`; those that write into the residual stream have it divided by
+    sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that the stream does not grow with depth.
+    """
+    for module in modules:
+        module.to_empty(device=device)
+        for part in module.modules():
+            if isinstance(part, RotaryEmbedding):
+                part.reset_buffers()
+        for name, parameter in module.named_parameters():
+            name = model.aliases.get(name, name)
+            if "norm" in name:
+                nn.init.ones_(parameter)
+            else:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = INIT_STD / math.sqrt(2 * model.num_layers) if residual else INIT_STD
+                fill_normal(parameter, std, seed, name)
+
+
+@torch.no_grad()
+def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
+    """Fill a tensor or this rank's shard of a DTensor with the deviates of (seed, name), mean 0."""
+    local, offset = parameter, (0,) * parameter.dim()
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+    rows = local.view(-1, local.shape[-1]) if local.dim() != 2 else local
+    assert local.dim() <= 2, "the weights of a Llama are vectors and matrices"
+    columns = torch.arange(rows.shape[1], device=local.device) + offset[-1]
+    first_row = offset[0] if local.dim() == 2 else 0
+    step = max(1, CHUNK // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step):
+        part = rows[start : start + step]
+        row_numbers = torch.arange(start, start + part.shape[0], device=local.device) + first_row
+        part.copy_(std * _normal(key, row_numbers[:, None] * parameter.shape[-1] + columns))
+
+
+def _normal(key: int, positions: Tensor) -> Tensor:
+    """Standard normal deviates, float64, one a position."""
+    bits = _shift_right(_mix(positions * -0x61C8864680B583EB + key), 12)
+    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-52  # inside (0, 1): the ends would be infinite
+    return torch.erfinv(2 * uniform - 1) * math.sqrt(2)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser; int64 multiplication wraps around, which is what it needs."""
+    z = (z ^ _shift_right(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _shift_right(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(z: Tensor, count: int) -> Tensor:
+    """Shift without the sign."""
+    return (z >> count) & ((1 << (64 - count)) - 1)

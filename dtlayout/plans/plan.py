@@ -1,0 +1,73 @@
+"""Plan: what happens to which module, as data. No torch.
+
+A pattern is a module's full name in which `*` stands for one part: "model.layers.*.mlp". A plan is made for the whole
+model and applied to any part of it, since a pipeline stage keeps the names of the whole.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.plans.tensor import TensorStyle, tensor_styles
+from dtlayout.precision import Precision
+from dtlayout.recompute import Recompute
+
+BLOCKS = "model.layers.*"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placements, recomputation and sharding of a model's modules; `print(plan)` shows it as a table."""
+
+    tensor: dict[str, TensorStyle]
+    """Pattern → how tensor parallelism splits the module; the most special pattern comes first."""
+    blocks: str
+    """Pattern of the modules that `recompute` counts and covers."""
+    recompute: Recompute
+    """Which of them are computed again in backward."""
+    units: tuple[tuple[str, ...], ...]
+    """FSDP units, inner ones first: patterns of modules whose parameters are gathered together. What no unit names
+    belongs to the root."""
+    zero: Literal[1, 2, 3]
+    """What the units shard: optimizer state, also gradients, also parameters."""
+    precision: Precision
+    """Number formats of parameters, computation and gradient reduction."""
+
+    def __str__(self) -> str:
+        rows = [(pattern, f"tp {style}") for pattern, style in self.tensor.items()]
+        rows += [(" + ".join(unit), f"fsdp unit, zero {self.zero}") for unit in self.units]
+        if self.recompute.every:
+            what = "selectively" if self.recompute.selective else "in full"
+            rows.append((self.blocks, f"recomputed {what}, one of {self.recompute.every}"))
+        p = self.precision
+        rows.append(("(all)", f"params {p.params}, compute {p.compute}, gradients summed in {p.reduce}"))
+        width = max(len(pattern) for pattern, _ in rows)
+        return "\n".join(f"{pattern:<{width}}  {text}" for pattern, text in rows)
+
+
+def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Precision) -> Plan:
+    """The plan of a Llama for a legal layout."""
+    # Tied weights are one parameter and a parameter has one unit: with them embedding and head stay with the root.
+    ends = () if model.tied_embeddings else (("model.embed_tokens",), ("model.norm", "lm_head"))
+    return Plan(
+        tensor=tensor_styles(layout),
+        blocks=BLOCKS,
+        recompute=Recompute.parse(layout.recompute),
+        units=((BLOCKS,), *ends),
+        zero=layout.zero,
+        precision=precision,
+    )
+
+
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern means, in their order.
+
+    >>> match_names("layers.*", ["layers", "layers.0", "layers.0.mlp", "layers.1"])
+    ['layers.0', 'layers.1']
+    """
+    expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [name for name in names if expression.fullmatch(name)]

@@ -1,0 +1,87 @@
+"""TrainStep: one optimizer step over all microbatches, with the numbers that describe it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtlayout.mesh.axes import PP
+from dtlayout.ops.loss import IGNORED
+from dtlayout.pipelining.runtime import Runtime
+from dtlayout.pipelining.tied import parameters_counted_once, sum_tied_gradients
+from dtlayout.training.gradients import clip_gradients, local_squared_norm
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What every rank knows after a step."""
+
+    loss: float
+    """Sum over valid tokens of the global batch divided by their number, nats."""
+    grad_norm: float
+    """Norm of all gradients before clipping."""
+    stop_requested: bool
+    """Whether any rank asked to stop."""
+
+    @property
+    def is_finite(self) -> bool:
+        """False if the parameters were left as they were, because loss or norm is NaN or infinite."""
+        return bool(torch.isfinite(torch.tensor([self.loss, self.grad_norm])).all())
+
+
+class TrainStep:
+    """Forward, backward, clipping and update of this rank's stages."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float,
+        mesh: DeviceMesh,
+        aliases: Mapping[str, str],
+    ):
+        """`max_norm` is the global gradient norm to clip at; `aliases` the tied names of the model."""
+        self.runtime = runtime
+        self.modules: Sequence[nn.Module] = list(runtime.modules.values())
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.mesh = mesh
+        self.aliases = aliases
+        self.counted = parameters_counted_once(self.modules, aliases)
+        self.num_copies = mesh.size() // (mesh["dp_replicate"].size() * mesh["dp_shard"].size())
+
+    def __call__(self, inputs: Tensor, targets: Tensor, *, stop: bool = False) -> StepResult:
+        """Train on this data-parallel rank's share [microbatches · B, S]; every rank of a pipeline brings the same.
+
+        Where loss or gradient norm is not finite, nothing is updated.
+        """
+        loss = self.runtime.step(inputs, targets=targets, num_targets=self._count_targets(targets))
+        sum_tied_gradients(self.modules, self.aliases, self.mesh)
+        result, norm = self._summarize(loss, stop)
+        if result.is_finite:
+            clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result
+
+    def _count_targets(self, targets: Tensor) -> Tensor:
+        """Valid targets of the global batch; each data-parallel share is known to `num_copies` ranks."""
+        count = (targets != IGNORED).sum().to(torch.float64)
+        dist.all_reduce(count)
+        return count / self.num_copies
+
+    def _summarize(self, loss: Tensor | None, stop: bool) -> tuple[StepResult, Tensor]:
+        """Loss, norm and stop in one all-reduce over all ranks."""
+        numbers = torch.zeros(3, dtype=torch.float64, device=self.mesh.device_type)
+        if loss is not None:  # known to each rank that shares the last stage's microbatches
+            numbers[0] = loss * (self.mesh[PP].size() / self.num_copies)
+        numbers[1] = local_squared_norm(self.counted, self.mesh)
+        numbers[2] = float(stop)
+        dist.all_reduce(numbers)
+        norm = numbers[1].sqrt()
+        loss_value, norm_value, stops = torch.stack((numbers[0], norm, numbers[2])).tolist()
+        return StepResult(loss=loss_value, grad_norm=norm_value, stop_requested=stops > 0), norm

@@ -1,0 +1,195 @@
+"""Parity: train one step under a layout on every rank, and the same step on one process, and compare every tensor.
+
+The reference shares no parallel code: a plain `Llama`, autograd over the whole batch at once, torch's own clipping.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtlayout.batch import Batch
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.mesh.build import build_mesh
+from dtlayout.mesh.ranks import dp_rank
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.llama import Llama
+from dtlayout.ops.loss import IGNORED
+from dtlayout.pipelining.partition import layer_costs, partition
+from dtlayout.pipelining.runtime import build_runtime
+from dtlayout.pipelining.schedule import make_schedule
+from dtlayout.pipelining.stage import build_stage, stage_boundary
+from dtlayout.plans.apply import apply_plan
+from dtlayout.plans.init import initialize
+from dtlayout.plans.plan import make_plan
+from dtlayout.precision import Precision
+from dtlayout.training.step import TrainStep
+
+SHAPE = ModelShape(
+    name="parity", hidden_size=32, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=88
+)  # fmt: skip
+SEQ_LEN, MAX_NORM, SEED = 16, 0.05, 7
+EXACT = Precision(params="float64", compute="float64", reduce="float64")
+FP32 = Precision(params="float32", compute="float32", reduce="float32")
+BF16 = Precision()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step to compare."""
+
+    layout: Layout
+    global_batch: int = 8
+    model: ModelShape = SHAPE
+    precision: Precision = EXACT
+    kernels: Kernels = field(default_factory=Kernels)
+
+    @property
+    def batch(self) -> Batch:
+        return Batch(global_batch=self.global_batch, seq_len=SEQ_LEN)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step computed: whole tensors by name."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+
+
+def make_tokens(batch: Batch, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a global batch; every sequence has another number of padding targets, one has no others."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(vocab_size, (batch.global_batch, batch.seq_len), generator=generator)
+    targets = torch.randint(vocab_size, (batch.global_batch, batch.seq_len), generator=generator)
+    for row in range(batch.global_batch):
+        targets[row, : row * 5 % batch.seq_len] = IGNORED
+    targets[1] = IGNORED
+    return tokens, targets
+
+
+def run_reference(case: Case) -> Outcome:
+    """The step on one process in the format of the master parameters, or wholly in `case.precision.compute`."""
+    dtype = getattr(torch, case.precision.compute)
+    model = Llama(case.model, case.kernels, SEQ_LEN, dtype=getattr(torch, case.precision.params))
+    initialize([model], case.model, SEED, "cpu")
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    tokens, targets = make_tokens(case.batch, case.model.vocab_size)
+    loss = model(tokens, targets=targets, num_targets=float((targets != IGNORED).sum()))
+    loss.backward()
+    gradients = {name: p.grad.to(masters[name].dtype) for name, p in model.named_parameters()}
+    parameters = {name: torch.nn.Parameter(value) for name, value in masters.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name].clone()
+    norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), MAX_NORM)
+    make_optimizer(list(parameters.values())).step()
+    return Outcome(float(loss), float(norm), _to_numpy(gradients), _to_numpy(parameters))
+
+
+def run_layout(case: Case) -> Outcome | None:
+    """The step under a layout, on every rank at once; the whole tensors of each stage come from its first rank."""
+    step = build_step(case)
+    gradients: dict[str, Tensor] = {}
+
+    def keep_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        scale = min(1.0, MAX_NORM / (norms[0] + 1e-6)) if norms else 1.0
+        for name, parameter in _named(step, case):
+            gradients[name] = parameter.grad.full_tensor() / scale  # as before clipping
+
+    norms: list[float] = []
+    summarize = step._summarize
+
+    def summarize_and_keep(*args):
+        result, norm = summarize(*args)
+        norms.append(result.grad_norm)
+        return result, norm
+
+    step._summarize = summarize_and_keep
+    step.optimizer.register_step_pre_hook(keep_gradients)
+    result = step(*local_rows(case))
+    parameters = {name: parameter.full_tensor() for name, parameter in _named(step, case)}
+    place = step.mesh.get_coordinate()
+    if any(place[1:]):
+        return None
+    return Outcome(result.loss, result.grad_norm, _to_numpy(gradients), _to_numpy(parameters))
+
+
+def build_step(case: Case) -> TrainStep:
+    """The natural path from values to a train step."""
+    layout, batch = case.layout, case.batch
+    layout.check(case.model, batch)
+    mesh = build_mesh(layout, "cpu")
+    schedule = make_schedule(layout, batch)
+    slices = partition(layer_costs(case.model, batch), layout)
+    stages = schedule.stages_of(mesh["pp"].get_local_rank())
+    modules = [build_stage(case.model, case.kernels, case.precision, batch, slices[s]) for s in stages]
+    plan = make_plan(case.model, layout, case.kernels, case.precision)
+    sync = [apply_plan(module, plan, mesh) for module in modules]
+    initialize(modules, case.model, SEED, "cpu")
+    runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(case.model, layout, batch, case.precision))
+    optimizer = make_optimizer([p for module in modules for p in module.parameters()])
+    return TrainStep(runtime, optimizer, max_norm=MAX_NORM, mesh=mesh, aliases=case.model.aliases)
+
+
+def local_rows(case: Case) -> tuple[Tensor, Tensor]:
+    """This rank's share of the global batch."""
+    tokens, targets = make_tokens(case.batch, case.model.vocab_size)
+    size = case.global_batch // case.layout.dp
+    first = dp_rank(torch.distributed.get_rank(), case.layout) * size
+    return tokens[first : first + size], targets[first : first + size]
+
+
+def make_optimizer(parameters: list) -> torch.optim.Optimizer:
+    """AdamW with an epsilon that keeps the update smooth in the gradient, so that errors are not amplified."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True)
+
+
+def merge(outcomes: list[Outcome | None]) -> Outcome:
+    """One outcome from those of the pipeline ranks."""
+    found = [o for o in outcomes if o is not None]
+    assert all(o.loss == found[0].loss and o.grad_norm == found[0].grad_norm for o in found)
+    merged = Outcome(found[0].loss, found[0].grad_norm, {}, {})
+    for outcome in found:
+        merged.gradients.update(outcome.gradients)
+        merged.parameters.update(outcome.parameters)
+    return merged
+
+
+def largest_difference(outcome: Outcome, reference: Outcome) -> tuple[float, str]:
+    """The largest relative difference, ‖a - b‖ / ‖b‖, of loss, norm, gradients and parameters, and whose it is."""
+    assert outcome.gradients.keys() == reference.gradients.keys()
+    assert outcome.parameters.keys() == reference.parameters.keys()
+    differences = [
+        (abs(outcome.loss / reference.loss - 1), "loss"),
+        (abs(outcome.grad_norm / reference.grad_norm - 1), "norm"),
+    ]
+    for kind in ("gradients", "parameters"):
+        for name, expected in getattr(reference, kind).items():
+            got = getattr(outcome, kind)[name]
+            assert got.dtype == expected.dtype and got.shape == expected.shape, f"{kind} of {name}"
+            differences.append((relative_difference(got, expected), f"{kind} of {name}"))
+    return max(differences)
+
+
+def relative_difference(got: np.ndarray, expected: np.ndarray) -> float:
+    """‖got - expected‖ / ‖expected‖."""
+    return float(np.linalg.norm((got - expected).ravel()) / np.linalg.norm(expected.ravel()))
+
+
+def _named(step: TrainStep, case: Case) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters by the name that they have in the whole model."""
+    return [
+        (case.model.aliases.get(name, name), parameter)
+        for module in step.modules
+        for name, parameter in module.named_parameters()
+    ]
+
+
+def _to_numpy(tensors: dict) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
