@@ -29,7 +29,7 @@ _HOMES = {
     "TrainStep": "dtlayout.training.step",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 (the names are those of _HOMES)
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ lists everything that is wrong with a layout at once, each problem in one line w
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig, InvalidLayout
@@ -126,24 +126,30 @@ class OpenLayout(Layout):
         if self.dp_shard != -1:
             super().__post_init__()
 
+    @property
+    def smallest_world_size(self) -> int:
+        """Ranks that the layout needs at least."""
+        return Layout(**self._values(dp_shard=max(1, self.dp_shard))).world_size
+
     def resolve(self, world_size: int) -> Layout:
         """The layout on `world_size` ranks; InvalidLayout if the degrees don't multiply to it."""
-        values = {field.name: getattr(self, field.name) for field in fields(Layout)}
+        smallest = self.smallest_world_size
+        if self.dp_shard == -1 and world_size > 0 and world_size % smallest == 0:
+            return Layout(**self._values(dp_shard=world_size // smallest))
+        if world_size == smallest:
+            return Layout(**self._values())
+        degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        needs, works = "", [smallest]
         if self.dp_shard == -1:
-            values["dp_shard"] = 1
-        layout = Layout(**values)  # checks the values before they are divided by
-        if self.dp_shard == -1 and world_size % layout.world_size == 0:
-            return Layout(**{**values, "dp_shard": world_size // layout.world_size})
-        if layout.world_size != world_size:
-            asked = " * ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1)
-            fits = _nearest(layout.world_size, (n for n in range(1, 4 * max(world_size, layout.world_size) + 1)
-                            if n % layout.world_size == 0)) if self.dp_shard == -1 else [layout.world_size]  # fmt: skip
-            raise InvalidLayout(
-                f"world size {world_size} is not what the layout needs ({asked or 'every axis 1'}); "
-                f"start {' or '.join(map(str, fits))} ranks, or choose degrees whose product "
-                f"{'divides' if self.dp_shard == -1 else 'is'} {world_size}"
-            )
-        return layout
+            needs = "a multiple of "
+            works = sorted({max(1, world_size // smallest) * smallest, (world_size // smallest + 1) * smallest})
+        raise InvalidLayout(
+            f"world size {world_size} does not fit the layout: {' * '.join(degrees) or 'every axis 1'} needs "
+            f"{needs}{smallest} ranks; start {' or '.join(map(str, works))}, or change the degrees"
+        )
+
+    def _values(self, **changes: int) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(Layout)} | changes
 
 
 def _tensor_problems(layout: Layout, model: ModelShape, batch: Batch) -> list[str]:

@@ -43,7 +43,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """Radians per position of each pair of a head's dimensions, [K/2], float64; theta^(-2i/K), stretched where asked."""
+    """Radians per position of each pair of a head's dimensions, [K/2], float64: theta^(-2i/K), or stretched."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64, device="cpu") / shape.head_dim
     frequencies = shape.rope_theta**-exponents
     return stretch_frequencies(frequencies, shape.rope_scaling) if shape.rope_scaling else frequencies

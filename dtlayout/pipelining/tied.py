@@ -37,7 +37,7 @@ def sum_tied_gradients(modules: Sequence[nn.Module], aliases: Mapping[str, str],
 
 
 def parameters_counted_once(modules: Sequence[nn.Module], aliases: Mapping[str, str]) -> list[nn.Parameter]:
-    """The parameters of this rank's stages without second copies; where one stage holds both, they are one parameter."""
+    """This rank's parameters without second copies; where one stage holds both, they are one parameter."""
     return [p for module in modules for name, p in module.named_parameters() if name not in aliases]
 
 

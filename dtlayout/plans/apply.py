@@ -78,7 +78,7 @@ def recompute_blocks(module: nn.Module, blocks: str, recompute: Recompute) -> No
 
 
 def _prepare_first_input(placement: Replicate | Shard) -> PrepareModuleInput:
-    """The first argument, hidden states, comes as a local tensor and goes in replicated; the RoPE tables stay as they are.
+    """The first argument, hidden states, goes in replicated; the RoPE tables stay as they are.
 
     One DTensor for all the matmuls that read it: their gradients add up before one collective.
     """

@@ -1,8 +1,8 @@
 """Initial weights that are the same in every layout: a function of (seed, parameter name, position) alone.
 
 Each element's normal deviate is computed from its position in the whole tensor, so a rank fills its shard without
-seeing the rest. 64 random bits come from the SplitMix64 finaliser (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195),
-the deviate from the inverse of the normal distribution.
+seeing the rest. 64 random bits come from the SplitMix64 finaliser (Steele, Lea, Flood 2014,
+doi:10.1145/2660193.2660195), the deviate from the inverse of the normal distribution.
 """
 
 import hashlib

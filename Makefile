@@ -1,0 +1,32 @@
+# Each target sets up what it needs: .venv with exact versions, from constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test check format clean
+
+train: .venv/.installed
+	scripts/train_debug.sh $(BIN)
+
+test: .venv/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: .venv/.installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.installed-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/.installed-test: .venv/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@

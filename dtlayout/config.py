@@ -1,0 +1,296 @@
+"""Config: one TOML file, typed and frozen, and the command line's overrides of it.
+
+`load_config` reads a file, puts `--section.key=value` overrides on top, and validates every section with pydantic in
+strict mode; all problems come in one InvalidConfig. `[model]` starts from the preset that `name` names. No torch.
+"""
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from dtlayout import toml
+from dtlayout.batch import Batch
+from dtlayout.cluster import find_gpu
+from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout, OpenLayout
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.presets import PRESETS
+from dtlayout.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the tokens come from."""
+
+    source: str = "python-stdlib"
+    """A .txt, .jsonl or .parquet file or glob, a dataset's name on the HF hub, or python-stdlib."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    text_field: str = "text"
+    """Field that holds a document's text."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json."""
+    end_of_document: str = ""
+    """Token after each document, where the tokenizer has none of the usual ones."""
+    max_tokens: int = 0
+    """Tokens to prepare at most; 0 for all."""
+    folder: str = "data/tokens"
+    """Where prepared tokens lie, to be used again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, linear warm-up and cosine decay."""
+
+    lr: float = 3e-4
+    """Learning rate at the end of the warm-up."""
+    min_lr_ratio: float = 0.1
+    """Learning rate of the last step, as a share of `lr`."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate grows to `lr`."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms have none."""
+    max_norm: float = 1.0
+    """Global gradient norm to clip at."""
+
+    def __post_init__(self) -> None:
+        positive = [n for n in ("lr", "eps", "max_norm") if getattr(self, n) <= 0]
+        shares = [n for n in ("beta1", "beta2", "min_lr_ratio") if not 0 <= getattr(self, n) <= 1]
+        natural = [n for n in ("warmup_steps", "weight_decay") if getattr(self, n) < 0]
+        problems = [f"optimizer.{n}={getattr(self, n)} must be above 0" for n in positive]
+        problems += [f"optimizer.{n}={getattr(self, n)} must lie between 0 and 1" for n in shares]
+        problems += [f"optimizer.{n}={getattr(self, n)} must not be negative" for n in natural]
+        if problems:
+            raise InvalidConfig(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, where and from which seed."""
+
+    steps: int
+    """Optimizer steps of the whole run, those before a resume included."""
+    run_folder: str = "runs/latest"
+    """Where metrics, summary, config and checkpoints go; the same folder resumes."""
+    seed: int = 0
+    """Decides the initial weights and the order of the samples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is any."""
+    timeout_s: float = 600.0
+    """Seconds after which a collective that does not finish ends the run."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InvalidConfig(f"train.steps={self.steps} must be at least 1")
+        if self.timeout_s <= 0:
+            raise InvalidConfig(f"train.timeout_s={self.timeout_s} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run's state is saved."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves at the end alone."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise InvalidConfig(f"checkpoint.every={self.every} must not be negative; 0 saves at the end alone")
+        if self.keep < 1:
+            raise InvalidConfig(f"checkpoint.keep={self.keep} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What is measured beside the loss."""
+
+    log_every: int = 10
+    """Steps between progress lines on a terminal that shows no progress bar."""
+    memory_every: int = 100
+    """Steps between memory measurements on CPU, which slow a step; the second step is always measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("log_every", "memory_every"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"metrics.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The hardware, as far as the run cannot see it."""
+
+    gpu: str = "auto"
+    """GPU type for MFU; auto asks the device, cpu has no peak."""
+    gpus_per_node: int = 8
+    """Ranks that share a node's fast links."""
+
+    def __post_init__(self) -> None:
+        if self.gpu not in ("auto", "cpu"):
+            find_gpu(self.gpu)
+        if self.gpus_per_node < 1:
+            raise InvalidConfig(f"cluster.gpus_per_node={self.gpus_per_node} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run is made from; sections of the TOML file."""
+
+    model: ModelShape
+    batch: Batch
+    train: TrainConfig
+    layout: OpenLayout = field(default_factory=OpenLayout)
+    kernels: Kernels = field(default_factory=Kernels)
+    precision: Precision = field(default_factory=Precision)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def to_toml(self) -> str:
+        """A TOML file that loads to this config again."""
+        return tomli_w.dumps(_without_none(asdict(self)))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a TOML file with `--section.key=value` overrides; InvalidConfig with every problem."""
+    try:
+        tables: dict[str, Any] = toml.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"config {path} cannot be read: {error.strerror}") from None
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"config {path} is not TOML: {error}") from None
+    return parse_config(_override(tables, overrides))
+
+
+def parse_config(tables: dict[str, Any]) -> Config:
+    """The config of parsed TOML; InvalidConfig with every problem."""
+    problems = _unknown_keys(tables, Config, "")
+    try:
+        tables = {**tables, "model": _expand_preset(tables.get("model", {}))}
+    except InvalidConfig as error:
+        problems += error.problems
+        tables = {**tables, "model": asdict(PRESETS["debug"])}  # so that the other sections are checked too
+    sections: dict[str, Any] = {}
+    for section in fields(Config):
+        section_type = get_type_hints(Config)[section.name]
+        table = tables.get(section.name, {})
+        if not isinstance(table, dict):
+            problems.append(f"{section.name} is a section: write [{section.name}] and its keys below")
+            continue
+        known = {key: value for key, value in table.items() if key in _field_names(section_type)}
+        try:
+            # Strict JSON takes TOML's arrays for tuples, but no string for a number.
+            sections[section.name] = TypeAdapter(section_type).validate_json(json.dumps(known), strict=True)
+        except ValidationError as error:
+            problems += [_describe(section.name, table, details) for details in error.errors()]
+        except (InvalidConfig, InvalidLayout) as error:
+            problems += error.problems
+        except TypeError as error:  # a TOML date or time, which no key takes
+            problems.append(f"[{section.name}] holds a value that no key takes: {error}")
+    if problems:
+        raise InvalidConfig(problems)
+    return Config(**sections)
+
+
+def check_layout(config: Config, world_size: int) -> Layout:
+    """The config's layout on `world_size` ranks; InvalidLayout with everything that is wrong with it."""
+    problems: list[str] = []
+    try:
+        layout = config.layout.resolve(world_size)
+    except InvalidLayout as error:
+        problems += error.problems
+        layout = config.layout.resolve(config.layout.smallest_world_size)
+    problems += layout.problems(config.model, config.batch)
+    if problems:
+        raise InvalidLayout(problems)
+    return layout
+
+
+def _override(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables with each `--section.key=value` put in; a value is TOML, or a string where it is not."""
+    result = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    for text in overrides:
+        key, equals, value = text.removeprefix("--").partition("=")
+        section, dot, name = key.partition(".")
+        if not (text.startswith("--") and equals and dot and section and name):
+            raise InvalidConfig(f"{text!r} is not an override; write --section.key=value, such as --layout.tp=2")
+        target = result.setdefault(section, {})
+        for part in name.split(".")[:-1]:
+            target[part] = dict(target.get(part, {}))
+            target = target[part]
+        target[name.split(".")[-1]] = _parse_value(value)
+    return result
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return toml.loads(f"value = {text}")["value"]
+    except toml.TOMLDecodeError:
+        return text
+
+
+def _expand_preset(table: Any) -> Any:
+    """The table on top of the preset that it names; another name needs all sizes."""
+    if not isinstance(table, dict):
+        return table
+    name = table.get("name")
+    if name in PRESETS:
+        return {**_without_none(asdict(PRESETS[name])), **table}
+    sizes = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
+    if sizes:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}"
+        raise InvalidConfig(
+            f"model.name={name!r} is not a preset; {advice} A model of your own needs {', '.join(sizes)} too"
+        )
+    return table
+
+
+def _unknown_keys(table: dict[str, Any], into: type, prefix: str) -> list[str]:
+    """One line for each key that `into` or a section in it does not know, with the nearest that it does."""
+    known = _field_names(into)
+    problems = []
+    for key, value in table.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+            problems.append(f"{prefix}{key} is unknown; {advice}")
+        elif into is Config and isinstance(value, dict):
+            problems += _unknown_keys(value, get_type_hints(Config)[key], f"{key}.")
+    return problems
+
+
+def _describe(section: str, table: dict[str, Any], details: Any) -> str:
+    """One line of our own for one of pydantic's errors."""
+    path = ".".join(str(part) for part in (section, *details["loc"]))
+    if details["type"] == "missing":
+        return f"{path} is missing; give it in [{section}]"
+    message = details["msg"][0].lower() + details["msg"][1:]
+    return f"{path}={details['input']!r}: {message}"
+
+
+def _field_names(of: type) -> list[str]:
+    return [f.name for f in fields(of)]
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key that is not there is one."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,1 @@
+"""Documents to tokens on disk to the batches each rank reads."""

@@ -1,0 +1,151 @@
+"""Read training samples out of prepared tokens, in an order that needs no state.
+
+Vocabulary: sample i of sequence length S covers tokens [i S, i S + S + 1): S inputs and, shifted by one, S targets.
+An epoch is one pass over all samples in an order of its own.
+
+[Note: the order of samples]
+Which sample stands at `index` of the global batch of `step` is a function of (seed, step, index) alone:
+
+    k = step * global_batch + index,   epoch = k // num_samples,   sample = permute(k % num_samples; seed, epoch)
+
+so a run resumes at any step without a saved iterator, and every layout trains on the same batches. `permute` is in
+`dtlayout.data.permutation`. An epoch may end inside a batch; the next one starts at once and nothing is dropped.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtlayout.data.permutation import hash_integers, permute
+from dtlayout.data.prepare import INFO_NAME, TOKENS_NAME
+from dtlayout.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """Prepared tokens, mapped and not read: opening costs nothing, whatever the size."""
+
+    tokens: "np.memmap[Any, np.dtype[Any]]"
+    """All ids in one row, uint16 or uint32, read-only."""
+    num_documents: int
+    """Documents in it, each followed by `end_of_document`."""
+    vocab_size: int
+    """The tokenizer's: every id is below it."""
+    end_of_document: int
+    """The id between documents."""
+    sha256: str
+    """Hash of the ids, to tell in a checkpoint whether a run resumes on the same data."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "TokenFile":
+        """The tokens that `prepare_tokens` left in `folder`."""
+        info = _read_info(Path(folder) / INFO_NAME)
+        path = Path(folder) / TOKENS_NAME
+        dtype = np.dtype(info["dtype"]).newbyteorder("<")
+        expected_bytes = info["num_tokens"] * dtype.itemsize
+        found_bytes = path.stat().st_size if path.is_file() else 0
+        if found_bytes != expected_bytes:
+            raise DataError(
+                f"{str(path)!r} has {found_bytes} bytes where {INFO_NAME} promises {info['num_tokens']} tokens of "
+                f"{dtype.itemsize} = {expected_bytes} bytes; delete {str(folder)!r} and prepare again"
+            )
+        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(info["num_tokens"],))
+        return cls(tokens, info["num_documents"], info["vocab_size"], info["end_of_document"], info["sha256"])
+
+    @property
+    def folder(self) -> Path:
+        """Where the file lies."""
+        return Path(str(self.tokens.filename)).parent
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids in the file, ends of documents included."""
+        return int(self.tokens.size)
+
+    def num_samples(self, seq_len: int) -> int:
+        """Samples of `seq_len` tokens; the last token of one is the first of the next, so one token is left over."""
+        return max(self.num_tokens - 1, 0) // seq_len
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse a model whose embedding is too small for these ids; a larger (padded) one is fine."""
+        if self.vocab_size > vocab_size:
+            raise DataError(
+                f"the tokenizer has {self.vocab_size} ids, the model's vocab_size={vocab_size}; "
+                f"use a model with vocab_size >= {self.vocab_size} or another tokenizer"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The batches of a run: `tokens` cut into samples of `seq_len`, `global_batch` of them a step."""
+
+    tokens: TokenFile
+    seq_len: int
+    global_batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1 or self.global_batch < 1:
+            raise DataError(f"seq_len={self.seq_len}, global_batch={self.global_batch}: both must be at least 1")
+        if self.num_samples < 1:
+            raise DataError(
+                f"the data holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.seq_len} needs "
+                f"{self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch."""
+        return self.tokens.num_samples(self.seq_len)
+
+    def batch(self, step: int, indices: Sequence[int]) -> "tuple[torch.Tensor, torch.Tensor]":
+        """(tokens_BS, targets_BS), int64, for these indices of the global batch of `step`."""
+        import torch
+
+        ids_B = sample_ids(step, indices, self.global_batch, self.num_samples, self.seed)
+        window_BS = ids_B[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        rows = torch.from_numpy(self.tokens.tokens[window_BS].astype(np.int64))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def sample_ids(
+    step: int, indices: Sequence[int], global_batch: int, num_samples: int, seed: int
+) -> npt.NDArray[np.int64]:
+    """Which sample stands at each of `indices` in the global batch of `step`: [Note: the order of samples]."""
+    index = np.asarray(indices, dtype=np.int64).reshape(-1)
+    if step < 0:
+        raise DataError(f"step={step} is negative; steps count from 0")
+    outside = index[(index < 0) | (index >= global_batch)]
+    if outside.size:
+        raise DataError(f"index {outside[0]} is outside the global batch; use 0 to {global_batch - 1}")
+    epochs, places = np.divmod(step * global_batch + index, num_samples)
+    ids = np.empty_like(places)
+    for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
+        ids[epochs == epoch] = permute(places[epochs == epoch], num_samples, hash_integers(seed, int(epoch)))
+    return ids
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DataError(
+            f"there are no prepared tokens in {str(path.parent)!r}: {path.name} is missing; prepare it first"
+        )
+    needed = {"dtype", "num_tokens", "num_documents", "vocab_size", "end_of_document", "sha256"}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is not JSON ({error}); delete that folder and prepare again") from error
+    if not isinstance(info, dict) or needed - info.keys() or info["dtype"] not in ("uint16", "uint32"):
+        raise DataError(
+            f"{str(path)!r} does not describe tokens: it needs {', '.join(sorted(needed))} and a dtype of uint16 or "
+            "uint32; delete that folder and prepare again"
+        )
+    return info

@@ -1,0 +1,135 @@
+"""Text to token ids and back: raw bytes, or any tokenizer.json.
+
+Vocabulary: the end of document is the id that `prepare` writes after every document; it is never produced by text.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dtlayout.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Ids = npt.NDArray[np.int64]
+
+END_OF_DOCUMENT_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
+"""Looked for in this order when no end of document is named: Llama 2, Llama 3, GPT-2, Gemma."""
+
+
+class Tokenizer(Protocol):
+    """What preparing tokens and generating text need."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, so that an embedding of this many rows is large enough."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that separates documents."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers only if they give equal ids."""
+
+    def encode(self, text: str) -> Ids:
+        """Ids of one text, without any special token."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text; may use all cores."""
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Text of the ids, without special tokens."""
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document: nothing to download, nothing to train."""
+
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> Ids:
+        """Bytes of the text; what UTF-8 cannot hold (a lone surrogate) becomes `?`."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Text of the bytes; ids above 255 are left out and half characters become U+FFFD: any ids decode."""
+        array = np.asarray(ids, dtype=np.int64).reshape(-1)
+        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json, read by the `tokenizers` library."""
+
+    def __init__(self, path: Path, end_of_document: str = "") -> None:
+        self._tokenizer = _read_tokenizer(path)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values(), default=-1) + 1  # ids may have holes, so this isn't their number
+        self.end_of_document = _find_end_of_document(ids, end_of_document, path)
+        self.fingerprint = f"{hashlib.sha256(path.read_bytes()).hexdigest()}-{self.end_of_document}"
+
+    def encode(self, text: str) -> Ids:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return str(self._tokenizer.decode(np.asarray(ids, dtype=np.int64).reshape(-1).tolist()))
+
+
+def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
+    """The tokenizer that `spec` names: "bytes", a tokenizer.json, or a folder that holds one.
+
+    `end_of_document` names the token that separates documents; empty takes the first of `END_OF_DOCUMENT_TOKENS`
+    that the vocabulary has.
+    """
+    if spec == "bytes":
+        if end_of_document:
+            raise DataError(
+                f"end_of_document={end_of_document!r} asked of the tokenizer 'bytes', which ends documents with id 256 "
+                "whatever is asked; leave end_of_document empty"
+            )
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(
+            f"tokenizer {spec!r}: there is no file {str(path)!r}; give 'bytes' or the path of a tokenizer.json"
+        )
+    return FileTokenizer(path, end_of_document)
+
+
+def _read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{str(path)!r} is not a tokenizer.json that `tokenizers` can read: {error}") from error
+    tokenizer.no_truncation()  # the file may carry the habits of a chat or a classifier
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # a document that spells "</s>" must not end itself
+    return tokenizer
+
+
+def _find_end_of_document(ids: dict[str, int], named: str, path: Path) -> int:
+    candidates = (named,) if named else END_OF_DOCUMENT_TOKENS
+    for token in candidates:
+        if token in ids:
+            return ids[token]
+    raise DataError(
+        f"{str(path)!r} has none of the tokens {', '.join(candidates)} to end a document; "
+        "name one of its tokens with end_of_document"
+    )

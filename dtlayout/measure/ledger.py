@@ -1,0 +1,126 @@
+"""Bytes by category over time, written down as allocations come, change size and go.
+
+An *allocation* is one storage: a size and a category. What a storage is often shows later (a matmul's result becomes
+a gradient, an output turns out to be saved for backward), so an allocation has one category for its whole life, the
+strongest one it ever claimed, and categories are summed up only when someone asks. The order is that of `Category`.
+
+A *window* is what one reading looks back on; what was read in earlier windows is kept as numbers only.
+"""
+
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+from itertools import accumulate, islice
+
+
+class Category(IntEnum):
+    """What a storage is for; a higher one wins."""
+
+    OTHER = 0
+    ACTIVATION = 1
+    GRADIENT = 2
+    OPTIMIZER = 3
+    GATHERED = 4
+    PARAMETER = 5
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by category, at one moment or as the largest of each over time."""
+
+    other: int = 0
+    activation: int = 0
+    gradient: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    parameter: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+class Allocation:
+    """One storage in the ledger."""
+
+    __slots__ = ("category", "nbytes")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.category = Category.OTHER
+
+    def claim(self, category: Category) -> None:
+        """Becomes `category`, unless it already is something stronger."""
+        self.category = max(self.category, category)
+
+
+class Ledger:
+    """Every change of size, in order; `total_bytes` and `peak_bytes` are kept up as changes come."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.peak_bytes = 0
+        self._changes: list[tuple[Allocation, int]] = []
+        self._num_carried = 0
+        self._past_peak = Footprint()
+        self._past_category_peaks = Footprint()
+
+    def set_bytes(self, allocation: Allocation, nbytes: int) -> None:
+        """Writes down that `allocation` now holds `nbytes`; 0 when it is freed."""
+        change_bytes = nbytes - allocation.nbytes
+        if change_bytes:
+            allocation.nbytes = nbytes
+            self._changes.append((allocation, change_bytes))
+            self.total_bytes += change_bytes
+            self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+
+    def begin_window(self) -> None:
+        """Keeps the peaks so far as numbers and starts again from what is alive."""
+        _, self._past_peak, self._past_category_peaks = self._read()
+        alive = dict.fromkeys(allocation for allocation, _ in self._changes if allocation.nbytes)
+        self._changes = [(allocation, allocation.nbytes) for allocation in alive]
+        self._num_carried = len(self._changes)
+
+    def forget_peak(self) -> None:
+        """Starts again from what is alive, as if nothing had been before."""
+        self.begin_window()
+        self.peak_bytes = self.total_bytes
+        self._past_peak = self._past_category_peaks = Footprint()
+
+    @property
+    def current(self) -> Footprint:
+        return self._read()[0]
+
+    @property
+    def peak(self) -> Footprint:
+        return self._read()[1]
+
+    @property
+    def category_peaks(self) -> Footprint:
+        return self._read()[2]
+
+    @property
+    def curve_bytes(self) -> list[int]:
+        """The total when the window began and after each change since."""
+        carried_bytes = sum(nbytes for _, nbytes in self._changes[: self._num_carried])
+        changes = (change_bytes for _, change_bytes in islice(self._changes, self._num_carried, None))
+        return list(accumulate(changes, initial=carried_bytes))
+
+    def _read(self) -> tuple[Footprint, Footprint, Footprint]:
+        """(now, at the total's peak, each category's own peak)"""
+        now = [0] * len(Category)
+        for allocation, nbytes in self._changes[: self._num_carried]:
+            now[allocation.category] += nbytes
+        at_peak, highest = now.copy(), now.copy()
+        total = peak_bytes = sum(now)
+        for allocation, change_bytes in islice(self._changes, self._num_carried, None):
+            category = allocation.category
+            now[category] += change_bytes
+            total += change_bytes
+            if now[category] > highest[category]:
+                highest[category] = now[category]
+            if total > peak_bytes:
+                peak_bytes, at_peak = total, now.copy()
+        past = self._past_peak
+        peak = past if past.total > peak_bytes else Footprint(*at_peak)
+        category_peaks = Footprint(*map(max, highest, astuple(self._past_category_peaks)))
+        return Footprint(*now), peak, category_peaks

@@ -1,0 +1,319 @@
+"""What a step really holds in memory: every storage from its creation to its death, by category.
+
+A storage has one category for its whole life, the strongest of these (see ledger.py):
+
+- parameter: storage of a parameter or buffer of `modules`, or of a parameter of `optimizers`, when a `with` block is
+  entered. Under FSDP2 these are the local shards: enter with the units resharded, as they are between steps.
+- gathered: storage of what is a parameter of `modules` only inside the block: an unsharded FSDP2 parameter.
+- optimizer: storage of a tensor in an optimizer's state.
+- gradient: storage that autograd accumulated into the `.grad` of a parameter or gathered parameter; or that is found
+  there on entry, before `optimizer.step` and on exit (zero-bubble schedules set it by hand); or that FSDP2 copies into
+  a reduce-scatter, since it keeps unreduced gradients in the reduce dtype out of `.grad`.
+- activation: storage born in a *forward* that is still alive when this forward is over, whoever holds it: saved
+  tensors, inputs of checkpointed blocks, stage outputs, and what a recomputation in backward saves again. A forward is
+  a call of an outermost module (with or without gradients), or work done with gradients enabled outside of one, such
+  as the loss: that one is over at the first operator with gradients disabled, usually backward's. So the seed of
+  `loss.backward()` counts, 4 bytes; a batch counts if it was made inside the block. FSDP2's communication
+  buffers don't.
+- other: the rest. Temporaries, gradients of activations, communication buffers, and all data older than the block
+  that is none of the above, from the first operator that touches it.
+
+Sizes are `UntypedStorage.nbytes()` on one device type. Not seen: what a kernel or a custom operator allocates and
+frees inside one call, a caching allocator's rounding, and storages that no operator touches, such as the random state
+that `torch.utils.checkpoint` keeps for each call (5 kB on CPU). While a block is active torch runs compiled modules
+eagerly, so their figures are those of eager.
+
+[Note: storages and finalizers]
+torch keeps one Python object per storage as long as the C++ storage lives, even when only autograd's saved tensors
+hold it, so a weak reference to that object fires exactly when the memory is freed. Callbacks can come at any bytecode
+(garbage collection), so they only queue the death; it is written down before anything else is looked up or added,
+since a new storage may get the address of a dead one. Sizes also change without an operator: FSDP2 frees and
+re-allocates gathered parameters by `UntypedStorage.resize_`, which is patched inside the block.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtlayout.measure.ledger import Allocation, Category, Footprint, Ledger
+from dtlayout.measure.storages import FakeTensorMode, any_wraps, current_fake_mode, each_storage, each_tensor
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of every storage on `device_type` while it is entered; enter it again for the next step.
+
+    >>> tracker = StorageTracker(modules=[model], optimizers=[optimizer])  # doctest: +SKIP
+    >>> with tracker:  # doctest: +SKIP
+    ...     step()
+    >>> tracker.peak_bytes, tracker.peak.activation  # doctest: +SKIP
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, modules: Sequence[nn.Module] = (), optimizers: Sequence[Optimizer] = (), device_type: str = "cpu"
+    ) -> None:
+        super().__init__()
+        self._modules = list(modules)
+        self._optimizers = list(optimizers)
+        self._device_type = device_type
+        self._fake_mode: FakeTensorMode | None = None
+        self._ledger = Ledger()
+        self._alive: dict[int, _StorageRef] = {}
+        self._dead: deque[_StorageRef] = deque()
+        self._born_in_forward: dict[int, Allocation] = {}
+        self._forward_depth = 0
+        self._forward_is_over = False
+        self._met: set[int] = set()
+        self._undo = ExitStack()
+        self._is_active = False
+
+    @property
+    def current(self) -> Footprint:
+        """What is alive now."""
+        self._write_deaths()
+        if self._forward_is_over:
+            self._settle_forward()
+        return self._ledger.current
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest total since the tracker was made or `reset_peak` was called."""
+        return self._ledger.peak_bytes
+
+    @property
+    def peak(self) -> Footprint:
+        """What was alive at the moment of `peak_bytes`, the first if there are several."""
+        return self._ledger.peak
+
+    @property
+    def category_peaks(self) -> Footprint:
+        """The largest each category has been, each at a moment of its own; the total of these means nothing."""
+        return self._ledger.category_peaks
+
+    @property
+    def curve_bytes(self) -> list[int]:
+        """The total on entering the last block and after every change since."""
+        self._write_deaths()
+        return self._ledger.curve_bytes
+
+    def reset_peak(self) -> None:
+        """Peaks count from now on."""
+        self._write_deaths()
+        self._ledger.forget_peak()
+
+    def __enter__(self) -> "StorageTracker":
+        assert not self._is_active, "one tracker cannot count the same operator twice"
+        with ExitStack() as undo:
+            self._undo = undo
+            self._fake_mode = current_fake_mode()
+            self._forward_depth = 0
+            self._met.clear()
+            self._take_stock()
+            undo.callback(self._close_block)
+            undo.enter_context(_watch_resize(self._measure_resized))
+            undo.callback(register_module_forward_pre_hook(self._enter_forward).remove)
+            undo.callback(register_module_forward_hook(self._leave_forward, always_call=True).remove)
+            for optimizer in self._optimizers:
+                undo.callback(optimizer.register_step_pre_hook(lambda *_: self._claim_gradients()).remove)
+                undo.callback(optimizer.register_step_post_hook(lambda *_: self._claim_optimizer_states()).remove)
+            super().__enter__()
+            self._undo = undo.pop_all()
+            self._is_active = True
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._is_active = False
+        with self._undo:
+            super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any_wraps(types):
+            # The operators on the local tensors come by; but only here is a DTensor parameter still a parameter.
+            self._meet_parameters(each_tensor(args))
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._observe_operator(func, (args, kwargs), result)
+        return result
+
+    def _observe_operator(self, func: Any, arguments: Any, result: Any) -> None:
+        self._write_deaths()
+        in_forward = self._forward_depth > 0 or torch.is_grad_enabled()
+        if self._forward_is_over or not in_forward:
+            self._settle_forward()
+        inputs, outputs = list(each_tensor(arguments)), list(each_tensor(result))
+        self._measure(inputs)
+        self._meet_parameters(inputs)
+        for storage in self._storages(outputs):
+            is_newborn = in_forward and id(storage) not in self._alive
+            allocation = self._measure_storage(storage)
+            if is_newborn:
+                self._born_in_forward[id(storage)] = allocation
+        if func.namespace == "fsdp":
+            self._except_buffers(inputs + outputs)
+            if func is torch.ops.fsdp.chunk_cat.default:
+                unreduced = arguments[0][0]  # chunk_cat(tensors, dim, num_chunks, *, out)
+                self._claim(unreduced, Category.GRADIENT)
+
+    # Storages: birth, change of size, death
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+        for tensor in tensors:
+            yield from each_storage(tensor, self._device_type, self._fake_mode)
+
+    def _measure(self, tensors: Iterable[torch.Tensor]) -> list[Allocation]:
+        return [self._measure_storage(storage) for storage in self._storages(tensors)]
+
+    def _measure_storage(self, storage: torch.UntypedStorage) -> Allocation:
+        """Writes down the size of a storage, known or new."""
+        self._write_deaths()
+        ref = self._alive.get(id(storage))
+        if ref is None:
+            ref = self._alive[id(storage)] = _StorageRef(storage, self._dead.append)
+        self._ledger.set_bytes(ref.allocation, storage.nbytes())
+        return ref.allocation
+
+    def _measure_resized(self, storage: torch.UntypedStorage) -> None:
+        # A fake storage says its device is meta: one that is not known yet is met with its tensor's next operator.
+        if id(storage) in self._alive or storage.device.type == self._device_type:
+            self._measure_storage(storage)
+
+    def _write_deaths(self) -> None:
+        while self._dead:
+            ref = self._dead.popleft()
+            del self._alive[ref.key]
+            self._born_in_forward.pop(ref.key, None)
+            self._ledger.set_bytes(ref.allocation, 0)
+
+    # Blocks
+
+    def _take_stock(self) -> None:
+        """Counts what is there before the block: parameters, buffers, optimizer states, gradients."""
+        for ref in list(self._alive.values()):
+            if (storage := ref()) is not None:
+                self._measure_storage(storage)
+        for tensor in self._each_module_tensor():
+            for allocation in self._measure([tensor]):
+                if allocation.category is not Category.GATHERED:
+                    allocation.claim(Category.PARAMETER)
+            self._watch_gradient(tensor)
+        self._claim_optimizer_states()
+        self._claim_gradients()
+        self._write_deaths()
+        self._ledger.begin_window()
+
+    def _close_block(self) -> None:
+        self._write_deaths()
+        self._settle_forward()
+        self._claim_gradients()
+        self._claim_optimizer_states()
+
+    # Categories
+
+    def _enter_forward(self, *_: Any) -> None:
+        self._forward_depth += 1
+
+    def _leave_forward(self, *_: Any) -> None:
+        self._forward_depth -= 1
+        # What the call's frames still hold dies on the way out: look when the next operator comes.
+        self._forward_is_over = self._forward_is_over or self._forward_depth == 0
+
+    def _settle_forward(self) -> None:
+        """What the forward left alive is an activation."""
+        for allocation in self._born_in_forward.values():
+            allocation.claim(Category.ACTIVATION)
+        self._born_in_forward.clear()
+        self._forward_is_over = False
+
+    def _except_buffers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """FSDP2's buffers may outlive a forward (for overlap), but they are none of its results."""
+        for storage in self._storages(tensors):
+            self._born_in_forward.pop(id(storage), None)
+
+    def _each_module_tensor(self) -> Iterator[torch.Tensor]:
+        for module in self._modules:
+            yield from module.parameters()
+            yield from module.buffers()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _meet_parameters(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Looks at the modules again when a parameter comes by for the first time: FSDP2 has gathered a unit."""
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._met:
+                for parameter in self._each_module_tensor():
+                    if isinstance(parameter, nn.Parameter) and id(parameter) not in self._met:
+                        self._claim([parameter], Category.GATHERED)
+                        self._watch_gradient(parameter)
+                self._met.add(id(tensor))
+
+    def _watch_gradient(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self._met:
+            self._met.add(id(tensor))
+            if tensor.requires_grad and tensor.is_leaf:
+                self._undo.callback(tensor.register_post_accumulate_grad_hook(self._claim_gradient).remove)
+
+    def _claim_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._claim([parameter.grad], Category.GRADIENT)
+
+    def _claim_gradients(self) -> None:
+        for tensor in self._each_module_tensor():
+            self._claim_gradient(tensor)
+
+    def _claim_optimizer_states(self) -> None:
+        for optimizer in self._optimizers:
+            self._claim(each_tensor(tree_leaves(list(optimizer.state.values()))), Category.OPTIMIZER)
+
+    def _claim(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
+        for allocation in self._measure(tensors):
+            allocation.claim(category)
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that still knows its storage's place in the ledger when the storage is gone."""
+
+    __slots__ = ("allocation", "key")
+
+    def __init__(self, storage: torch.UntypedStorage, when_dead: Callable[["_StorageRef"], None]) -> None:
+        super().__init__(storage, when_dead)  # type: ignore[call-arg]
+        self.key = id(storage)
+        self.allocation = Allocation()
+
+    def __new__(cls, storage: torch.UntypedStorage, when_dead: Callable[["_StorageRef"], None]) -> "_StorageRef":
+        return super().__new__(cls, storage, when_dead)
+
+
+@contextmanager
+def _watch_resize(observe: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Calls `observe` after every `UntypedStorage.resize_` made from Python."""
+    storage_class: Any = torch.UntypedStorage
+    is_own = "resize_" in vars(storage_class)
+    resize = storage_class.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = resize(storage, nbytes)
+        observe(storage)
+        return result
+
+    storage_class.resize_ = resize_and_tell
+    try:
+        yield
+    finally:
+        if is_own:
+            storage_class.resize_ = resize
+        else:
+            del storage_class.resize_

@@ -1,0 +1,61 @@
+"""From the values an operator sees to the storages they stand on.
+
+Views share a storage; a wrapper (DTensor, AsyncCollectiveTensor) stands on the storages of the tensors inside it.
+Sparse and other non-strided tensors have none. The private torch API that this needs is all here.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+
+
+def current_fake_mode() -> FakeTensorMode | None:
+    """The FakeTensorMode we are in, if any."""
+    return active_fake_mode()
+
+
+def any_wraps(types: tuple[type, ...]) -> bool:
+    """Whether one of an operator's tensor types wraps other tensors, which then see operators of their own."""
+    return any(is_traceable_wrapper_subclass_type(t) for t in types)
+
+
+def each_tensor(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results, wrappers as they are."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from each_tensor(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from each_tensor(item)
+
+
+def each_local_tensor(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors inside `tensor`; `tensor` itself if it wraps nothing."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # DTensor names its mesh too
+                yield from each_local_tensor(inner)
+    else:
+        yield tensor
+
+
+def each_storage(
+    tensor: torch.Tensor, device_type: str, fake_mode: FakeTensorMode | None
+) -> Iterator[torch.UntypedStorage]:
+    """The storages of `tensor` on `device_type`.
+
+    Fake tensors count only where `fake_mode` made them: DTensor works out shapes with fake tensors of its own.
+    """
+    for local in each_local_tensor(tensor):
+        if local.layout is not torch.strided or local.device.type != device_type:
+            continue
+        if isinstance(local, FakeTensor) and local.fake_mode is not fake_mode:
+            continue
+        yield local.untyped_storage()

@@ -1,0 +1,56 @@
+"""From values to something that trains: the whole of building a trainer, without an `if` about parallelism."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtlayout.batch import Batch
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.mesh.axes import PP
+from dtlayout.mesh.build import build_mesh
+from dtlayout.model_shape import ModelShape
+from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
+from dtlayout.pipelining.runtime import Runtime, build_runtime
+from dtlayout.pipelining.schedule import Schedule, make_schedule
+from dtlayout.pipelining.stage import build_stage, stage_boundary
+from dtlayout.plans.apply import apply_plan
+from dtlayout.plans.init import initialize
+from dtlayout.plans.plan import Plan, make_plan
+from dtlayout.precision import Precision
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What one rank trains with."""
+
+    mesh: DeviceMesh
+    plan: Plan
+    schedule: Schedule
+    slices: list[StageSlice]
+    modules: list[nn.Module]
+    runtime: Runtime
+
+
+def assemble(
+    model: ModelShape,
+    batch: Batch,
+    layout: Layout,
+    kernels: Kernels,
+    precision: Precision,
+    *,
+    seed: int,
+    device_type: str,
+) -> Assembly:
+    """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them."""
+    plan = make_plan(model, layout, kernels, precision)
+    schedule = make_schedule(layout, batch)
+    slices = partition(layer_costs(model, batch), layout)
+    mesh = build_mesh(layout, device_type)
+    stages = schedule.stages_of(mesh[PP].get_local_rank())
+    modules: list[nn.Module] = [build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
+    sync = [apply_plan(module, plan, mesh) for module in modules]
+    initialize(modules, model, seed, device_type)
+    runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
+    return Assembly(mesh, plan, schedule, slices, modules, runtime)

@@ -1,0 +1,74 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from typing_extensions import Self
+
+from dtlayout.training.metrics import StepMetrics
+
+
+class Display:
+    """Shows the steps of one run; only the rank that talks has one."""
+
+    def __init__(self, console: Console, num_steps: int, log_every: int):
+        self.console = console
+        self.num_steps = num_steps
+        self.log_every = log_every
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task("train", total=num_steps, numbers="")
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Progress after a step."""
+        numbers = f"loss {metrics.loss:.4f}  grad_norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
+        if metrics.mfu is not None:
+            numbers += f"  MFU {metrics.mfu:.1%}"
+        self.progress.update(self.task, completed=metrics.step, numbers=numbers)
+        is_edge = metrics.step in (1, self.num_steps)
+        if not self.console.is_terminal and (is_edge or metrics.step % self.log_every == 0):
+            self.say(f"step {metrics.step:>5}/{self.num_steps}  {numbers}  lr {metrics.lr:.2e}")
+
+    def show_table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """A table of two columns."""
+        table = Table(title=title, title_justify="left", show_header=False)
+        for name, value in rows:
+            table.add_row(name, value)
+        self.console.print(table, highlight=False)
+
+
+def format_bytes(count: int) -> str:
+    """Binary units, three digits.
+
+    >>> format_bytes(3 * 2**20)
+    '3.00 MiB'
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,137 @@
+"""What a run writes down: metrics.jsonl, one object a step, and summary.json, one object a run."""
+
+import json
+import os
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtlayout.batch import Batch
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.counting import count_model_flops_per_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One line of metrics.jsonl."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    loss: float
+    """Nats per valid token of the global batch."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    """Learning rate of this step."""
+    tokens: int
+    """Tokens seen since the first step of the run."""
+    step_time_s: float
+    """From the end of the step before, saving a checkpoint not counted."""
+    tokens_per_s: float
+    """Over all ranks."""
+    tokens_per_s_per_gpu: float
+    """Tokens per second of one rank."""
+    model_tflops_per_gpu: float
+    """Model FLOPs by the study's formula, in 1e12 per second and rank."""
+    mfu: float | None
+    """Those as a share of the peak; None where the peak is not known."""
+    peak_memory_bytes: int | None
+    """Largest of all ranks; None where this step was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """summary.json: how a run ended and what it reached."""
+
+    outcome: str
+    """done, stopped, non_finite or refused."""
+    exit_code: int
+    """What each process of the run returns."""
+    steps: int = 0
+    """Optimizer steps that the newest state has seen."""
+    final_loss: float | None = None
+    """Mean of the last ten steps, nats a token."""
+    model: str = ""
+    parameters: int | None = None
+    layout: dict[str, Any] | None = None
+    world_size: int | None = None
+    device: str = ""
+    torch: str = ""
+    attention_kernels: list[str] = field(default_factory=list)
+    """The kernels that really ran."""
+    step_time_s: float | None = None
+    """Median of this process's steps, the first two left out."""
+    tokens_per_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    model_tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    """None where the peak is not known."""
+    peak_memory_bytes_by_pp_rank: list[int] | None = None
+    """Largest over the other axes; None if no step was measured."""
+    problems: list[str] = field(default_factory=list)
+    """Why a run was refused."""
+
+    def write(self, folder: Path) -> None:
+        """Write RUN/summary.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "summary.json", json.dumps(asdict(self), indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Turns step times into throughput."""
+
+    model: ModelShape
+    batch: Batch
+    world_size: int
+    peak_flops_per_s: float | None
+
+    def describe(self, step_time_s: float) -> dict[str, float | None]:
+        """The throughput fields of StepMetrics."""
+        tokens_per_s = self.batch.num_tokens / step_time_s
+        flops_per_s = tokens_per_s * count_model_flops_per_token(self.model, self.batch.seq_len) / self.world_size
+        return {
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s / self.world_size,
+            "model_tflops_per_gpu": flops_per_s / 1e12,
+            "mfu": flops_per_s / self.peak_flops_per_s if self.peak_flops_per_s else None,
+        }
+
+
+class MetricsFile:
+    """metrics.jsonl of a run folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines after `step`, and a torn last one: a resumed run writes them again."""
+        if not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_whole(self.path, "".join(kept))
+
+    def append(self, metrics: StepMetrics) -> None:
+        """Add a line; it is on its way to disk when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(metrics)) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines; none if there is no file yet."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def median_step_time(times_s: list[float]) -> float | None:
+    """Median without the first two steps, which warm up and are measured for memory; None without any step."""
+    return statistics.median(times_s[2:] or times_s) if times_s else None

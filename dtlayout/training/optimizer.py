@@ -1,0 +1,37 @@
+"""AdamW over all stages of a rank, and the learning rate of each step."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def build_optimizer(
+    modules: Sequence[nn.Module], *, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """Fused AdamW; only matrices decay. The learning rate comes with each step."""
+    parameters = [p for module in modules for p in module.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def learning_rate(step: int, num_steps: int, *, peak: float, warmup_steps: int, min_ratio: float) -> float:
+    """Linear warm-up to `peak`, then half a cosine down to `min_ratio · peak` at the last step; steps count from 0.
+
+    >>> [round(learning_rate(s, 5, peak=1.0, warmup_steps=2, min_ratio=0.5), 3) for s in range(5)]
+    [0.5, 1.0, 1.0, 0.75, 0.5]
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
+    return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)

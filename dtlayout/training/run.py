@@ -1,0 +1,255 @@
+"""A training run from a checked config to its exit code: build, resume, step, save, report."""
+
+import signal
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dtlayout.checkpoint.sharded import list_checkpoints, load_checkpoint, save_checkpoint
+from dtlayout.config import Config
+from dtlayout.data.batches import microbatch_indices
+from dtlayout.data.open import open_samples
+from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, KernelError
+from dtlayout.layout import Layout, OpenLayout
+from dtlayout.measure.kernels import AttentionRecorder
+from dtlayout.mesh.ranks import dp_rank
+from dtlayout.models.counting import count_parameters
+from dtlayout.training.build import assemble
+from dtlayout.training.devices import Device, join_ranks, open_device
+from dtlayout.training.display import Display, format_bytes
+from dtlayout.training.memory import MemoryMeter
+from dtlayout.training.metrics import MetricsFile, Speed, StepMetrics, Summary, median_step_time, write_whole
+from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from dtlayout.training.step import StepResult, TrainStep
+
+OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
+
+
+def train(config: Config, layout: Layout) -> int:
+    """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
+    device = open_device(config.train.device, config.cluster.gpu)
+    join_ranks(device, config.train.timeout_s)
+    # It warns of in-place operations on a unit's output, of which the model has none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    try:
+        return _Run(config, layout, device).execute()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Run:
+    """One rank's side of a run."""
+
+    def __init__(self, config: Config, layout: Layout, device: Device):
+        self.config = config
+        self.layout = layout
+        self.device = device
+        self.folder = Path(config.train.run_folder)
+        self.is_writer = dist.get_rank() == 0
+        self.stop_requested = False
+        self.samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
+        self.indices = _flat_indices(config, layout)
+        self.assembly = assemble(
+            config.model,
+            config.batch,
+            layout,
+            config.kernels,
+            config.precision,
+            seed=config.train.seed,
+            device_type=device.type,
+        )
+        o = config.optimizer
+        self.optimizer = build_optimizer(
+            self.assembly.modules, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay
+        )
+        self.step = TrainStep(
+            self.assembly.runtime,
+            self.optimizer,
+            max_norm=o.max_norm,
+            mesh=self.assembly.mesh,
+            aliases=config.model.aliases,
+        )
+        self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer, config.metrics.memory_every)
+        self.attention = AttentionRecorder()
+        self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        console = Console(quiet=not self.is_writer)
+        self.display = Display(console, config.train.steps, config.metrics.log_every)
+        self.step_times_s: list[float] = []
+
+    def execute(self) -> int:
+        first_step = self._resume()
+        if self.is_writer:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / "config.toml", _resolved(self.config, self.layout).to_toml())
+            self.metrics.keep_until(first_step)
+        self._say_what_starts(first_step)
+        with self.display, _signals_noted(self):
+            exit_code, done = self._loop(first_step)
+        self._report(exit_code, done)
+        return exit_code
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint of the run folder, if there is one; the steps that are done."""
+        found = list_checkpoints(self.folder / "checkpoints")
+        if not found:
+            return 0
+        done = load_checkpoint(found[-1], self.assembly.modules, self.optimizer, self.config.model)
+        self.display.say(f"resumed from {found[-1]} after {done} steps")
+        return done
+
+    def _loop(self, first_step: int) -> tuple[int, int]:
+        """Step until the end; the exit code and the steps that are done."""
+        every, num_steps = self.config.checkpoint.every, self.config.train.steps
+        saved = first_step
+        for index in range(first_step, num_steps):
+            started = time.perf_counter()
+            result, lr = self._train_once(index, is_first=index == first_step)
+            step_time_s = time.perf_counter() - started
+            if not result.is_finite:
+                self.display.say(f"step {index + 1}: loss {result.loss}, grad_norm {result.grad_norm}: stopped")
+                return EXIT_NON_FINITE, index
+            self._note(index + 1, result, lr, step_time_s)
+            is_over = result.stop_requested or index + 1 == num_steps
+            if is_over or (every and (index + 1) % every == 0):
+                self._save(index + 1)
+                saved = index + 1
+            if result.stop_requested and index + 1 < num_steps:
+                return EXIT_STOPPED, saved
+        return EXIT_DONE, max(first_step, num_steps)
+
+    def _train_once(self, index: int, *, is_first: bool) -> tuple[StepResult, float]:
+        o = self.config.optimizer
+        lr = learning_rate(
+            index, self.config.train.steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio
+        )
+        set_learning_rate(self.optimizer, lr)
+        tokens, targets = (t.to(self.device.type) for t in self.samples.batch(index, self.indices))
+        with ExitStack() as instruments:
+            if is_first:
+                instruments.enter_context(self.attention)
+            self.memory.watch_step(index, is_first=is_first, instruments=instruments)
+            result = self.step(tokens, targets, stop=self.stop_requested)
+        if is_first:
+            _check_attention(self.config.kernels.attention, self.attention.executed)
+        return result, lr
+
+    def _note(self, done: int, result: StepResult, lr: float, step_time_s: float) -> None:
+        self.step_times_s.append(step_time_s)
+        peaks = self.memory.gather_peaks(self.layout)
+        metrics = StepMetrics(
+            step=done,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=done * self.config.batch.num_tokens,
+            step_time_s=step_time_s,
+            peak_memory_bytes=max(peaks) if peaks else None,
+            **self.speed.describe(step_time_s),  # type: ignore[arg-type]
+        )
+        if self.is_writer:
+            self.metrics.append(metrics)
+        self.display.show(metrics)
+
+    def _save(self, done: int) -> None:
+        path = save_checkpoint(
+            self.folder / "checkpoints",
+            done,
+            self.assembly.modules,
+            self.optimizer,
+            self.config.model,
+            keep=self.config.checkpoint.keep,
+        )
+        self.display.say(f"saved {path}")
+
+    def _say_what_starts(self, first_step: int) -> None:
+        blocks = ", ".join(str(len(s.layers)) for s in self.assembly.slices)
+        model, schedule = self.config.model, self.assembly.schedule
+        self.display.say(
+            f"{model.name}: {count_parameters(model):,} parameters on {self.layout.world_size} x {self.device.name} as "
+            f"{self.layout}\n{schedule.num_microbatches} microbatches, blocks by stage: {blocks}, "
+            f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
+        )
+
+    def _report(self, exit_code: int, done: int) -> None:
+        """summary.json and the table at the end."""
+        if not self.is_writer:
+            return
+        losses = [line["loss"] for line in self.metrics.read()]
+        step_time_s = median_step_time(self.step_times_s)
+        summary = Summary(
+            outcome=OUTCOMES[exit_code],
+            exit_code=exit_code,
+            steps=done,
+            final_loss=fmean(losses[-10:]) if losses else None,
+            model=self.config.model.name,
+            parameters=count_parameters(self.config.model),
+            layout=asdict(self.layout),
+            world_size=self.layout.world_size,
+            device=self.device.name,
+            torch=torch.__version__,
+            attention_kernels=sorted(self.attention.executed),
+            step_time_s=step_time_s,
+            peak_memory_bytes_by_pp_rank=self.memory.peaks_by_pp_rank,
+            **(self.speed.describe(step_time_s) if step_time_s else {}),  # type: ignore[arg-type]
+        )
+        summary.write(self.folder)
+        self.display.show_table(f"{summary.outcome} after {done} steps", self._describe(summary))
+
+    def _describe(self, summary: Summary) -> list[tuple[str, str]]:
+        def show(value: float | None, form: str) -> str:
+            return "n/a" if value is None else format(value, form)
+
+        peaks = summary.peak_memory_bytes_by_pp_rank or []
+        rows = [
+            ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
+            ("loss, mean of the last 10 steps", show(summary.final_loss, ".4f")),
+            ("step time", f"{show(summary.step_time_s, '.3f')} s"),
+            ("tokens/s", show(summary.tokens_per_s, ",.0f")),
+            ("MFU", show(summary.mfu, ".1%")),
+            *((f"peak memory, pipeline rank {rank}", format_bytes(peak)) for rank, peak in enumerate(peaks)),
+            ("attention kernels", ", ".join(summary.attention_kernels)),
+            ("run folder", str(self.folder)),
+        ]
+        if summary.mfu is not None and summary.mfu > 1:
+            rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
+        return rows
+
+
+class _signals_noted(ExitStack):  # noqa: N801 (reads as a verb where it is used)
+    """SIGTERM and SIGINT ask the run to stop after the step; what handled them before comes back at the end."""
+
+    def __init__(self, run: _Run):
+        super().__init__()
+
+        def note(*_: Any) -> None:
+            run.stop_requested = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.callback(signal.signal, number, signal.signal(number, note))
+
+
+def _flat_indices(config: Config, layout: Layout) -> list[int]:
+    """What this rank reads of each global batch, microbatch after microbatch."""
+    place = dp_rank(dist.get_rank(), layout)
+    microbatches = microbatch_indices(config.batch.global_batch, layout.micro_batch, place, layout.dp)
+    return [index for microbatch in microbatches for index in microbatch]
+
+
+def _resolved(config: Config, layout: Layout) -> Config:
+    """The config with the layout of this world size."""
+    return replace(config, layout=OpenLayout(**asdict(layout)))
+
+
+def _check_attention(asked: str, executed: set[str]) -> None:
+    """KernelError if another kernel ran than was asked for."""
+    if executed - {asked.removeprefix("sdpa-")}:
+        raise KernelError(f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here")

@@ -1,0 +1,136 @@
+"""Samples: targets are shifted by one, an epoch sees all, the order depends on nothing but (seed, step, index)."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.samples import Samples, TokenFile, sample_ids
+from dtlayout.errors import DataError
+
+
+def test_prepared_tokens_open(tmp_path, offline):
+    (tmp_path / "a.txt").write_text("hello")
+    tokens = TokenFile.open(prepare_tokens(str(tmp_path / "a.txt"), "bytes", tmp_path / "tokens"))
+    assert tokens.tokens.tolist() == [*b"hello", 256]
+    assert (tokens.num_tokens, tokens.num_documents, tokens.vocab_size, tokens.end_of_document) == (6, 1, 257, 256)
+    with pytest.raises(ValueError, match="read-only"):
+        tokens.tokens[0] = 1
+
+
+@pytest.mark.parametrize(("num_tokens", "num_samples"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_a_sample_needs_one_token_more_than_its_length(write_tokens, num_tokens, num_samples):
+    assert TokenFile.open(write_tokens(range(num_tokens))).num_samples(4) == num_samples
+
+
+def test_targets_are_the_tokens_shifted_by_one(write_tokens):
+    samples = Samples(TokenFile.open(write_tokens(range(41))), seq_len=4, global_batch=10, seed=0)
+    tokens_BS, targets_BS = samples.batch(0, range(10))
+    assert tokens_BS.dtype == targets_BS.dtype == torch.int64
+    assert torch.equal(targets_BS, tokens_BS + 1)
+    assert sorted(tokens_BS[:, 0].tolist()) == list(range(0, 40, 4))
+    assert tokens_BS[:, 0].tolist() != list(range(0, 40, 4))
+
+
+def test_any_way_to_ask_gives_the_same_batch(write_tokens):
+    samples = Samples(TokenFile.open(write_tokens(range(100))), seq_len=4, global_batch=6, seed=1)
+    whole = samples.batch(7, range(6))[0]
+    parts = [samples.batch(7, indices)[0] for indices in ([0], [1, 2, 3], [], [4, 5])]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(samples.batch(7, [5, 0])[0], whole[[5, 0]])
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1 << 40))
+def test_every_epoch_sees_every_sample_once(global_batch, num_samples, seed):
+    num_steps = -(-3 * num_samples // global_batch)
+    steps = [sample_ids(step, range(global_batch), global_batch, num_samples, seed) for step in range(num_steps)]
+    order = np.concatenate(steps)[: 3 * num_samples].reshape(3, num_samples)
+    assert (np.sort(order, axis=1) == np.arange(num_samples)).all()
+
+
+def test_epochs_and_seeds_have_their_own_order():
+    orders = {tuple(sample_ids(step, range(50), 50, 50, seed)) for step in range(3) for seed in range(3)}
+    assert len(orders) == 9
+
+
+def test_late_steps_of_a_large_run_do_not_overflow():
+    ids = sample_ids(10**9, [0, 16383], 16384, 10**10, 5)
+    assert ((ids >= 0) & (ids < 10**10)).all()
+
+
+def test_a_larger_model_vocabulary_is_fine_and_a_smaller_one_is_not(write_tokens):
+    tokens = TokenFile.open(write_tokens([1, 2, 3], vocab_size=257))
+    tokens.check_vocab(257)
+    tokens.check_vocab(320)
+    with pytest.raises(DataError, match="has 257 ids, the model's vocab_size=256; use a model with vocab_size >= 257"):
+        tokens.check_vocab(256)
+
+
+def test_truncated_tokens_are_an_error(write_tokens):
+    folder = write_tokens(range(10))
+    (folder / "tokens.bin").write_bytes(b"abc")
+    with pytest.raises(DataError, match=r"has 3 bytes where tokens\.json promises 10 tokens of 2 = 20 bytes"):
+        TokenFile.open(folder)
+    (folder / "tokens.bin").unlink()
+    with pytest.raises(DataError, match="has 0 bytes"):
+        TokenFile.open(folder)
+
+
+def test_an_unprepared_folder_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"tokens\.json is missing; prepare it first"):
+        TokenFile.open(tmp_path)
+
+
+def test_a_description_that_is_not_json_is_an_error(write_tokens):
+    folder = write_tokens([1])
+    (folder / "tokens.json").write_text("{")
+    with pytest.raises(DataError, match="is not JSON"):
+        TokenFile.open(folder)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"sha256": None}])
+def test_a_description_of_something_else_is_an_error(write_tokens, change):
+    folder = write_tokens([1])
+    info = {**json.loads((folder / "tokens.json").read_text()), **change}
+    (folder / "tokens.json").write_text(json.dumps({key: value for key, value in info.items() if value is not None}))
+    with pytest.raises(DataError, match="does not describe tokens: it needs dtype, end_of_document"):
+        TokenFile.open(folder)
+
+
+def test_too_few_tokens_for_one_sample_says_how_many_are_needed(write_tokens):
+    tokens = TokenFile.open(write_tokens(range(8)))
+    with pytest.raises(DataError, match=r"holds 8 tokens, one sample of seq_len=8 needs 9;.*seq_len of at most 7"):
+        Samples(tokens, seq_len=8, global_batch=1, seed=0)
+
+
+@pytest.mark.parametrize(("seq_len", "global_batch"), [(0, 1), (1, 0)])
+def test_lengths_and_batches_start_at_one(write_tokens, seq_len, global_batch):
+    with pytest.raises(DataError, match="both must be at least 1"):
+        Samples(TokenFile.open(write_tokens(range(8))), seq_len, global_batch, seed=0)
+
+
+def test_a_negative_step_is_an_error():
+    with pytest.raises(DataError, match="step=-1 is negative"):
+        sample_ids(-1, [0], 4, 10, 0)
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_an_index_outside_the_global_batch_is_an_error(index):
+    with pytest.raises(DataError, match=f"index {index} is outside the global batch; use 0 to 3"):
+        sample_ids(0, [0, index], 4, 10, 0)
+
+
+def test_importing_the_data_package_imports_nothing_heavy():
+    modules = "samples, dtlayout.data.prepare, dtlayout.data.batches"
+    heavy = "{'torch', 'datasets', 'tokenizers', 'pyarrow'}"
+    script = f"import sys, dtlayout.data.{modules}; print(sorted({heavy} & sys.modules.keys()))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

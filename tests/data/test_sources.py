@@ -1,0 +1,182 @@
+"""Sources: every kind is read in order, every refusal says what would work."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dtlayout.data.sources
+from dtlayout.data.sources import STDLIB, list_files, open_documents
+from dtlayout.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+def read(source, text_field="text", split="train"):
+    return list(open_documents(source, split, text_field))
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    (tmp_path / "b.txt").write_text("second\n\nstill second\n")
+    (tmp_path / "a.txt").write_text("first")
+    assert read(str(tmp_path / "*.txt")) == ["first", "second\n\nstill second\n"]
+
+
+def test_names_with_glob_characters_are_names(tmp_path):
+    for name in ("a[1].txt", "a1.txt", "__a*.txt"):
+        (tmp_path / name).write_text(name)
+    assert read(str(tmp_path / "a[1].txt")) == ["a[1].txt"]
+    assert read(str(tmp_path)) == ["__a*.txt", "a1.txt", "a[1].txt"]
+
+
+def test_json_lines_give_a_document_a_line(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"body": "x", "n": 1}, {"body": "y", "n": 2}])
+    assert read(path, text_field="body") == ["x", "y"]
+
+
+def test_a_json_array_gives_a_document_an_element(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "x"}, {"text": "y"}]')
+    write_lines(tmp_path / "b.jsonl", [{"text": "z"}])
+    assert read(str(tmp_path)) == ["x", "y", "z"]
+
+
+def test_parquet_gives_a_document_a_row(tmp_path):
+    table = pa.table({"id": [1, 2, 3], "text": ["x", "y", "z"]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    assert read(str(tmp_path / "a.parquet")) == ["x", "y", "z"]
+
+
+def test_a_folder_is_read_in_the_order_of_names_without_hidden_and_foreign_files(tmp_path):
+    (tmp_path / "z").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("b.txt", "a.txt", "z/c.txt", ".hidden.txt", ".git/d.txt", "README.md"):
+        (tmp_path / name).write_text(name)
+    assert read(str(tmp_path)) == ["a.txt", "b.txt", "z/c.txt"]
+
+
+def test_a_list_is_read_in_its_own_order_and_no_file_twice(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    assert read([str(tmp_path / "b.txt"), str(tmp_path)]) == ["b.txt", "a.txt"]
+
+
+def test_local_files_are_one_part_whatever_the_split(tmp_path):
+    (tmp_path / "a.txt").write_text("first")
+    assert read(str(tmp_path), split="validation") == ["first"]
+
+
+def test_local_data_leaves_no_copy_in_the_cache(tmp_path, offline):
+    (tmp_path / "a.txt").write_text("first" * 100)
+    read(str(tmp_path / "a.txt"))
+    assert sum(file.stat().st_size for file in offline.rglob("*") if file.is_file()) == 0
+
+
+def test_the_standard_library_is_at_hand_and_sorted():
+    files = list_files(STDLIB)
+    names = [file.as_posix() for file in files]
+    assert names == sorted(names)
+    assert any(name.endswith("/asyncio/tasks.py") for name in names)
+    assert not any("/test/" in name or "/site-packages/" in name or "/idlelib/" in name for name in names)
+
+
+def test_the_standard_library_skips_what_is_not_utf8(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("print('a')\n")
+    (tmp_path / "b.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "c.py").write_text("c")
+    monkeypatch.setattr(dtlayout.data.sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert read(STDLIB) == ["print('a')\n"]
+
+
+def test_documents_are_streamed(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": "y"}])
+    documents = open_documents(path, "train", "text")
+    assert next(documents) == "x"
+
+
+@pytest.mark.parametrize("name", ["nowhere/*.txt", "missing.jsonl", "/no/such/folder", "not a name!", "json"])
+def test_no_match_is_an_error(name):
+    with pytest.raises(DataError, match=r"no file matches .*give a file, a folder or a glob of \.txt"):
+        open_documents(name, "train", "text")
+
+
+def test_a_folder_without_documents_is_an_error(tmp_path):
+    (tmp_path / "README.md").write_text("hello")
+    with pytest.raises(DataError, match="no file matches"):
+        open_documents(str(tmp_path), "train", "text")
+
+
+def test_an_empty_list_is_an_error():
+    with pytest.raises(DataError, match="empty list"):
+        open_documents([], "train", "text")
+
+
+def test_an_unknown_suffix_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    with pytest.raises(DataError, match=r"a\.csv'.*'\.csv' is not one of \.txt, \.json, \.jsonl, \.parquet"):
+        open_documents(str(tmp_path / "a.csv"), "train", "text")
+
+
+def test_mixed_suffixes_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    write_lines(tmp_path / "b.jsonl", [{"text": "y"}])
+    with pytest.raises(DataError, match=r"mixes \.jsonl and \.txt files \(2 in all\)"):
+        open_documents(str(tmp_path), "train", "text")
+
+
+def test_a_missing_field_names_those_that_exist(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"body": "x", "id": 1}])
+    with pytest.raises(DataError, match="no field 'text'; it has body, id: set text_field"):
+        read(path)
+
+
+def test_a_field_that_is_no_text_is_named(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": None}])
+    with pytest.raises(DataError, match=r"document 1 of .* holds NoneType in field 'text'"):
+        read(path)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    for name in ("a.parquet", "b.parquet"):
+        (tmp_path / name).write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' and 1 more files as parquet: Arrow"):
+        open_documents(str(tmp_path), "train", "text")
+
+
+def test_a_file_that_breaks_while_reading_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="broke after 1 documents: UnicodeDecodeError"):
+        read(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-corpus", "nobody/no-such-corpus:part"])
+def test_a_hub_name_out_of_reach_says_what_would_work(name):
+    assert list_files(name) == []
+    with pytest.raises(DataError, match=r"is no local path, and opening split 'train'.*give \.txt") as error:
+        open_documents(name, "train", "text")
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_name_is_streamed_with_its_config_and_split(monkeypatch):
+    import datasets
+
+    calls = []
+
+    def load_dataset(*arguments, **options):
+        calls.append((arguments, options))
+        return [{"text": "x"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read("owner/name:part", split="validation") == ["x"]
+    assert read("owner/name") == ["x"]
+    assert calls == [
+        (("owner/name", "part"), {"split": "validation", "streaming": True}),
+        (("owner/name", None), {"split": "train", "streaming": True}),
+    ]

@@ -1,0 +1,103 @@
+"""Byte and file tokenizers: round trips, the end of document, refusals."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtlayout.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer, load_tokenizer
+from dtlayout.errors import DataError
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_bytes_round_trip_any_text(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.end_of_document not in ids
+    assert ids.size == len(text.encode())
+
+
+@given(st.lists(st.integers(0, 400)))
+def test_bytes_decode_whatever_a_model_says(ids):
+    assert isinstance(ByteTokenizer().decode(ids), str)
+
+
+def test_bytes_know_their_size_and_end():
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+    assert tokenizer.decode([104, 105, 256, 300]) == "hi"
+    assert tokenizer.encode("\ud800").tolist() == [ord("?")]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["a", ""])] == [[97], []]
+
+
+def test_bytes_refuse_another_end_of_document():
+    with pytest.raises(DataError, match="leave end_of_document empty"):
+        load_tokenizer("bytes", end_of_document="</s>")
+
+
+def test_a_tokenizer_file_encodes_and_decodes(write_tokenizer):
+    tokenizer = load_tokenizer(str(write_tokenizer()))
+    assert tokenizer.encode("to be or not").tolist() == [2, 3, 4, 5]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["to be", ""])] == [[2, 3], []]
+    assert tokenizer.decode(np.array([2, 3, 1])) == "to be"
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (6, 1)
+
+
+def test_a_folder_stands_for_its_tokenizer_file(write_tokenizer):
+    assert load_tokenizer(str(write_tokenizer().parent)).vocab_size == 6
+
+
+def test_text_cannot_forge_the_end_of_a_document(write_tokenizer):
+    tokenizer = load_tokenizer(str(write_tokenizer(words=("<unk>", "to"), special=("</s>",))))
+    assert tokenizer.end_of_document == 2
+    assert tokenizer.encode("to </s> to").tolist() == [1, 0, 1]
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(write_tokenizer):
+    path = write_tokenizer()
+    content = json.loads(path.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(str(path)).encode("to be or not").size == 4
+
+
+def test_the_vocabulary_covers_the_largest_id_when_ids_have_holes(write_tokenizer):
+    path = write_tokenizer()
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["far"] = 99
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(str(path)).vocab_size == 100
+
+
+@pytest.mark.parametrize("token", END_OF_DOCUMENT_TOKENS)
+def test_well_known_ends_of_document_are_found(write_tokenizer, token):
+    path = write_tokenizer(words=("<unk>", "a", token), special=(token,))
+    assert load_tokenizer(str(path)).end_of_document == 2
+
+
+def test_a_named_end_of_document_wins(write_tokenizer):
+    path = write_tokenizer()
+    named = load_tokenizer(str(path), end_of_document="not")
+    assert named.end_of_document == 5
+    assert named.fingerprint != load_tokenizer(str(path)).fingerprint
+
+
+@pytest.mark.parametrize(("named", "said"), [("", "</s>, <|end_of_text|>, <|endoftext|>"), ("[END]", r"\[END\]")])
+def test_a_missing_end_of_document_is_named(write_tokenizer, named, said):
+    path = write_tokenizer(words=("<unk>", "a"), special=())
+    with pytest.raises(DataError, match=f"none of the tokens {said}.*name one of its tokens with end_of_document"):
+        load_tokenizer(str(path), end_of_document=named)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(DataError, match=r"'byts'.*give 'bytes' or the path of a tokenizer\.json"):
+        load_tokenizer("byts")
+
+
+def test_a_broken_file_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
