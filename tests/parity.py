@@ -3,7 +3,7 @@
 The reference shares no parallel code: a plain `Llama`, autograd over the whole batch at once, torch's own clipping.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,24 +12,19 @@ from torch import Tensor
 from dtlayout.batch import Batch
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.mesh.build import build_mesh
 from dtlayout.mesh.ranks import dp_rank
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.loss import IGNORED
-from dtlayout.pipelining.partition import layer_costs, partition
-from dtlayout.pipelining.runtime import build_runtime
-from dtlayout.pipelining.schedule import make_schedule
-from dtlayout.pipelining.stage import build_stage, stage_boundary
-from dtlayout.plans.apply import apply_plan
 from dtlayout.plans.init import initialize
-from dtlayout.plans.plan import make_plan
 from dtlayout.precision import Precision
+from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.step import TrainStep
 
 SHAPE = ModelShape(
     name="parity", hidden_size=32, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=88
 )  # fmt: skip
+TIED = replace(SHAPE, tied_embeddings=True)
 SEQ_LEN, MAX_NORM, SEED = 16, 0.05, 7
 EXACT = Precision(params="float64", compute="float64", reduce="float64")
 FP32 = Precision(params="float32", compute="float32", reduce="float32")
@@ -89,52 +84,44 @@ def run_reference(case: Case) -> Outcome:
         parameter.grad = gradients[name].clone()
     norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), MAX_NORM)
     make_optimizer(list(parameters.values())).step()
-    return Outcome(float(loss), float(norm), _to_numpy(gradients), _to_numpy(parameters))
+    return Outcome(loss.item(), norm.item(), _to_numpy(gradients), _to_numpy(parameters))
 
 
 def run_layout(case: Case) -> Outcome | None:
     """The step under a layout, on every rank at once; the whole tensors of each stage come from its first rank."""
-    step = build_step(case)
+    assembly, step = build_step(case)
     gradients: dict[str, Tensor] = {}
 
-    def keep_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        scale = min(1.0, MAX_NORM / (norms[0] + 1e-6)) if norms else 1.0
-        for name, parameter in _named(step, case):
-            gradients[name] = parameter.grad.full_tensor() / scale  # as before clipping
+    def keep_gradients(*_: object) -> None:
+        for name, parameter in named_parameters(assembly, case):
+            gradients[name] = parameter.grad.full_tensor()
 
-    norms: list[float] = []
-    summarize = step._summarize
-
-    def summarize_and_keep(*args):
-        result, norm = summarize(*args)
-        norms.append(result.grad_norm)
-        return result, norm
-
-    step._summarize = summarize_and_keep
     step.optimizer.register_step_pre_hook(keep_gradients)
     result = step(*local_rows(case))
-    parameters = {name: parameter.full_tensor() for name, parameter in _named(step, case)}
-    place = step.mesh.get_coordinate()
-    if any(place[1:]):
+    scale = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))  # what clipping did to them
+    gradients = {name: gradient / scale for name, gradient in gradients.items()}
+    parameters = {name: parameter.full_tensor() for name, parameter in named_parameters(assembly, case)}
+    if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, _to_numpy(gradients), _to_numpy(parameters))
 
 
-def build_step(case: Case) -> TrainStep:
-    """The natural path from values to a train step."""
-    layout, batch = case.layout, case.batch
-    layout.check(case.model, batch)
-    mesh = build_mesh(layout, "cpu")
-    schedule = make_schedule(layout, batch)
-    slices = partition(layer_costs(case.model, batch), layout)
-    stages = schedule.stages_of(mesh["pp"].get_local_rank())
-    modules = [build_stage(case.model, case.kernels, case.precision, batch, slices[s]) for s in stages]
-    plan = make_plan(case.model, layout, case.kernels, case.precision)
-    sync = [apply_plan(module, plan, mesh) for module in modules]
-    initialize(modules, case.model, SEED, "cpu")
-    runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(case.model, layout, batch, case.precision))
-    optimizer = make_optimizer([p for module in modules for p in module.parameters()])
-    return TrainStep(runtime, optimizer, max_norm=MAX_NORM, mesh=mesh, aliases=case.model.aliases)
+def build_step(case: Case) -> tuple[Assembly, TrainStep]:
+    """What training builds, with an optimizer that is kind to comparisons."""
+    case.layout.check(case.model, case.batch)
+    assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
+    optimizer = make_optimizer([p for module in assembly.modules for p in module.parameters()])
+    aliases = case.model.aliases
+    return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
+
+
+def named_parameters(assembly: Assembly, case: Case) -> list[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters by the name that they have in the whole model."""
+    return [
+        (case.model.aliases.get(name, name), parameter)
+        for module in assembly.modules
+        for name, parameter in module.named_parameters()
+    ]
 
 
 def local_rows(case: Case) -> tuple[Tensor, Tensor]:
@@ -180,15 +167,6 @@ def largest_difference(outcome: Outcome, reference: Outcome) -> tuple[float, str
 def relative_difference(got: np.ndarray, expected: np.ndarray) -> float:
     """‖got - expected‖ / ‖expected‖."""
     return float(np.linalg.norm((got - expected).ravel()) / np.linalg.norm(expected.ravel()))
-
-
-def _named(step: TrainStep, case: Case) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters by the name that they have in the whole model."""
-    return [
-        (case.model.aliases.get(name, name), parameter)
-        for module in step.modules
-        for name, parameter in module.named_parameters()
-    ]
 
 
 def _to_numpy(tensors: dict) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ ZeRO stages (arXiv:1910.02054), for m microbatches and u units; collectives of a
 With HSDP the shards are summed over dp_replicate once a step, after the last backward.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,8 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     policy = mixed_precision(plan.precision)
     keep_gathered = plan.zero < 3
     names = [name for name, _ in module.named_modules()]
-    found = [_members(unit, names) for unit in plan.units]
-    for members in [group for groups in found for group in groups] + [[""]]:
+    groups = [group for unit in plan.units for group in _members(unit, names)]
+    for members in [*groups, [""]]:  # the root comes last
         modules = [module.get_submodule(name) for name in members]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -62,6 +63,8 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    in_order = sorted((members[0] for members in groups), key=names.index)
+    _prefetch_backward([module.get_submodule(name) for name in [*in_order, ""]])
     assert isinstance(module, FSDPModule), "fully_shard changes the class of what it shards"
     return GradientSync(module=module, each_backward=plan.zero > 1, keep_gathered=keep_gathered)
 
@@ -73,6 +76,18 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
         reduce_dtype=getattr(torch, precision.reduce),
         cast_forward_inputs=False,
     )
+
+
+def _prefetch_backward(units: Sequence[nn.Module]) -> None:
+    """While a unit computes its backward, gather the one before it; `units` in the order of the forward, root last.
+
+    FSDP2's own guess takes the order of all forwards of the step for one chain, so that the first unit of each
+    microbatch gathers the last unit of another one for nothing. The first unit names itself, which is a way to say none.
+    """
+    for unit, before in zip(units, [units[0], *units], strict=False):
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(before, FSDPModule)
+        unit.set_modules_to_backward_prefetch([before])
 
 
 def _members(unit: tuple[str, ...], names: list[str]) -> list[list[str]]:

@@ -1,0 +1,155 @@
+"""Every layout computes what one process computes: loss, gradient norm, every gradient, and the updated parameters."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parity import (
+    BF16,
+    FP32,
+    SHAPE,
+    TIED,
+    Case,
+    largest_difference,
+    merge,
+    relative_difference,
+    run_layout,
+    run_reference,
+)
+from ranks import Ranks
+
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+
+AXES = {
+    "dp4": Layout(dp_shard=4),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2),
+    "replicate4": Layout(dp_replicate=4),
+    "tp4 with sp": Layout(tp=4),
+    "tp4 without sp": Layout(tp=4, sequence_parallel=False),
+    "pp4": Layout(pp=4),
+    "pp4 gpipe": Layout(pp=4, schedule="gpipe", micro_batch=2),
+    "pp2 interleaved": Layout(pp=2, dp_shard=2, schedule="interleaved-1f1b", virtual_stages=2),
+    "pp2 interleaved thrice": Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=3),
+    "pp2 tp2": Layout(pp=2, tp=2),
+    "pp2 tp2 without sp": Layout(pp=2, tp=2, sequence_parallel=False),
+    "pp2 dp2": Layout(pp=2, dp_shard=2),
+    "dp2 tp2": Layout(dp_shard=2, tp=2),
+    "replicate2 tp2": Layout(dp_replicate=2, tp=2),
+    "one microbatch": Layout(dp_shard=4, micro_batch=2),
+    "uneven layers": Layout(pp=4, stage_layers=(1, 3, 1, 1)),
+    "zero 2": Layout(dp_shard=4, zero=2),
+    "zero 3": Layout(dp_shard=4, zero=3),
+    "zero 2 hsdp": Layout(dp_replicate=2, dp_shard=2, zero=2),
+    "zero 3 hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
+    "zero 2 pp2": Layout(pp=2, dp_shard=2, zero=2),
+    "zero 3 pp2": Layout(pp=2, dp_shard=2, zero=3),
+    "zero 3 pp2 gpipe": Layout(pp=2, dp_shard=2, zero=3, schedule="gpipe"),
+    "zero 2 interleaved": Layout(pp=2, dp_shard=2, zero=2, schedule="interleaved-1f1b", virtual_stages=3),
+    "zero 3 tp2": Layout(dp_shard=2, tp=2, zero=3),
+    "full recompute": Layout(dp_shard=2, tp=2, recompute="full"),
+    "full recompute zero 3": Layout(pp=2, dp_shard=2, zero=3, recompute="full"),
+    "selective recompute": Layout(dp_shard=2, tp=2, recompute="selective"),
+    "selective recompute pp2": Layout(pp=2, tp=2, sequence_parallel=False, recompute="selective"),
+    "every second recomputed": Layout(pp=2, tp=2, recompute="every-2"),
+}
+
+TIED_LAYOUTS = {
+    "dp4": Layout(dp_shard=4),
+    "dp2 tp2": Layout(dp_shard=2, tp=2),
+    "tp4 without sp": Layout(tp=4, sequence_parallel=False),
+    "pp4": Layout(pp=4),
+    "pp2 tp2": Layout(pp=2, tp=2),
+    "pp2 dp2 zero 3": Layout(pp=2, dp_shard=2, zero=3),
+    "zero 3": Layout(dp_shard=4, zero=3),
+    "interleaved hsdp": Layout(pp=2, dp_replicate=2, schedule="interleaved-1f1b", virtual_stages=2),
+}
+
+
+def difference(ranks: Ranks, case: Case) -> tuple[float, str]:
+    return largest_difference(merge(ranks.run(run_layout, case)), run_reference(case))
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_every_axis_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    size, whose = difference(ranks4, Case(AXES[name]))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", TIED_LAYOUTS)
+def test_tied_embeddings_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    size, whose = difference(ranks4, Case(TIED_LAYOUTS[name], model=TIED))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", ["dp4", "hsdp", "tp4 with sp", "tp4 without sp", "pp4", "zero 3"])
+def test_one_layout_of_each_axis_is_close_in_fp32(ranks4: Ranks, name: str) -> None:
+    size, whose = difference(ranks4, Case(AXES[name], precision=FP32))
+    assert size <= 1e-5, whose
+
+
+@pytest.mark.parametrize("kernels", [Kernels(attention="sdpa-math"), Kernels(norm="eager")], ids=str)
+def test_every_kernel_is_exact_in_float64(ranks4: Ranks, kernels: Kernels) -> None:
+    size, whose = difference(ranks4, Case(AXES["dp2 tp2"], kernels=kernels))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", ["dp4", "tp4 with sp", "pp2 tp2", "zero 3"])
+def test_bf16_errs_no_more_than_one_process_in_bf16_does(ranks4: Ranks, name: str) -> None:
+    layout = AXES[name]
+    exact = run_reference(Case(layout))
+    alone = run_reference(Case(layout, precision=BF16))
+    spread = merge(ranks4.run(run_layout, Case(layout, precision=BF16)))
+    assert abs(spread.loss / run_reference(Case(layout, precision=FP32)).loss - 1) <= 2e-2
+    for parameter, gradient in exact.gradients.items():
+        allowed = 2 * relative_difference(alone.gradients[parameter], gradient)
+        assert relative_difference(spread.gradients[parameter], gradient) <= allowed, parameter
+
+
+@st.composite
+def legal_cases(draw: st.DrawFn) -> Case:
+    """Layouts of 4 ranks over every axis, with a batch that they can train."""
+    model = draw(st.sampled_from([SHAPE, TIED]))
+    degrees = draw(st.sampled_from([(pp, rep, dp, tp) for pp in (1, 2, 4) for rep in (1, 2, 4) for dp in (1, 2, 4)
+                                    for tp in (1, 2, 4) if pp * rep * dp * tp == 4]))  # fmt: skip
+    pp, dp_replicate, dp_shard, tp = degrees
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", *(["interleaved-1f1b"] if pp == 2 else [])]))
+    virtual_stages = draw(st.sampled_from([2, 3])) if schedule == "interleaved-1f1b" else 1
+    layout = Layout(
+        pp=pp,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        tp=tp,
+        sequence_parallel=draw(st.booleans()),
+        micro_batch=draw(st.sampled_from([1, 2])),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        zero=draw(st.sampled_from([1, 2, 3])),
+        recompute=draw(st.sampled_from(["none", "full", "every-2", "every-3", "selective"])),
+    )
+    rounds = draw(st.sampled_from([1, 2]))
+    global_batch = layout.dp * layout.micro_batch * pp * rounds
+    case = Case(layout, global_batch=max(2, global_batch), model=model)
+    layout.check(case.model, case.batch)
+    return case
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=legal_cases())
+def test_random_legal_layouts_are_exact_in_float64(ranks4: Ranks, case: Case) -> None:
+    size, whose = difference(ranks4, case)
+    assert size <= 1e-10, whose
+
+
+def test_all_axes_together_are_exact_on_eight_ranks() -> None:
+    ranks8 = Ranks(8)
+    try:
+        for layout in (
+            Layout(pp=2, dp_shard=2, tp=2),
+            Layout(pp=2, dp_replicate=2, tp=2, sequence_parallel=False, zero=3),
+        ):
+            size, whose = largest_difference(
+                merge(ranks8.run(run_layout, Case(layout), timeout_s=120)), run_reference(Case(layout))
+            )
+            assert size <= 1e-10, (layout, whose)
+    finally:
+        ranks8.close()

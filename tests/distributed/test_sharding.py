@@ -1,0 +1,148 @@
+"""What the ZeRO stages and axes do to collectives and bytes, and that the parity harness sees what is missing."""
+
+import math
+
+import numpy as np
+import pytest
+from parity import FP32, SEED, SEQ_LEN, SHAPE, TIED, Case, largest_difference, merge, run_reference
+from ranks import Ranks
+from sharding import count_collectives, initial_weights, measure_bytes, run_sabotaged
+
+from dtlayout.layout import Layout
+from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.models.llama import Llama
+from dtlayout.plans.init import initialize
+
+
+DATA = ("dp_replicate", "dp_shard")
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int, pp: int) -> None:
+    case = Case(Layout(pp=pp, dp_shard=4 // pp, zero=zero))  # type: ignore[arg-type]
+    m = case.layout.num_microbatches(case.batch)
+    units = 8 // pp  # six blocks, the embedding, norm and head
+    for counts in ranks4.run(count_collectives, case, DATA):
+        assert counts == {
+            "all_gather": {1: units, 2: units, 3: 2 * m * units}[zero],
+            "reduce_scatter": {1: units, 2: m * units, 3: m * units}[zero],
+        }
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hsdp_sums_over_its_replicas_once_a_step(ranks4: Ranks, zero: int) -> None:
+    case = Case(Layout(dp_replicate=2, dp_shard=2, zero=zero))  # type: ignore[arg-type]
+    for counts in ranks4.run(count_collectives, case, DATA):
+        assert counts["all_reduce"] == 8
+
+
+def test_sequence_parallelism_gathers_and_scatters_twice_a_block_in_each_direction(ranks4: Ranks) -> None:
+    case = Case(Layout(tp=4))
+    m, blocks = 8, SHAPE.num_layers
+    norms = 2 * blocks + 1
+    for counts in ranks4.run(count_collectives, case, ("tp",)):
+        assert counts == {
+            # forward and backward: two a block; the head's input and the embedding's gradient
+            "all_gather": m * (2 * 2 * blocks + 2),
+            "reduce_scatter": m * (2 * 2 * blocks + 2),
+            "all_reduce": m * 2 + norms,  # the loss; a norm's weight gradient once a step
+        }
+
+
+def test_tensor_parallelism_alone_sums_twice_a_block_in_each_direction(ranks4: Ranks) -> None:
+    case = Case(Layout(tp=4, sequence_parallel=False))
+    m, blocks = 8, SHAPE.num_layers
+    for counts in ranks4.run(count_collectives, case, ("tp",)):
+        assert counts == {"all_reduce": m * (2 * 2 * blocks + 2 + 2)}  # embedding, head's input; two of the loss
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=4),
+        Layout(dp_shard=4, zero=3),
+        Layout(dp_replicate=2, dp_shard=2),
+        Layout(dp_shard=2, tp=2),
+        Layout(tp=4, sequence_parallel=False),
+        Layout(pp=2, tp=2),
+        Layout(pp=2, dp_shard=2, zero=2),
+    ],
+    ids=str,
+)
+def test_state_takes_the_bytes_of_theory(ranks4: Ranks, layout: Layout) -> None:
+    """fp32: 4 bytes a parameter and gradient, 8 for both moments; norms are whole on every tp rank."""
+    case = Case(layout, precision=FP32)
+    rope_bytes = 2 * SEQ_LEN * SHAPE.head_dim * 4
+    for rank, (alive, _) in enumerate(ranks4.run(measure_bytes, case)):
+        stage = rank // (4 // layout.pp)
+        norms = 2 * SHAPE.hidden_size * SHAPE.num_layers // layout.pp
+        split = count_block_parameters(SHAPE) * SHAPE.num_layers // layout.pp - norms
+        split += count_embedding_parameters(SHAPE) * (2 // layout.pp)
+        norms += SHAPE.hidden_size * (stage == layout.pp - 1)
+        local = split // layout.tp // layout.dp_shard + norms // layout.dp_shard
+        num_tensors = 9 * SHAPE.num_layers // layout.pp + 3 // layout.pp + (layout.pp == 2 and stage == 1)
+        assert alive.parameter == 4 * local + rope_bytes
+        assert alive.gradient == 4 * local
+        assert alive.optimizer == 8 * local + 4 * num_tensors  # each tensor's step counter
+
+
+def test_zero_2_never_holds_whole_gradients(ranks4: Ranks) -> None:
+    whole = 4 * (SHAPE.num_layers * count_block_parameters(SHAPE) + 2 * count_embedding_parameters(SHAPE))
+    for zero, holds_whole in ((1, True), (2, False), (3, False)):
+        case = Case(Layout(dp_shard=4, zero=zero), precision=FP32)  # type: ignore[arg-type]
+        for _, largest in ranks4.run(measure_bytes, case):
+            assert (largest.gradient >= whole) is holds_whole
+
+
+def test_zero_3_never_holds_whole_parameters(ranks4: Ranks) -> None:
+    whole = 4 * (SHAPE.num_layers * count_block_parameters(SHAPE) + 2 * count_embedding_parameters(SHAPE))
+    for zero, holds_whole in ((1, True), (2, True), (3, False)):
+        case = Case(Layout(dp_shard=4, zero=zero), precision=FP32)  # type: ignore[arg-type]
+        for _, largest in ranks4.run(measure_bytes, case):
+            assert (largest.gathered >= whole) is holds_whole
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=4),
+        Layout(tp=4),
+        Layout(dp_shard=2, tp=2),
+        Layout(pp=2, tp=2),
+        Layout(pp=2, dp_shard=2, schedule="interleaved-1f1b", virtual_stages=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", [SHAPE, TIED], ids=["untied", "tied"])
+def test_initial_weights_are_the_same_bits_in_every_layout(ranks4: Ranks, layout: Layout, model) -> None:
+    case = Case(layout, model=model, precision=FP32)
+    alone = run_initial_weights(case)
+    found: dict[str, np.ndarray] = {}
+    for weights in ranks4.run(initial_weights, case):
+        for name, value in weights.items():
+            np.testing.assert_array_equal(value, alone[name], err_msg=name)
+        found |= weights
+    assert found.keys() == alone.keys()
+
+
+def run_initial_weights(case: Case) -> dict[str, np.ndarray]:
+    model = Llama(case.model, case.kernels, SEQ_LEN)
+    initialize([model], case.model, SEED, "cpu")
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("dropped", "case"),
+    [
+        ("gradients over dp", Case(Layout(dp_shard=4))),
+        ("activations over tp", Case(Layout(tp=4, sequence_parallel=False))),
+        ("loss over tp", Case(Layout(dp_shard=2, tp=2))),
+        ("tied gradients over pp", Case(Layout(pp=4), model=TIED)),
+    ],
+)
+def test_the_harness_sees_a_missing_collective(ranks4: Ranks, dropped: str, case: Case) -> None:
+    outcomes = ranks4.run(run_sabotaged, case, dropped)
+    size, _ = largest_difference(merge(outcomes), run_reference(case))
+    assert size > 1e-3
+    assert math.isfinite(size)

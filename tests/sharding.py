@@ -1,0 +1,66 @@
+"""What ranks report of themselves for tests/distributed/test_sharding.py: collectives, bytes, weights, sabotage."""
+
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from parity import Case, Outcome, build_step, local_rows, named_parameters, run_layout
+
+from dtlayout.measure.collectives import CollectiveRecorder
+from dtlayout.measure.ledger import Footprint
+from dtlayout.measure.memory import StorageTracker
+
+
+def count_collectives(case: Case, axes: tuple[str, ...]) -> Counter[str]:
+    """Collectives along some axes in the second step's forwards and backwards."""
+    assembly, step = build_step(case)
+    rows, targets = local_rows(case)
+    step(rows, targets)
+    groups = {tuple(dist.get_process_group_ranks(assembly.mesh[axis].get_group())) for axis in axes}
+    with CollectiveRecorder() as recorder:
+        assembly.runtime.step(rows, targets=targets, num_targets=1.0)
+    return Counter(event.name for event in recorder.events if event.ranks in groups and len(event.ranks) > 1)
+
+
+def measure_bytes(case: Case) -> tuple[Footprint, Footprint]:
+    """What is alive after the backwards of the second step, and the largest of each category during them."""
+    assembly, step = build_step(case)
+    rows, targets = local_rows(case)
+    step(rows, targets)
+    tracker = StorageTracker(assembly.modules, [step.optimizer])
+    with tracker:
+        assembly.runtime.step(rows, targets=targets, num_targets=1.0)
+    return tracker.current, tracker.category_peaks
+
+
+def initial_weights(case: Case) -> dict[str, np.ndarray]:
+    """The whole initial weights of this rank's stages."""
+    assembly, _ = build_step(case)
+    return {name: p.detach().full_tensor().numpy() for name, p in named_parameters(assembly, case)}
+
+
+def run_sabotaged(case: Case, dropped: str) -> Outcome | None:
+    """The step with one collective left out: its local part is taken for the whole."""
+    with SABOTAGE[dropped]():
+        return run_layout(case)
+
+
+def _keep_own_chunk(output: torch.Tensor, input: torch.Tensor, *_: object, group: dist.ProcessGroup, **__: object):  # noqa: A002
+    output.copy_(input.chunk(group.size())[group.rank()])
+
+
+def _keep_local_sum(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return tensor.clone()
+
+
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+"""What FSDP2 calls: 2.13 gave it a new name."""
+
+SABOTAGE = {
+    "gradients over dp": lambda: mock.patch.object(dist, _REDUCE_SCATTER, _keep_own_chunk),
+    "activations over tp": lambda: mock.patch("torch.distributed._functional_collectives.all_reduce", _keep_local_sum),
+    "loss over tp": lambda: mock.patch("dtlayout.plans.vocab_parallel.dist.all_reduce"),
+    "tied gradients over pp": lambda: mock.patch("dtlayout.training.step.sum_tied_gradients"),
+}

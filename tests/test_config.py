@@ -1,0 +1,449 @@
+"""Config: strict types, near names, every problem at once, overrides, presets, and a TOML file that loads again."""
+
+import datetime
+import difflib
+import math
+import re
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import ROOT, SHAPE
+
+from dtlayout import toml
+from dtlayout.batch import Batch
+from dtlayout.cluster import known_gpus
+from dtlayout.config import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    TrainConfig,
+    check_layout,
+    load_config,
+    parse_config,
+)
+from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.kernels import Attention, Kernels, Norm
+from dtlayout.layout import OpenLayout, ScheduleName
+from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.models.presets import PRESETS
+from dtlayout.precision import Format, Precision
+
+TABLES: dict[str, dict[str, Any]] = {
+    "model": {"name": "debug"},
+    "batch": {"global_batch": 8, "seq_len": 16},
+    "train": {"steps": 3},
+}
+SECTIONS = {section.name: get_type_hints(Config)[section.name] for section in fields(Config)}
+KEYS = [(section, field.name) for section, of in SECTIONS.items() for field in fields(of)]
+FIELD_TYPES = {(section, key): get_type_hints(SECTIONS[section])[key] for section, key in KEYS}
+SPECIMENS = (3, True, 2.5, "text", [1, 2], ["text"], {"key": 1})
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 8192}
+
+
+def tables(**changes: Any) -> dict[str, Any]:
+    """TABLES with these sections' keys on top."""
+    return {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}}
+
+
+def problems_of(parsed: dict[str, Any]) -> list[str]:
+    with pytest.raises(InvalidConfig) as caught:
+        parse_config(parsed)
+    return caught.value.problems
+
+
+def takes(wanted: Any, value: Any) -> bool:
+    """Whether a field of type `wanted` may hold a TOML value."""
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)  # so True is a 1: see the test about truth values
+    if get_origin(wanted) is tuple:
+        return isinstance(value, list) and all(takes(get_args(wanted)[0], entry) for entry in value)
+    if NoneType in get_args(wanted):
+        return False  # a table whose keys are none of the specimen's
+    return type(value) in ((int, float) if wanted is float else (wanted,))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("value", SPECIMENS, ids=repr)
+def test_a_key_takes_values_of_its_type_and_of_no_other(value):
+    keys = [pair for pair in KEYS if pair != ("model", "name")]
+    everywhere = {section: {key: value for of, key in keys if of == section} for section in SECTIONS}
+    found = [line for line in problems_of(tables(**everywhere)) if "nput should be" in line or "is missing" in line]
+    refused = {tuple(re.split(r"[.= ]", line)[:2]) for line in found}
+    assert refused == {(section, key) for section, key in keys if not takes(FIELD_TYPES[section, key], value)}
+
+
+@pytest.mark.xfail(strict=True, reason="pydantic takes True for the 1 of a Literal")
+def test_a_truth_value_is_no_zero_stage():
+    assert problems_of(tables(layout={"zero": True}))
+
+
+def test_an_unknown_key_names_the_nearest():
+    misspelt = {(section, key): f"{key}{key[-1]}" for section, key in KEYS if len(key) > 2}
+    wrong = {section: {text: 1 for (of, _), text in misspelt.items() if of == section} for section in SECTIONS}
+    assert sorted(problems_of(tables(**wrong))) == sorted(
+        f"{section}.{text} is unknown; did you mean {section}.{key}?" for (section, key), text in misspelt.items()
+    )
+
+
+def test_an_unknown_section_names_the_nearest():
+    wrong = {section[1:]: {} for section in SECTIONS}
+    assert problems_of({**TABLES, **wrong}) == [
+        f"{section[1:]} is unknown; did you mean {section}?" for section in SECTIONS
+    ]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.text(st.characters(codec="utf-8"), min_size=1))
+def test_an_unknown_key_near_to_nothing_lists_the_known(key):
+    known = [field.name for field in fields(CheckpointConfig)]
+    if key not in known and not difflib.get_close_matches(key, known, cutoff=0.5):
+        assert problems_of(tables(checkpoint={key: 1})) == [f"checkpoint.{key} is unknown; known: every, keep"]
+
+
+@pytest.mark.xfail(strict=True, reason="keys below [model.rope_scaling] are not looked at")
+def test_an_unknown_key_of_a_nested_table_is_refused():
+    assert problems_of(tables(model={"rope_scaling": {**SCALING, "factr": 2.0}})) == [
+        "model.rope_scaling.factr is unknown; did you mean model.rope_scaling.factor?"
+    ]
+
+
+def test_all_problems_of_all_sections_come_at_once():
+    found = problems_of(
+        {
+            "modle": {},
+            "model": {"name": "llama2-7", "hidden_size": 64},
+            "batch": {"global_batch": 0, "seq_len": -1},
+            "train": {"sed": 1},
+            "layout": {"tp": "2", "zero": 4},
+            "kernels": {"norm": "layer"},
+            "precision": {"params": "bfloat16", "compute": "float32"},
+            "data": 3,
+            "optimizer": {"lr": -1.0, "beta1": 2, "warmup_steps": -1},
+            "checkpoint": {"every": -1},
+            "metrics": {"log_every": 0},
+            "cluster": {"gpu": "abacus"},
+        }
+    )
+    assert found == [
+        "modle is unknown; did you mean model?",
+        "train.sed is unknown; did you mean train.seed?",
+        "model.name='llama2-7' is not a preset; did you mean llama2-7b? "
+        "A model of your own needs num_layers, num_heads, num_kv_heads, ffn_size, vocab_size too",
+        "batch: global_batch=0 must be at least 1",
+        "batch: seq_len=-1 must be at least 1",
+        "train.steps is missing; give it in [train]",
+        "layout.tp='2': input should be a valid integer",
+        "layout.zero=4: input should be 1, 2 or 3",
+        "kernels.norm='layer': input should be 'eager' or 'fused'",
+        "precision.params=bfloat16 is coarser than precision.compute=float32: the masters would lose what the step "
+        "computed; use params=float32 or finer",
+        "data is a section: write [data] and its keys below",
+        "optimizer.lr=-1.0 must be above 0",
+        "optimizer.beta1=2.0 must lie between 0 and 1",
+        "optimizer.warmup_steps=-1 must not be negative",
+        "checkpoint.every=-1 must not be negative; 0 saves at the end alone",
+        "metrics.log_every=0 must be at least 1",
+        f"cluster.gpu='abacus' is unknown; use auto, cpu or one of {', '.join(known_gpus())}",
+    ]
+
+
+@pytest.mark.xfail(strict=True, reason="these sections stop at their first problem")
+@pytest.mark.parametrize(
+    ("section", "wrong"),
+    [
+        ("train", {"steps": 0, "timeout_s": 0.0}),
+        ("checkpoint", {"every": -1, "keep": 0}),
+        ("metrics", {"log_every": 0, "memory_every": 0}),
+        ("cluster", {"gpu": "abacus", "gpus_per_node": 0}),
+    ],
+)
+def test_a_section_reports_each_of_its_wrong_values(section, wrong):
+    found = problems_of(tables(**{section: wrong}))
+    assert [key for key in wrong if any(f"{section}.{key}=" in line for line in found)] == list(wrong)
+
+
+@pytest.mark.xfail(strict=True, reason="an OpenLayout with dp_shard=-1 is not checked before the world size is known")
+@pytest.mark.parametrize("wrong", [{"tp": 0}, {"micro_batch": 0}, {"recompute": "some"}, {"stage_layers": [0]}])
+def test_a_wrong_degree_is_reported_with_the_problems_of_other_sections(wrong):
+    found = problems_of(tables(layout=wrong, checkpoint={"keep": 0}))
+    assert any(line.startswith("layout.") for line in found)
+    assert any(line.startswith("checkpoint.") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "refused", "edge", "rule"),
+    [
+        ("optimizer", "lr", 0.0, 1e-12, "above 0"),
+        ("optimizer", "eps", -1e-9, 1e-12, "above 0"),
+        ("optimizer", "max_norm", 0.0, math.inf, "above 0"),
+        ("optimizer", "beta1", 1.1, 1.0, "between 0 and 1"),
+        ("optimizer", "beta2", -0.1, 0.0, "between 0 and 1"),
+        ("optimizer", "min_lr_ratio", 1.5, 1.0, "between 0 and 1"),
+        ("optimizer", "warmup_steps", -1, 0, "not be negative"),
+        ("optimizer", "weight_decay", -0.1, 0.0, "not be negative"),
+        ("train", "steps", 0, 1, "at least 1"),
+        ("train", "timeout_s", 0.0, 0.1, "above 0"),
+        ("checkpoint", "every", -1, 0, "not be negative"),
+        ("checkpoint", "keep", 0, 1, "at least 1"),
+        ("metrics", "log_every", 0, 1, "at least 1"),
+        ("metrics", "memory_every", 0, 1, "at least 1"),
+        ("cluster", "gpus_per_node", 0, 1, "at least 1"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_and_its_edge_is_not(section, key, refused, edge, rule):
+    (problem,) = problems_of(tables(**{section: {key: refused}}))
+    assert problem.startswith(f"{section}.{key}={refused} must") and rule in problem
+    parsed = parse_config(tables(**{section: {key: edge}}))
+    assert getattr(getattr(parsed, section), key) == edge
+
+
+@pytest.mark.xfail(strict=True, reason="NaN passes every comparison that refuses")
+@pytest.mark.parametrize("key", ["lr", "eps", "max_norm", "weight_decay"])
+def test_not_a_number_is_refused(key):
+    assert problems_of(tables(optimizer={key: math.nan}))
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("--layout.tp=2", "layout", "tp", 2),
+        ("--optimizer.lr=1e-3", "optimizer", "lr", 1e-3),
+        ("--optimizer.lr=1", "optimizer", "lr", 1.0),
+        ("--layout.sequence_parallel=false", "layout", "sequence_parallel", False),
+        ("--layout.stage_layers=[1, 3]", "layout", "stage_layers", (1, 3)),
+        ("--layout.schedule=gpipe", "layout", "schedule", "gpipe"),
+        ('--layout.schedule="gpipe"', "layout", "schedule", "gpipe"),
+        ("--data.source=some folder/*.txt", "data", "source", "some folder/*.txt"),
+        ("--train.run_folder=a=b", "train", "run_folder", "a=b"),
+        ("--data.end_of_document=", "data", "end_of_document", ""),
+        ("--train.steps=5", "train", "steps", 5),
+        ("--model.num_layers=6", "model", "num_layers", 6),
+    ],
+)
+def test_an_override_puts_its_value_in_and_leaves_the_rest(tmp_path, override, section, key, value):
+    path = write(tmp_path, '[model]\nname = "debug"\n[batch]\nglobal_batch = 8\nseq_len = 16\n[train]\nsteps = 3\n')
+    before, after = load_config(path), load_config(path, [override])
+    assert getattr(getattr(after, section), key) == value
+    assert replace(after, **{section: getattr(before, section)}) == before
+    assert replace(getattr(after, section), **{key: getattr(getattr(before, section), key)}) == getattr(before, section)
+
+
+def test_a_later_override_wins_and_a_nested_one_changes_one_key(tmp_path):
+    path = write(
+        tmp_path,
+        '[model]\nname = "debug"\n[model.rope_scaling]\nfactor = 8.0\nlow_freq_factor = 1.0\nhigh_freq_factor = 4.0\n'
+        "original_context = 8192\n[batch]\nglobal_batch = 8\nseq_len = 16\n[train]\nsteps = 3\n",
+    )
+    config = load_config(path, ["--model.rope_scaling.factor=2", "--layout.tp=2", "--layout.tp=4"])
+    assert config.model.rope_scaling == RopeScaling(**{**SCALING, "factor": 2.0})
+    assert config.layout.tp == 4
+
+
+@pytest.mark.parametrize("text", ["layout.tp=2", "--layout.tp", "--layout=2", "--.tp=2", "--layout.=2", "-layout.tp=2"])
+def test_what_is_no_override_is_refused_with_an_example(tmp_path, text):
+    with pytest.raises(InvalidConfig, match=r"is not an override; write --section\.key=value, such as --layout\.tp=2"):
+        load_config(write(tmp_path, ""), [text])
+
+
+@pytest.mark.xfail(strict=True, raises=(TypeError, ValueError), reason="an override below a value that is no table")
+@pytest.mark.parametrize("override", ["--layout.tp=2", "--train.steps.first=2", "--model.name.first=x"])
+def test_an_override_below_what_is_no_table_is_refused(tmp_path, override):
+    path = write(tmp_path, 'layout = 3\n[model]\nname = "debug"\n[train]\nsteps = 1\n')
+    with pytest.raises(InvalidConfig):
+        load_config(path, [override])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_name_and_any_of_its_sizes_may_change(name):
+    assert parse_config(tables(model={"name": name})).model == PRESETS[name]
+    assert parse_config(tables(model={"name": name, "num_layers": 2})).model == replace(PRESETS[name], num_layers=2)
+
+
+def test_a_model_of_ones_own_needs_every_size():
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 300}
+    assert parse_config(tables(model={"name": "mine", **sizes})).model == ModelShape(name="mine", **sizes)
+    for size in sizes:
+        incomplete = {key: value for key, value in sizes.items() if key != size}
+        (problem,) = problems_of(tables(model={"name": "mine", **incomplete}))
+        assert problem.startswith("model.name='mine' is not a preset; use one of debug, ")
+        assert problem.endswith(f"needs {size} too")
+
+
+@pytest.mark.parametrize("value", [3, "text", [1], [{"tp": 2}]])
+def test_a_section_that_is_no_table_is_refused(value):
+    assert problems_of(dict.fromkeys(SECTIONS, value)) == [
+        f"{section} is a section: write [{section}] and its keys below" for section in SECTIONS
+    ]
+
+
+@pytest.mark.parametrize("value", [datetime.date(2024, 2, 29), datetime.time(12), datetime.datetime(2024, 2, 29)])
+def test_a_date_is_refused_with_its_section(value):
+    found = problems_of(tables(train={"seed": value}, optimizer={"lr": value}))
+    assert [line.partition(":")[0] for line in found] == [
+        "[train] holds a value that no key takes",
+        "[optimizer] holds a value that no key takes",
+    ]
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="the name is looked up among the presets before its type is")
+def test_a_model_name_that_is_a_list_is_refused():
+    assert problems_of(tables(model={"name": ["debug"]}))
+
+
+def test_a_file_that_is_not_there_or_no_file_is_refused(tmp_path):
+    for path, reason in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(InvalidConfig, match=reason) as caught:
+            load_config(path)
+        assert str(caught.value).startswith(f"config {path} cannot be read: ")
+
+
+@pytest.mark.parametrize("content", [b"[model", b"model = ", b"a = 1\na = 2\n", b"name = '\xff'\n"])
+def test_a_file_that_is_not_toml_is_refused(tmp_path, content):
+    path = tmp_path / "config.toml"
+    path.write_bytes(content)
+    with pytest.raises(InvalidConfig) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"config {path} is not TOML: ")
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_a_config_of_the_project_trains_on_the_fewest_ranks_that_it_needs(path):
+    config = load_config(path)
+    assert check_layout(config, config.layout.smallest_world_size).dp_shard >= 1
+
+
+positive = st.integers(1, 1 << 40)
+floats = st.floats(1e-12, 1e12)
+shares = st.floats(0, 1)
+texts = st.text(st.characters(codec="utf-8"))
+
+
+@st.composite
+def shapes(draw) -> ModelShape:
+    heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    scaling = st.builds(
+        RopeScaling,
+        factor=floats,
+        low_freq_factor=floats,
+        high_freq_factor=floats,
+        original_context=positive,
+    )
+    return ModelShape(
+        name=draw(texts.filter(lambda name: name not in PRESETS)),
+        hidden_size=2 * heads * group * draw(st.integers(1, 64)),
+        num_layers=draw(positive),
+        num_heads=heads * group,
+        num_kv_heads=heads,
+        ffn_size=draw(positive),
+        vocab_size=draw(positive),
+        tied_embeddings=draw(st.booleans()),
+        rope_theta=draw(floats),
+        rope_scaling=draw(st.none() | scaling),
+        norm_eps=draw(floats),
+    )
+
+
+def choices(of: Any) -> Any:
+    return st.sampled_from(get_args(of))
+
+
+degrees = st.integers(1, 64)
+configs = st.builds(
+    Config,
+    model=shapes() | st.sampled_from(list(PRESETS.values())),
+    batch=st.builds(Batch, global_batch=positive, seq_len=positive),
+    train=st.builds(
+        TrainConfig,
+        steps=positive,
+        run_folder=texts,
+        seed=st.integers(-(1 << 63), 1 << 63),
+        device=st.sampled_from(["auto", "cpu", "cuda"]),
+        timeout_s=floats,
+    ),
+    layout=st.builds(
+        OpenLayout,
+        pp=degrees,
+        dp_replicate=degrees,
+        dp_shard=st.just(-1) | degrees,
+        tp=degrees,
+        sequence_parallel=st.booleans(),
+        micro_batch=degrees,
+        schedule=choices(ScheduleName),
+        virtual_stages=degrees,
+        stage_layers=st.lists(degrees, max_size=5).map(tuple),
+        zero=st.sampled_from([1, 2, 3]),
+        recompute=st.sampled_from(["none", "full", "selective", "every-3"]),
+    ),
+    kernels=st.builds(Kernels, attention=choices(Attention), norm=choices(Norm)),
+    precision=st.builds(Precision, params=st.just("float64"), compute=choices(Format), reduce=choices(Format)),
+    data=st.builds(
+        DataConfig,
+        source=texts,
+        split=texts,
+        text_field=texts,
+        tokenizer=texts,
+        end_of_document=texts,
+        max_tokens=positive,
+        folder=texts,
+    ),
+    optimizer=st.builds(
+        OptimizerConfig, lr=floats, min_lr_ratio=shares, warmup_steps=positive, beta1=shares, beta2=shares, eps=floats
+    ),
+    checkpoint=st.builds(CheckpointConfig, every=positive, keep=positive),
+    metrics=st.builds(MetricsConfig, log_every=positive, memory_every=positive),
+    cluster=st.builds(
+        ClusterConfig, gpu=st.sampled_from(["auto", "cpu", *known_gpus()]), gpus_per_node=st.integers(1, 64)
+    ),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(configs)
+def test_a_config_as_toml_loads_to_the_same_config(config):
+    assert parse_config(toml.loads(config.to_toml())) == config
+
+
+def test_a_section_that_is_left_out_has_its_defaults():
+    config = parse_config(TABLES)
+    for name, of in SECTIONS.items():
+        if name not in TABLES:
+            assert getattr(config, name) == of()
+    assert [f.name for of in SECTIONS.values() for f in fields(of) if f.default is MISSING] == [
+        *(f.name for f in fields(ModelShape) if f.default is MISSING), "global_batch", "seq_len", "steps",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_a_layout_fits_exactly_the_multiples_of_its_fixed_degrees(world_size):
+    config = parse_config(tables(layout={"pp": 2}))
+    if world_size % 2:
+        with pytest.raises(InvalidLayout, match=f"world size {world_size} does not fit the layout: pp=2 needs"):
+            check_layout(config, world_size)
+    elif 8 % (world_size // 2) == 0 and 8 // (world_size // 2) >= 2:
+        layout = check_layout(config, world_size)
+        assert (layout.world_size, layout.dp_shard) == (world_size, world_size // 2)
+    else:
+        with pytest.raises(InvalidLayout, match="global_batch=8"):
+            check_layout(config, world_size)
+
+
+def test_the_world_size_and_the_layout_are_complained_of_together():
+    config = parse_config(tables(layout={"pp": 5, "tp": 3}))
+    with pytest.raises(InvalidLayout) as caught:
+        check_layout(config, 8)
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["world", "tp=3", "tp=3", "tp=3", "pp=5"]
+    assert check_layout(replace(config, model=SHAPE, layout=OpenLayout(tp=2)), 4).dp_shard == 2
