@@ -5,7 +5,8 @@ lists everything that is wrong with a layout at once, each problem in one line w
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import Any, Literal, get_args
 
 from dtlayout.batch import Batch
@@ -88,12 +89,8 @@ class Layout:
 
     def problems(self, model: ModelShape, batch: Batch) -> list[str]:
         """Everything that keeps this layout from training `model` with `batch`, one line each; empty if it is legal."""
-        return [
-            *_tensor_problems(self, model, batch),
-            *_pipeline_problems(self, model),
-            *_batch_problems(self, batch),
-            *_axis_problems(self),
-        ]
+        broken = _find_broken(self, model, batch)
+        return [f"{b.what}; {_advise(b, broken, self, model, batch)}" for b in broken]
 
     def check(self, model: ModelShape, batch: Batch) -> None:
         """Raise InvalidLayout with every problem, or return."""
@@ -152,88 +149,124 @@ class OpenLayout(Layout):
         return {field.name: getattr(self, field.name) for field in fields(Layout)} | changes
 
 
-def _tensor_problems(layout: Layout, model: ModelShape, batch: Batch) -> list[str]:
+@dataclass(frozen=True)
+class _Broken:
+    """A rule that a layout does not keep."""
+
+    rule: str
+    what: str
+    """What was asked and what breaks, with numbers."""
+    repairs: list[dict[str, Any]]
+    """Changes of the layout or the batch that may help, best first; `_advise` tries them."""
+
+
+def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
+    return [
+        *_check_tensor_parallel(layout, model, batch),
+        *_check_pipeline(layout, model),
+        *_check_batch(layout, batch),
+        *_check_axes(layout),
+    ]
+
+
+def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: ModelShape, batch: Batch) -> str:
+    """The first repairs that end this problem and start no other one, each tried before it is recommended."""
+    works: list[dict[str, Any]] = []
+    for repair in problem.repairs:
+        changes = {name: value for name, value in repair.items() if name != "global_batch"}
+        new_batch = replace(batch, global_batch=repair.get("global_batch", batch.global_batch))
+        left = {b.rule for b in _find_broken(replace(layout, **changes), model, new_batch)}
+        if left <= {b.rule for b in broken} - {problem.rule}:
+            works.append(repair)
+        if len(works) == 3:
+            break
+    alternatives = [" with ".join(f"{name}={_show(value)}" for name, value in repair.items()) for repair in works]
+    return f"use {' or '.join(alternatives)}" if works else "no change of one setting mends it"
+
+
+def _show(value: Any) -> str:
+    """As TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
     tp = layout.tp
-    sizes = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "ffn_size": model.ffn_size,
-        "vocab_size": model.vocab_size,
-    }
+    sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size")}
     if layout.shards_sequence:
         sizes["seq_len"] = batch.seq_len
+    repairs: list[dict[str, Any]] = [{"tp": degree} for degree in _nearest(tp, divisors(gcd(*sizes.values())))]
     return [
-        f"tp={tp} does not divide {name}={size}; nearest tp that do: {_nearest(tp, divisors(size))}"
+        _Broken(
+            f"tp/{name}",
+            f"tp={tp} does not divide {name}={size}",
+            [*([{"sequence_parallel": False}] if name == "seq_len" else []), *repairs],
+        )
         for name, size in sizes.items()
         if size % tp
     ]
 
 
-def _pipeline_problems(layout: Layout, model: ModelShape) -> list[str]:
-    problems = []
-    if layout.num_stages > model.num_layers:
-        problems.append(
-            f"pp={layout.pp} * virtual_stages={layout.virtual_stages} makes {layout.num_stages} stages, more than "
-            f"num_layers={model.num_layers}; use at most {model.num_layers} stages"
-        )
+def _check_pipeline(layout: Layout, model: ModelShape) -> list[_Broken]:
+    pp, v, layers, stage_layers = layout.pp, layout.virtual_stages, model.num_layers, layout.stage_layers
+    no_virtual_stages: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1}
+    broken = []
+    if layout.num_stages > layers:
+        repairs: list[dict[str, Any]] = [{"virtual_stages": fewer} for fewer in range(min(v, layers // pp), 1, -1)]
+        repairs += [no_virtual_stages] * (v > 1) + [{"pp": fewer} for fewer in range(layers // v, 0, -1)]
+        what = f"pp={pp} * virtual_stages={v} makes {layout.num_stages} stages, more than num_layers={layers}"
+        broken.append(_Broken("stages", what, repairs))
     interleaved = layout.schedule == "interleaved-1f1b"
-    if interleaved and (layout.pp == 1 or layout.virtual_stages == 1):
-        problems.append(
-            f"schedule=interleaved-1f1b needs pp > 1 and virtual_stages > 1, not pp={layout.pp} and "
-            f"virtual_stages={layout.virtual_stages}; use virtual_stages=2 or schedule=1f1b"
+    if interleaved and (pp == 1 or v == 1):
+        what = f"schedule=interleaved-1f1b needs pp > 1 and virtual_stages > 1, but pp={pp} and virtual_stages={v}"
+        broken.append(_Broken("interleaved", what, [{"virtual_stages": 2}, no_virtual_stages]))
+    if not interleaved and v > 1:
+        what = f"virtual_stages={v} has no meaning for schedule={layout.schedule}"
+        broken.append(_Broken("virtual", what, [{"virtual_stages": 1}, {"schedule": "interleaved-1f1b"}]))
+    by_cost: dict[str, Any] = {"stage_layers": ()}
+    if stage_layers and len(stage_layers) != layout.num_stages:
+        what = (
+            f"stage_layers={list(stage_layers)} names {len(stage_layers)} stages, but pp={pp} * "
+            f"virtual_stages={v} makes {layout.num_stages}"
         )
-    if not interleaved and layout.virtual_stages > 1:
-        problems.append(
-            f"virtual_stages={layout.virtual_stages} has no meaning for schedule={layout.schedule}; "
-            f"use virtual_stages=1 or schedule=interleaved-1f1b"
-        )
-    if layout.stage_layers and len(layout.stage_layers) != layout.num_stages:
-        problems.append(
-            f"stage_layers={list(layout.stage_layers)} names {len(layout.stage_layers)} stages, but pp={layout.pp} * "
-            f"virtual_stages={layout.virtual_stages} makes {layout.num_stages}; give {layout.num_stages} numbers"
-        )
-    if layout.stage_layers and sum(layout.stage_layers) != model.num_layers:
-        problems.append(
-            f"stage_layers={list(layout.stage_layers)} adds up to {sum(layout.stage_layers)} blocks, but "
-            f"num_layers={model.num_layers}; make the sum {model.num_layers}"
-        )
-    return problems
+        broken.append(_Broken("split", what, [by_cost]))
+    elif stage_layers and sum(stage_layers) != layers:
+        what = f"stage_layers={list(stage_layers)} adds up to {sum(stage_layers)} blocks, but num_layers={layers}"
+        last = layers - sum(stage_layers[:-1])
+        completed = [{"stage_layers": (*stage_layers[:-1], last)}] if last > 0 else []
+        broken.append(_Broken("split", what, [*completed, by_cost]))
+    return broken
 
 
-def _batch_problems(layout: Layout, batch: Batch) -> list[str]:
-    dp, micro_batch, size = layout.dp, layout.micro_batch, batch.global_batch
-    if size % (dp * micro_batch):
-        works = [m for m in divisors(size) if size % (dp * m) == 0]
-        advice = [f"micro_batch in {_nearest(micro_batch, works)}"] if works else []
-        step = dp * micro_batch
-        multiples = [k * step for k in (size // step, size // step + 1) if k]
-        advice.append(f"global_batch={' or '.join(map(str, multiples))}")
-        return [
-            f"global_batch={size} is not a multiple of dp * micro_batch = {dp} * {micro_batch} = {step}; "
-            f"use {' or '.join(advice)}"
-        ]
-    m, pp = layout.num_microbatches(batch), layout.pp
-    per_microbatch = dp * micro_batch
+def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
+    """The global batch makes whole microbatches, as many as the schedule needs."""
+    pp, size, unit = layout.pp, batch.global_batch, layout.dp * layout.micro_batch
+    m = layout.num_microbatches(batch)
+    batches = [{"global_batch": n} for n in _nearest(size, range(unit, (m + 2 * pp + 1) * unit, unit))]
+    smaller = [{"micro_batch": n} for n in _nearest(layout.micro_batch, divisors(size))]
+    if size % unit:
+        what = (
+            f"global_batch={size} is not a multiple of dp * micro_batch = {layout.dp} * {layout.micro_batch} = {unit}"
+        )
+        return [_Broken("multiple", what, [*smaller, *batches])]
+    what = f"global_batch={size} with dp={layout.dp} and micro_batch={layout.micro_batch} gives {m}"
     if layout.schedule == "1f1b" and m < pp:
-        return [
-            f"schedule=1f1b needs at least pp={pp} microbatches, but global_batch={size} gives {m}; "
-            f"use global_batch>={pp * per_microbatch}, or pp<={m}"
-        ]
+        fewer = [{"pp": n} for n in range(m, 0, -1)]
+        what = f"schedule=1f1b needs at least pp={pp} microbatches, but {what}"
+        return [_Broken("microbatches", what, [*batches, *smaller, *fewer])]
     if layout.schedule == "interleaved-1f1b" and m % pp:
-        multiples = [k * pp * per_microbatch for k in (m // pp, m // pp + 1) if k]
-        return [
-            f"schedule=interleaved-1f1b needs a multiple of pp={pp} microbatches, but global_batch={size} gives {m}; "
-            f"use global_batch={' or '.join(map(str, multiples))}"
-        ]
+        what = f"schedule=interleaved-1f1b needs a multiple of pp={pp} microbatches, but {what}"
+        return [_Broken("microbatches", what, [*batches, *smaller, {"schedule": "1f1b", "virtual_stages": 1}])]
     return []
 
 
-def _axis_problems(layout: Layout) -> list[str]:
+def _check_axes(layout: Layout) -> list[_Broken]:
     if layout.cp > 1:
-        return [f"cp={layout.cp}: context parallelism is not there yet; use cp=1"]
+        return [_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}])]
     return []
 
 
-def _nearest(value: int, candidates: Iterable[int], count: int = 3) -> list[int]:
-    """The candidates closest to `value`, ascending."""
-    return sorted(sorted(candidates, key=lambda c: (abs(c - value), c))[:count])
+def _nearest(value: int, candidates: Iterable[int]) -> list[int]:
+    """The candidates, those closest to `value` first."""
+    return sorted(candidates, key=lambda c: (abs(c - value), c))

@@ -47,7 +47,7 @@ def run_sabotaged(case: Case, dropped: str) -> Outcome | None:
         return run_layout(case)
 
 
-def _keep_own_chunk(output: torch.Tensor, input: torch.Tensor, *_: object, group: dist.ProcessGroup, **__: object):  # noqa: A002
+def _keep_own_chunk(output: torch.Tensor, input: torch.Tensor, *_: object, group: dist.ProcessGroup, **__: object):
     output.copy_(input.chunk(group.size())[group.rank()])
 
 

@@ -48,7 +48,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, x: Tensor, *, targets: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
-        """`targets` [B, S]: the loss is the sum over the valid ones divided by `num_targets`, those of the whole step."""
+        """`targets` [B, S]: the loss is the sum over the valid ones divided by `num_targets`, the whole step's."""
         h_BSD = self.model(x)
         if self.lm_head is None:
             return h_BSD

@@ -81,8 +81,9 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
 def _prefetch_backward(units: Sequence[nn.Module]) -> None:
     """While a unit computes its backward, gather the one before it; `units` in the order of the forward, root last.
 
-    FSDP2's own guess takes the order of all forwards of the step for one chain, so that the first unit of each
-    microbatch gathers the last unit of another one for nothing. The first unit names itself, which is a way to say none.
+    FSDP2's own guess takes the order of all forwards of the step for one chain, so that the first unit of a
+    microbatch gathers the last unit of another one for nothing. The first unit names itself, which is a way to say
+    none.
     """
     for unit, before in zip(units, [units[0], *units], strict=False):
         assert isinstance(unit, FSDPModule)

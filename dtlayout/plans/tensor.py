@@ -14,7 +14,7 @@ vocabulary, and the loss is computed on the split logits. What a style sends ove
 | rowwise, embedding | all-reduce | |
 | rowwise-scatter, embedding-scatter | reduce-scatter | all-gather |
 | sequence | | (weight gradients: an all-reduce when gradients are synchronised) |
-| vocab-loss | two all-reduces of two numbers a token | |
+| vocab-loss | two all-reduces, of one and of two numbers a token | |
 """
 
 from typing import Literal

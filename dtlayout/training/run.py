@@ -3,7 +3,7 @@
 import signal
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -77,7 +77,7 @@ class _Run:
             mesh=self.assembly.mesh,
             aliases=config.model.aliases,
         )
-        self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer, config.metrics.memory_every)
+        self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
         self.attention = AttentionRecorder()
         self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -112,12 +112,15 @@ class _Run:
         saved = first_step
         for index in range(first_step, num_steps):
             started = time.perf_counter()
-            result, lr = self._train_once(index, is_first=index == first_step)
+            # The first step makes the optimizer's state, so it is not like the others.
+            is_measured = index == first_step + 1 or (index > first_step and self._is_due(index))
+            with self.memory.watch() if is_measured else nullcontext():
+                result, lr = self._train_once(index, is_first=index == first_step)
             step_time_s = time.perf_counter() - started
             if not result.is_finite:
                 self.display.say(f"step {index + 1}: loss {result.loss}, grad_norm {result.grad_norm}: stopped")
                 return EXIT_NON_FINITE, index
-            self._note(index + 1, result, lr, step_time_s)
+            self._note(index + 1, result, lr, step_time_s, is_measured=is_measured)
             is_over = result.stop_requested or index + 1 == num_steps
             if is_over or (every and (index + 1) % every == 0):
                 self._save(index + 1)
@@ -126,6 +129,10 @@ class _Run:
                 return EXIT_STOPPED, saved
         return EXIT_DONE, max(first_step, num_steps)
 
+    def _is_due(self, index: int) -> bool:
+        """Whether this step's memory is measured by the calendar: every `memory_every`, and the last."""
+        return index % self.config.metrics.memory_every == 0 or index + 1 == self.config.train.steps
+
     def _train_once(self, index: int, *, is_first: bool) -> tuple[StepResult, float]:
         o = self.config.optimizer
         lr = learning_rate(
@@ -133,18 +140,14 @@ class _Run:
         )
         set_learning_rate(self.optimizer, lr)
         tokens, targets = (t.to(self.device.type) for t in self.samples.batch(index, self.indices))
-        with ExitStack() as instruments:
-            if is_first:
-                instruments.enter_context(self.attention)
-            self.memory.watch_step(index, is_first=is_first, instruments=instruments)
+        with self.attention if is_first else nullcontext():
             result = self.step(tokens, targets, stop=self.stop_requested)
         if is_first:
             _check_attention(self.config.kernels.attention, self.attention.executed)
         return result, lr
 
-    def _note(self, done: int, result: StepResult, lr: float, step_time_s: float) -> None:
+    def _note(self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool) -> None:
         self.step_times_s.append(step_time_s)
-        peaks = self.memory.gather_peaks(self.layout)
         metrics = StepMetrics(
             step=done,
             loss=result.loss,
@@ -152,7 +155,7 @@ class _Run:
             lr=lr,
             tokens=done * self.config.batch.num_tokens,
             step_time_s=step_time_s,
-            peak_memory_bytes=max(peaks) if peaks else None,
+            peak_memory_bytes=max(self.memory.gather_peaks(self.layout)) if is_measured else None,
             **self.speed.describe(step_time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:

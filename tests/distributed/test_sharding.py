@@ -13,7 +13,6 @@ from dtlayout.models.counting import count_block_parameters, count_embedding_par
 from dtlayout.models.llama import Llama
 from dtlayout.plans.init import initialize
 
-
 DATA = ("dp_replicate", "dp_shard")
 
 

@@ -1,0 +1,120 @@
+"""Real runs of train.py, under torchrun and alone: what they leave, how they resume, stop and end."""
+
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from launching import finish, launch, losses, read_lines, read_summary, started, wait_for_steps
+from tiny import SHAPE, TinyFiles, write_tiny
+
+from dtlayout.config import load_config
+from dtlayout.models.counting import count_parameters
+
+KEYS = [
+    "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
+    "model_tflops_per_gpu", "mfu", "peak_memory_bytes",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> TinyFiles:
+    """Six steps of a model with tied embeddings as tp2, with a checkpoint after each third."""
+    folder = tmp_path_factory.mktemp("straight")
+    files, log = write_tiny(folder, steps=6, tied=True), folder / "log"
+    assert launch(2, files.config, "--layout.tp=2", "--checkpoint.every=3", log=log) == 0, log.read_text()
+    return files
+
+
+@pytest.fixture
+def half_done(straight, tmp_path) -> Path:
+    """The run as a kill during the fifth step would have left it: the newest checkpoint is of the third."""
+    run = Path(shutil.copytree(straight.run, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    (run / "summary.json").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:40])
+    return run
+
+
+def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
+    lines = read_lines(straight.run)
+    assert [list(line) for line in lines] == [KEYS] * 6
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens"] for line in lines] == [128 * step for step in range(1, 7)]
+    assert [line["lr"] for line in lines] == sorted((line["lr"] for line in lines), reverse=True)
+    for line in lines:
+        assert line["tokens_per_s"] == pytest.approx(128 / line["step_time_s"])
+        assert line["tokens_per_s_per_gpu"] == line["tokens_per_s"] / 2
+        assert line["mfu"] is None
+    assert [line["peak_memory_bytes"] is not None for line in lines] == [False, True] + [False] * 4
+
+    summary, config = read_summary(straight.run), load_config(straight.run / "config.toml")
+    assert (summary["outcome"], summary["exit_code"], summary["steps"], summary["world_size"]) == ("done", 0, 6, 2)
+    assert summary["final_loss"] == pytest.approx(sum(losses(straight.run)) / 6)
+    assert summary["parameters"] == count_parameters(config.model) == count_parameters(SHAPE) - 260 * 32
+    assert summary["attention_kernels"] == ["flash"]
+    assert summary["peak_memory_bytes_by_pp_rank"] == [lines[1]["peak_memory_bytes"]]
+    assert (config.layout.tp, config.layout.dp_shard, config.train.steps) == (2, 1, 6)
+    assert sorted(path.name for path in (straight.run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def test_the_config_that_a_run_leaves_resumes_it_to_the_bit(straight, half_done, tmp_path):
+    arguments = [half_done / "config.toml", f"--train.run_folder={half_done}"]
+    assert launch(2, *arguments, log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    assert "after 3 steps" in (tmp_path / "log").read_text()
+    for key in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert [line[key] for line in read_lines(half_done)] == [line[key] for line in read_lines(straight.run)]
+    assert read_summary(half_done)["outcome"] == "done"
+
+
+def test_a_run_resumes_under_another_layout_with_the_same_losses(straight, half_done, tmp_path):
+    arguments = [straight.config, f"--train.run_folder={half_done}", "--layout.pp=2"]
+    assert launch(2, *arguments, log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    assert load_config(half_done / "config.toml").layout.pp == 2
+    assert len(read_lines(half_done)) == 6
+    assert losses(half_done)[:3] == losses(straight.run)[:3]
+    assert losses(half_done) == pytest.approx(losses(straight.run), rel=1e-5)
+
+
+def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
+    """SIGTERM to torchrun on two ranks, then SIGINT to the same command on one, then nothing."""
+    files, log, steps_done = write_tiny(tmp_path, steps=60), tmp_path / "log", 0
+    for num_ranks, number in ((2, signal.SIGTERM), (1, signal.SIGINT)):
+        with started(num_ranks, files.config, "--checkpoint.keep=9", log=log) as process:
+            wait_for_steps(process, files.run, steps_done + 2, log)
+            process.send_signal(number)
+            exit_code = finish(process, log)
+        summary, lines = read_summary(files.run), read_lines(files.run)
+        assert (summary["outcome"], summary["exit_code"]) == ("stopped", 3), log.read_text()
+        assert exit_code == 3 if num_ranks == 1 else exit_code != 0  # torchrun has codes of its own
+        assert steps_done + 2 <= summary["steps"] == len(lines) < 60
+        steps_done = summary["steps"]
+        assert (files.run / "checkpoints" / f"step-{steps_done:08d}" / "state.json").exists()
+    assert launch(1, files.config, log=log) == 0, log.read_text()
+    assert (read_summary(files.run)["outcome"], read_summary(files.run)["steps"]) == ("done", 60)
+    assert [line["step"] for line in read_lines(files.run)] == list(range(1, 61))
+    assert len(re.findall("resumed from", log.read_text())) == 2
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(tmp_path):
+    files, log = write_tiny(tmp_path, steps=5), tmp_path / "log"
+    assert launch(1, files.config, "--optimizer.lr=1e30", log=log) == 4, log.read_text()
+    summary, lines = read_summary(files.run), read_lines(files.run)
+    assert (summary["outcome"], summary["exit_code"]) == ("non_finite", 4)
+    assert 1 <= len(lines) == summary["steps"] < 5
+    assert not (files.run / "checkpoints").exists()
+    assert "Traceback" not in log.read_text()
+
+
+def test_eight_ranks_learn_what_one_process_learns(tmp_path):
+    files, log = write_tiny(tmp_path, steps=20), tmp_path / "log"
+    eight = tmp_path / "eight"
+    arguments = ["--layout.pp=2", "--layout.tp=2", f"--train.run_folder={eight}"]
+    assert launch(8, files.config, *arguments, log=log) == 0, log.read_text()
+    assert launch(1, files.config, log=log) == 0, log.read_text()
+    assert read_summary(eight)["layout"]["dp_shard"] == 2
+    assert losses(files.run)[-1] < losses(files.run)[0] - 1  # it learns
+    assert losses(eight) == pytest.approx(losses(files.run), rel=1e-4)
+    assert len(read_summary(eight)["peak_memory_bytes_by_pp_rank"]) == 2

@@ -1,0 +1,84 @@
+"""Start train.py as people do, alone or under torchrun, and leave nothing behind when it takes too long."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiny import ROOT
+
+TIME_LIMIT_S = 150
+"""For one launch; a few seconds to half a minute is what it needs."""
+
+
+@contextmanager
+def started(num_ranks: int, *arguments: str | Path, log: Path) -> Iterator[subprocess.Popen]:
+    """train.py running on `num_ranks` ranks, without torchrun for one; whatever still lives at the end is killed."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "train.py", *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for pid in (*_children(process.pid), process.pid):  # torchrun gives each worker a session of its own
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            process.wait()
+
+
+def launch(num_ranks: int, *arguments: str | Path, log: Path) -> int:
+    """Run train.py to its end; the exit code of the process or of torchrun."""
+    with started(num_ranks, *arguments, log=log) as process:
+        return finish(process, log)
+
+
+def finish(process: subprocess.Popen, log: Path) -> int:
+    """Wait for the end; the exit code."""
+    try:
+        return process.wait(timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"no end after {TIME_LIMIT_S} s:\n{log.read_text()[-3000:]}") from None
+
+
+def wait_for_steps(process: subprocess.Popen, run: Path, num_steps: int, log: Path) -> None:
+    """Return as soon as metrics.jsonl has that many lines."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while len(read_lines(run)) < num_steps:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"{num_steps} steps were not seen:\n{log.read_text()[-3000:]}")
+        time.sleep(0.02)
+
+
+def read_lines(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run)]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []

@@ -1,0 +1,52 @@
+"""Presets are the published models: their sizes add up to the published numbers of parameters."""
+
+import pytest
+import torch
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.models.counting import count_parameters
+from dtlayout.models.llama import Llama
+from dtlayout.models.presets import PRESETS, find_preset
+
+PUBLISHED = {  # sum of the safetensors of each model on the HF hub
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_model_on_the_meta_device_has_as_many_parameters_as_are_counted(name):
+    with torch.device("meta"):
+        model = Llama(find_preset(name), Kernels(), max_seq_len=8)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(find_preset(name))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_as_many_parameters_as_were_published(name):
+    assert count_parameters(find_preset(name)) == PUBLISHED[name]
+
+
+def test_every_preset_but_the_smallest_is_a_published_model():
+    assert PRESETS.keys() - PUBLISHED.keys() == {"debug"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_called_by_its_name(name):
+    assert find_preset(name).name == name
+
+
+def test_an_unknown_preset_is_refused_with_all_that_exist():
+    with pytest.raises(InvalidConfig, match=r"^model 'llama-8b' is not a preset; use one of ") as caught:
+        find_preset("llama-8b")
+    assert str(caught.value).partition("use one of ")[2].split(", ") == list(PRESETS)

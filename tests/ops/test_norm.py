@@ -1,0 +1,51 @@
+"""RMSNorm: both kernels are the formula, forward and backward."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from dtlayout.ops.norm import NORMS, RMSNorm
+
+EPS = 1e-3
+generator = torch.Generator().manual_seed(0)
+X = torch.randn(3, 5, 8, dtype=torch.float64, generator=generator)
+WEIGHT = torch.randn(8, dtype=torch.float64, generator=generator)
+
+each_kernel = pytest.mark.parametrize("kernel", NORMS)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS) * weight
+
+
+@each_kernel
+def test_it_is_the_formula_in_float64(kernel):
+    torch.testing.assert_close(NORMS[kernel](X, WEIGHT, EPS), rms_norm(X, WEIGHT), rtol=1e-13, atol=1e-13)
+
+
+@each_kernel
+def test_its_gradients_are_those_of_finite_differences(kernel):
+    inputs = (X.clone().requires_grad_(), WEIGHT.clone().requires_grad_())
+    assert gradcheck(lambda x, w: NORMS[kernel](x, w, EPS), inputs)
+
+
+@each_kernel
+def test_eps_keeps_zeros_finite(kernel):
+    assert torch.equal(NORMS[kernel](torch.zeros(2, 8), torch.ones(8), EPS), torch.zeros(2, 8))
+
+
+@each_kernel
+def test_statistics_of_bfloat16_are_not_taken_in_bfloat16(kernel):
+    """The mean of 4096 squares would lose half of them; the result is as exact as rounding it once or twice allows."""
+    x = torch.randn(4, 4096, generator=generator).bfloat16() * 30
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    got = NORMS[kernel](x, weight, EPS)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), rms_norm(x.double(), weight.double()), rtol=2**-8, atol=0)
+
+
+@each_kernel
+def test_the_module_starts_with_weights_of_one_in_its_dtype(kernel):
+    module = RMSNorm(8, EPS, kernel, torch.float64)
+    assert torch.equal(module.weight, torch.ones(8, dtype=torch.float64))
+    torch.testing.assert_close(module(X), rms_norm(X, torch.ones_like(WEIGHT)))

@@ -1,0 +1,51 @@
+"""Every example runs as its docstring says, checks its own claim, and prints what it shows."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES = {
+    "mesh_in_three_lines": "rank 3 is at {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}; "
+    "the ranks of its tp group add up to 5",
+    "plan_on_your_module": "0.*.widen   tp colwise",
+    "pipeline_your_module": "rank 0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3",
+    "train_llama_step": "pp2·tp2+sp mb1 1f1b zero1",
+}
+"""Example → a line that it prints."""
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def test_example_does_what_it_claims(name: str) -> None:
+    path = f"examples/{name}.py"
+    launch = re.search(rf"^torchrun (--nproc-per-node \d+) {re.escape(path)}$", (ROOT / path).read_text(), re.M)
+    assert launch, f"the docstring of {path} gives the line that runs it"
+    exit_code, output = run(["-m", "torch.distributed.run", "--standalone", *launch[1].split(), path], limit_s=120)
+    assert exit_code == 0, output
+    assert LINES[name] in output.splitlines(), output
+
+
+def run(arguments: list[str], limit_s: float) -> tuple[int, str]:
+    """Exit code and output of python with these arguments; after the limit it and all that it started are killed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{arguments} did not end within {limit_s:g} s:\n{output}")
+    return process.returncode, output
