@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check format clean
+.PHONY: train test check format bench-gpu clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -14,6 +14,10 @@ check: .venv/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# On a machine with a GPU and torch, which needs nothing to be installed.
+bench-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_gpu.py
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

@@ -12,6 +12,9 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 
 
+SUMMARY_NAME = "summary.json"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One line of metrics.jsonl."""
@@ -45,8 +48,8 @@ class Summary:
     """summary.json: how a run ended and what it reached."""
 
     outcome: str
-    """done, stopped, non_finite or refused."""
-    exit_code: int
+    """done, stopped, non_finite, refused, or running: until it ends, and for ever if it crashes."""
+    exit_code: int | None = None
     """What each process of the run returns."""
     steps: int = 0
     """Optimizer steps that the newest state has seen."""
@@ -75,7 +78,7 @@ class Summary:
     def write(self, folder: Path) -> None:
         """Write RUN/summary.json."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "summary.json", json.dumps(asdict(self), indent=2) + "\n")
+        write_whole(folder / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """TrainStep: one optimizer step over all microbatches, with the numbers that describe it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class StepResult:
     @property
     def is_finite(self) -> bool:
         """False if the parameters were left as they were, because loss or norm is NaN or infinite."""
-        return bool(torch.isfinite(torch.tensor([self.loss, self.grad_norm])).all())
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class TrainStep:
