@@ -110,5 +110,8 @@ def _work(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             answer = (True, function(*args))
         except Exception:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:  # another rank failed first, and nobody listens any more
+            break
     dist.destroy_process_group()

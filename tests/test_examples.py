@@ -18,6 +18,8 @@ LINES = {
     "train_llama_step": "pp2·tp2+sp mb1 1f1b zero1",
 }
 """Example → a line that it prints."""
+TORCHRUN_KILLS_AFTER_S = 30
+"""torchrun gives its ranks this long after SIGTERM."""
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
@@ -45,7 +47,12 @@ def run(arguments: list[str], limit_s: float) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        # Each rank has a process group of its own, which torchrun kills when it is asked to end.
+        process.terminate()
+        try:
+            output, _ = process.communicate(timeout=TORCHRUN_KILLS_AFTER_S + 10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
         pytest.fail(f"{arguments} did not end within {limit_s:g} s:\n{output}")
     return process.returncode, output

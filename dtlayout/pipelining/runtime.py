@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtlayout.errors import DtlayoutError
 from dtlayout.mesh.axes import PP
 from dtlayout.pipelining.schedule import Action, Kind, Schedule
 from dtlayout.pipelining.stage import Boundary
@@ -30,6 +31,13 @@ class BackwardHook(Protocol):
     def before_backward(self, *, is_last: bool) -> None: ...
 
 
+class NothingToSync:
+    """The hook of a stage whose gradients stay on this rank."""
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Do nothing."""
+
+
 def build_runtime(
     modules: Sequence[nn.Module],
     schedule: Schedule,
@@ -37,10 +45,19 @@ def build_runtime(
     mesh: DeviceMesh,
     boundary: Boundary,
 ) -> "Runtime":
-    """The runtime of this rank. `modules` and `sync` belong to `schedule.stages_of(rank)`, in that order."""
+    """The runtime of this rank.
+
+    `modules` are those of `schedule.stages_of(rank)`, in that order. `sync` is what `apply_plan` gave for each, or empty
+    where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match.
+    """
     rank = mesh[PP].get_local_rank()
     stages = schedule.stages_of(rank)
-    assert len(modules) == len(sync) == len(stages), f"rank {rank} holds {len(stages)} stages, got {len(modules)}"
+    sync = sync or [NothingToSync()] * len(stages)
+    if not len(modules) == len(sync) == len(stages):
+        raise DtlayoutError(
+            f"pipeline rank {rank} of schedule {schedule.name} holds stages {list(stages)}, but {len(modules)} modules "
+            f"and {len(sync)} gradient syncs came; give one of each for each stage"
+        )
     return Runtime(
         dict(zip(stages, modules, strict=True)), dict(zip(stages, sync, strict=True)), schedule, mesh, boundary
     )
@@ -133,6 +150,7 @@ class _Step:
         if is_last:
             self.loss = output.detach() if self.loss is None else self.loss + output.detach()
         else:
+            _check_boundary(output, self.runtime.boundary, stage)
             self.to_send[Action(Kind.SEND_FORWARD, stage, i)] = output.detach()
         # The edge is enough for backward; the output's memory goes when its message has gone.
         self.pending_backward[stage, i] = (x, get_gradient_edge(output))
@@ -166,6 +184,15 @@ class _Step:
         tensor, work = self.received.pop(action)
         work.wait()
         return tensor
+
+
+def _check_boundary(output: Tensor, boundary: Boundary, stage: int) -> None:
+    """A message of another size than its receiver expects would kill the process in the transport."""
+    if (tuple(output.shape), output.dtype) != (boundary.shape, boundary.dtype):
+        raise DtlayoutError(
+            f"stage {stage} gives {tuple(output.shape)} {output.dtype}, but the boundary says {boundary.shape} "
+            f"{boundary.dtype}; build the runtime with the boundary that the stages have"
+        )
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -14,6 +14,7 @@ ZeRO stages (arXiv:1910.02054), for m microbatches and u units; collectives of a
 With HSDP the shards are summed over dp_replicate once a step, after the last backward.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ class GradientSync:
 
 def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     """Shard the plan's units, then the rest with the root, over the data-parallel axes."""
+    # It warns of in-place operations on a unit's output, which tensor parallelism makes a view of a DTensor's.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = mixed_precision(plan.precision)
     keep_gathered = plan.zero < 3
     names = [name for name, _ in module.named_modules()]

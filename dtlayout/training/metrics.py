@@ -11,7 +11,6 @@ from dtlayout.batch import Batch
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 
-
 SUMMARY_NAME = "summary.json"
 
 

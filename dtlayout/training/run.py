@@ -2,7 +2,6 @@
 
 import signal
 import time
-import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,8 +36,6 @@ def train(config: Config, layout: Layout) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
     join_ranks(device, config.train.timeout_s)
-    # It warns of in-place operations on a unit's output, of which the model has none.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     try:
         return _Run(config, layout, device).execute()
     finally:

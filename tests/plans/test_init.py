@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtlayout.kernels import Kernels
+from dtlayout.measure.memory import StorageTracker
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
 from dtlayout.plans import init
@@ -156,3 +157,12 @@ def test_the_head_of_a_tied_model_gets_the_embedding_wherever_it_lies():
         last = Llama(shape, Kernels(), 8, layers=[1], embedding=False)
     initialize([first, last], shape, seed=3, device="cpu")
     assert torch.equal(first.model.embed_tokens.weight, last.lm_head.weight)
+
+
+def test_filling_a_tensor_takes_a_chunk_of_memory_more_than_the_tensor():
+    tensor = torch.empty(5 * init.CHUNK // 1000, 1000)
+    tracker = StorageTracker()
+    with tracker, torch.no_grad():
+        init.fill_normal(tensor, 1.0, seed=0, name="w")
+    extra_bytes = tracker.peak_bytes - tensor.untyped_storage().nbytes()
+    assert extra_bytes < 8 * 8 * init.CHUNK

@@ -1,0 +1,15 @@
+"""What the runtime refuses."""
+
+import pytest
+from ranks import RankFailure, Ranks
+from runtime_ranks import build_with_too_many_stages, step_with_wrong_boundary
+
+
+def test_a_wrong_boundary_is_refused_before_it_is_sent(ranks4: Ranks) -> None:
+    with pytest.raises(RankFailure, match=r"stage 0 gives \(1, 8\) torch.float32, but the boundary says \(1, 4\)"):
+        ranks4.run(step_with_wrong_boundary)
+
+
+def test_stages_that_the_schedule_does_not_have_are_refused(ranks4: Ranks) -> None:
+    with pytest.raises(RankFailure, match=r"holds stages \[\d\], but 2 modules and 2 gradient syncs came"):
+        ranks4.run(build_with_too_many_stages)
