@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check(config: Config, options: argparse.Namespace) -> int:
     """Say whether a config can train on so many ranks, and what it would do."""
-    world_size = options.world or config.layout.smallest_world_size
+    world_size = config.layout.smallest_world_size if options.world is None else options.world
     layout = check_layout(config, world_size)
     notes = _find_notes(config, layout)
     if options.json:

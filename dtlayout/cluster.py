@@ -37,7 +37,7 @@ def known_gpus() -> dict[str, Gpu]:
 def find_gpu(name: str) -> Gpu:
     """The GPU type called `name`; InvalidConfig names them all if there is none."""
     if name not in known_gpus():
-        raise InvalidConfig(f"cluster.gpu={name!r} is unknown; use auto, cpu or one of {', '.join(known_gpus())}")
+        raise InvalidConfig(f"GPU type {name!r} is unknown; use one of {', '.join(known_gpus())}")
     return known_gpus()[name]
 
 

@@ -6,23 +6,44 @@ strict mode; all problems come in one InvalidConfig. `[model]` starts from the p
 
 import difflib
 import json
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from dtlayout import toml
 from dtlayout.batch import Batch
-from dtlayout.cluster import find_gpu
+from dtlayout.cluster import known_gpus
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.presets import PRESETS
 from dtlayout.precision import Precision
+
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "must be above 0": lambda value: value > 0,
+    "must be above 0 and finite": lambda value: 0 < value < math.inf,
+    "must not be negative": lambda value: 0 <= value < math.inf,
+    "must be at least 1": lambda value: 1 <= value < math.inf,
+    "must lie between 0 and 1": lambda value: 0 <= value <= 1,
+}
+
+
+def _refuse_values(section: str, values: Any, rules: dict[str, tuple[str, ...]]) -> None:
+    """InvalidConfig with each field that is outside its range; NaN is outside every one."""
+    problems = [
+        f"{section}.{name}={getattr(values, name)} {rule}"
+        for rule, names in rules.items()
+        for name in names
+        if not _RANGES[rule](getattr(values, name))
+    ]
+    if problems:
+        raise InvalidConfig(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +88,16 @@ class OptimizerConfig:
     """Global gradient norm to clip at."""
 
     def __post_init__(self) -> None:
-        positive = [n for n in ("lr", "eps", "max_norm") if getattr(self, n) <= 0]
-        shares = [n for n in ("beta1", "beta2", "min_lr_ratio") if not 0 <= getattr(self, n) <= 1]
-        natural = [n for n in ("warmup_steps", "weight_decay") if getattr(self, n) < 0]
-        problems = [f"optimizer.{n}={getattr(self, n)} must be above 0" for n in positive]
-        problems += [f"optimizer.{n}={getattr(self, n)} must lie between 0 and 1" for n in shares]
-        problems += [f"optimizer.{n}={getattr(self, n)} must not be negative" for n in natural]
-        if problems:
-            raise InvalidConfig(problems)
+        _refuse_values(
+            "optimizer",
+            self,
+            {
+                "must be above 0 and finite": ("lr", "eps"),
+                "must be above 0": ("max_norm",),  # infinite: never clip
+                "must lie between 0 and 1": ("beta1", "beta2", "min_lr_ratio"),
+                "must not be negative": ("warmup_steps", "weight_decay"),
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +116,7 @@ class TrainConfig:
     """Seconds after which a collective that does not finish ends the run."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InvalidConfig(f"train.steps={self.steps} must be at least 1")
-        if self.timeout_s <= 0:
-            raise InvalidConfig(f"train.timeout_s={self.timeout_s} must be above 0")
+        _refuse_values("train", self, {"must be at least 1": ("steps",), "must be above 0 and finite": ("timeout_s",)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +129,7 @@ class CheckpointConfig:
     """Newest checkpoints that stay on disk."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise InvalidConfig(f"checkpoint.every={self.every} must not be negative; 0 saves at the end alone")
-        if self.keep < 1:
-            raise InvalidConfig(f"checkpoint.keep={self.keep} must be at least 1")
+        _refuse_values("checkpoint", self, {"must not be negative": ("every",), "must be at least 1": ("keep",)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +142,7 @@ class MetricsConfig:
     """Steps between memory measurements on CPU, which slow a step; the second step is always measured."""
 
     def __post_init__(self) -> None:
-        for name in ("log_every", "memory_every"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"metrics.{name}={getattr(self, name)} must be at least 1")
+        _refuse_values("metrics", self, {"must be at least 1": ("log_every", "memory_every")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +155,12 @@ class ClusterConfig:
     """Ranks that share a node's fast links."""
 
     def __post_init__(self) -> None:
-        if self.gpu not in ("auto", "cpu"):
-            find_gpu(self.gpu)
+        known = ("auto", "cpu", *known_gpus())
+        problems = [] if self.gpu in known else [f"cluster.gpu={self.gpu!r} is unknown; use one of {', '.join(known)}"]
         if self.gpus_per_node < 1:
-            raise InvalidConfig(f"cluster.gpus_per_node={self.gpus_per_node} must be at least 1")
+            problems.append(f"cluster.gpus_per_node={self.gpus_per_node} must be at least 1")
+        if problems:
+            raise InvalidConfig(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +190,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tables: dict[str, Any] = toml.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidConfig(f"config {path} cannot be read: {error.strerror}") from None
-    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not TOML, not UTF-8, or a path with a NUL in it
         raise InvalidConfig(f"config {path} is not TOML: {error}") from None
     return parse_config(_override(tables, overrides))
 
@@ -196,13 +213,18 @@ def parse_config(tables: dict[str, Any]) -> Config:
         known = {key: value for key, value in table.items() if key in _field_names(section_type)}
         try:
             # Strict JSON takes TOML's arrays for tuples, but no string for a number.
-            sections[section.name] = TypeAdapter(section_type).validate_json(json.dumps(known), strict=True)
+            value = TypeAdapter(section_type).validate_json(json.dumps(known), strict=True)
         except ValidationError as error:
             problems += [_describe(section.name, table, details) for details in error.errors()]
         except (InvalidConfig, InvalidLayout) as error:
             problems += error.problems
         except TypeError as error:  # a TOML date or time, which no key takes
             problems.append(f"[{section.name}] holds a value that no key takes: {error}")
+        else:
+            # To pydantic true is 1 where 1 is one of the allowed values.
+            bools = [k for k in known if isinstance(known[k], bool) and not isinstance(getattr(value, k), bool)]
+            problems += [f"{section.name}.{key}={known[key]!r}: input should be a number" for key in bools]
+            sections[section.name] = value
     if problems:
         raise InvalidConfig(problems)
     return Config(**sections)
@@ -231,10 +253,14 @@ def _override(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
         if not (text.startswith("--") and equals and dot and section and name):
             raise InvalidConfig(f"{text!r} is not an override; write --section.key=value, such as --layout.tp=2")
         target = result.setdefault(section, {})
-        for part in name.split(".")[:-1]:
-            target[part] = dict(target.get(part, {}))
-            target = target[part]
-        target[name.split(".")[-1]] = _parse_value(value)
+        *parts, last = name.split(".")
+        for part in [None, *parts]:
+            if part is not None and isinstance(target, dict):
+                target[part] = dict(found) if isinstance(found := target.get(part, {}), dict) else found
+                target = target[part]
+            if not isinstance(target, dict):
+                raise InvalidConfig(f"{text!r} cannot be set: {key.rpartition('.')[0]} is no table in the config")
+        target[last] = _parse_value(value)
     return result
 
 
@@ -250,7 +276,7 @@ def _expand_preset(table: Any) -> Any:
     if not isinstance(table, dict):
         return table
     name = table.get("name")
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         return {**_without_none(asdict(PRESETS[name])), **table}
     sizes = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
     if sizes:
@@ -263,7 +289,7 @@ def _expand_preset(table: Any) -> Any:
 
 
 def _unknown_keys(table: dict[str, Any], into: type, prefix: str) -> list[str]:
-    """One line for each key that `into` or a section in it does not know, with the nearest that it does."""
+    """One line for each key that `into` or a table in it does not know, with the nearest that it does."""
     known = _field_names(into)
     problems = []
     for key, value in table.items():
@@ -271,8 +297,10 @@ def _unknown_keys(table: dict[str, Any], into: type, prefix: str) -> list[str]:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
             problems.append(f"{prefix}{key} is unknown; {advice}")
-        elif into is Config and isinstance(value, dict):
-            problems += _unknown_keys(value, get_type_hints(Config)[key], f"{key}.")
+        elif isinstance(value, dict):
+            declared = get_type_hints(into)[key]
+            tables = [t for t in (declared, *get_args(declared)) if is_dataclass(t)]  # a table may be optional
+            problems += [line for t in tables for line in _unknown_keys(value, t, f"{prefix}{key}.")]  # type: ignore[arg-type]
     return problems
 
 

@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dtlayout.config import Config, check_layout, load_config
-from dtlayout.errors import EXIT_REFUSED, DtlayoutError
+from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, DtlayoutError
 from dtlayout.training.metrics import SUMMARY_NAME, Summary
 
 USAGE = "usage: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=value ...]"
@@ -32,26 +33,45 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(config: Config) -> int:
-    folder = Path(config.train.run_folder)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (ended := _read_exit_code(folder)) is not None:
-        return ended
+    folder, is_writer = Path(config.train.run_folder), os.environ.get("RANK", "0") == "0"
+    summary = _read_summary(folder)
     try:
         layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     except DtlayoutError as error:
-        is_writer = os.environ.get("RANK", "0") == "0"
-        if is_writer and not (folder / SUMMARY_NAME).exists():  # an earlier run's summary is worth more
-            Summary(outcome="refused", exit_code=error.exit_code, problems=str(error).splitlines()).write(folder)
+        if is_writer and not summary:  # an earlier run's summary is worth more
+            _write_summary(
+                Summary(outcome="refused", exit_code=error.exit_code, problems=str(error).splitlines()), folder
+            )
         raise
+    if _is_restart() and summary.get("exit_code") is not None:
+        return int(summary["exit_code"])
+    if summary.get("outcome") == "done" and summary.get("steps", 0) >= config.train.steps:
+        if is_writer:
+            print(f"{folder} has done its {summary['steps']} steps; raise train.steps, or use another train.run_folder")
+        return EXIT_DONE
+    if is_writer and not _is_restart():
+        _write_summary(Summary(outcome="running"), folder)
 
     from dtlayout.training.run import train  # only now: it imports torch
 
     return train(config, layout)
 
 
-def _read_exit_code(folder: Path) -> int | None:
-    """How the run in a folder ended; None if it did not."""
+def _is_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """How the last run in a folder ended; empty if nobody knows."""
     try:
-        code: int | None = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8")).get("exit_code")
+        summary = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return code
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _write_summary(summary: Summary, folder: Path) -> None:
+    try:
+        summary.write(folder)
+    except OSError as error:
+        raise DtlayoutError(f"train.run_folder={str(folder)!r} cannot be written: {error.strerror}") from None

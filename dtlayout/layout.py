@@ -120,7 +120,9 @@ class OpenLayout(Layout):
     """Ranks over which FSDP2 shards the model state; -1 for all that the other axes leave."""
 
     def __post_init__(self) -> None:
-        if self.dp_shard != -1:
+        if self.dp_shard == -1:
+            Layout(**self._values(dp_shard=1))  # refuses what the other fields say wrongly
+        else:
             super().__post_init__()
 
     @property
@@ -139,7 +141,7 @@ class OpenLayout(Layout):
         needs, works = "", [smallest]
         if self.dp_shard == -1:
             needs = "a multiple of "
-            works = sorted({max(1, world_size // smallest) * smallest, (world_size // smallest + 1) * smallest})
+            works = sorted({max(1, n) * smallest for n in (world_size // smallest, world_size // smallest + 1)})
         raise InvalidLayout(
             f"world size {world_size} does not fit the layout: {' * '.join(degrees) or 'every axis 1'} needs "
             f"{needs}{smallest} ranks; start {' or '.join(map(str, works))}, or change the degrees"

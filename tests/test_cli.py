@@ -194,7 +194,6 @@ def test_checking_imports_nothing_heavy_and_refuses_without_a_traceback(files):
         assert done.stderr.startswith(printed) and "Traceback" not in done.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="0 counts as no --world, and -1 is advised 'start 0 or 1'")
 @pytest.mark.parametrize("world_size", ["0", "-1"])
 def test_a_world_without_ranks_is_refused_with_one_that_has_some(files, capsys, world_size):
     assert main(["check", str(files.config), "--world", world_size]) == 2

@@ -50,6 +50,6 @@ def test_an_unknown_gpu_is_refused_by_name_and_nothing_by_device():
     with pytest.raises(InvalidConfig) as caught:
         find_gpu("a100")
     assert str(caught.value) == (
-        f"cluster.gpu='a100' is unknown; use auto, cpu or one of {', '.join(sorted(known_gpus()))}"
+        f"GPU type 'a100' is unknown; use one of {', '.join(sorted(known_gpus()))}"
     )
     assert find_gpu_by_device("NVIDIA A100") is None

@@ -1,4 +1,4 @@
-"""The smallest run there is: a Llama of some 20,000 parameters on a kilobyte of text, as a config file."""
+"""The smallest run there is: a Llama of some 50,000 parameters on ten kilobytes of text, as a config file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +23,18 @@ class TinyFiles:
     run: Path
 
 
-def write_tiny(folder: Path, *, steps: int = 2, tied: bool = False) -> TinyFiles:
+def write_tiny(folder: Path, *, steps: int = 2, num_layers: int = SHAPE.num_layers, tied: bool = False) -> TinyFiles:
     """Write the config and its corpus into `folder`; nothing is prepared or run."""
     files = TinyFiles(folder / "tiny.toml", folder / "corpus.txt", folder / "tokens", folder / "run")
     files.corpus.write_text("".join(f"{i} times {i} is {i * i}. " for i in range(400)), encoding="utf-8")
-    sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size")
+    sizes = ("hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size")
     model = "\n".join(f"{name} = {getattr(SHAPE, name)}" for name in sizes)
     files.config.write_text(
         f"""
 [model]
 name = "tiny"
 {model}
+num_layers = {num_layers}
 tied_embeddings = {str(tied).lower()}
 
 [batch]

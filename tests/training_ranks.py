@@ -1,7 +1,5 @@
 """What the tests of gradients and of the memory meter run on the pool's ranks."""
 
-from contextlib import ExitStack
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,17 +59,17 @@ def norm_over_two_meshes() -> float:
     return float(_norm(parameters, mesh))
 
 
-def measured_peaks(layout: Layout, every: int, num_steps: int) -> tuple[list[list[int] | None], list[int] | None]:
-    """What a meter gathers in steps in which rank r allocates r + step + 1 kibibytes, and what it remembers."""
+def measured_peaks(layout: Layout, kibibytes: list[int]) -> tuple[list[list[int]], list[list[int] | None]]:
+    """What a meter gathers and remembers, step by step, when rank r allocates r kibibytes on top of the step's."""
     module = nn.Linear(1, 1, bias=False)
-    meter = MemoryMeter("cpu", [module], torch.optim.AdamW(module.parameters()), every)
-    gathered = []
-    for step in range(num_steps):
-        with ExitStack() as instruments:
-            meter.watch_step(step, is_first=step == 0, instruments=instruments)
-            torch.empty(1024 * (dist.get_rank() + step + 1), dtype=torch.uint8).zero_()
+    meter = MemoryMeter("cpu", [module], torch.optim.AdamW(module.parameters()))
+    gathered, remembered = [], [meter.peaks_by_pp_rank]
+    for count in kibibytes:
+        with meter.watch():
+            torch.empty(1024 * (dist.get_rank() + count), dtype=torch.uint8).zero_()
         gathered.append(meter.gather_peaks(layout))
-    return gathered, meter.peaks_by_pp_rank
+        remembered.append(meter.peaks_by_pp_rank)
+    return gathered, remembered
 
 
 def _norm(parameters: list[nn.Parameter], mesh: object) -> torch.Tensor:

@@ -45,10 +45,11 @@ def save_checkpoint(
     if is_writer:
         state = {"step": step, "model": asdict(model)}
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():  # the same step again, after a resume from an older checkpoint
+            _remove(path)
         os.replace(partial, path)
         for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            _remove(old)
     dist.barrier()
     return path
 
@@ -67,28 +68,42 @@ def load_checkpoint(
     """
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; remove it to start from the one before") from None
+        step, saved_model = int(state["step"]), dict(state["model"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _unreadable(path, error) from None
     differing = {
         name: (saved, wanted)
         for name, wanted in json.loads(json.dumps(asdict(model))).items()
-        if name != "name" and (saved := state["model"].get(name)) != wanted
+        if name != "name" and (saved := saved_model.get(name)) != wanted
     }
     if differing:
         listed = ", ".join(f"{name}={saved} (config: {wanted})" for name, (saved, wanted) in differing.items())
         raise CheckpointError(f"{path} holds another model: {listed}; use another train.run_folder")
     for parameter in _parameters(optimizer):
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(state["step"]), device=parameter.device),
+            "step": torch.tensor(float(step), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     try:
         dcp.load(_collect_tensors(modules, optimizer, model.aliases), checkpoint_id=str(path / "tensors"))
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise CheckpointError(f"{path} cannot be read: {reason[0]}; remove it to start from the one before") from error
-    return int(state["step"])
+        raise _unreadable(path, error) from error
+    return step
+
+
+def _unreadable(path: Path, error: BaseException) -> CheckpointError:
+    reason = (str(error).strip().splitlines() or [""])[-1]
+    return CheckpointError(
+        f"{path} cannot be read: {type(error).__name__} {reason}; remove it to start from the one before"
+    )
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint so that a kill leaves nothing that looks like a whole one."""
+    doomed = path.with_name(f"removed-{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def _collect_tensors(

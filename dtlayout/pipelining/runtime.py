@@ -47,8 +47,8 @@ def build_runtime(
 ) -> "Runtime":
     """The runtime of this rank.
 
-    `modules` are those of `schedule.stages_of(rank)`, in that order. `sync` is what `apply_plan` gave for each, or empty
-    where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match.
+    `modules` are those of `schedule.stages_of(rank)`, in that order. `sync` is what `apply_plan` gave for each, or
+    empty where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match.
     """
     rank = mesh[PP].get_local_rank()
     stages = schedule.stages_of(rank)

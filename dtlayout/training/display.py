@@ -69,6 +69,6 @@ def format_bytes(count: int) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{size:.3g} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+            return f"{count} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"

@@ -88,7 +88,6 @@ class _Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "config.toml", _resolved(self.config, self.layout).to_toml())
             self.metrics.keep_until(first_step)
-            Summary(outcome="running", steps=first_step).write(self.folder)
         self._say_what_starts(first_step)
         with self.display, _signals_noted(self):
             exit_code, done = self._loop(first_step)

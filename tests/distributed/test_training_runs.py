@@ -48,14 +48,14 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
         assert line["tokens_per_s"] == pytest.approx(128 / line["step_time_s"])
         assert line["tokens_per_s_per_gpu"] == line["tokens_per_s"] / 2
         assert line["mfu"] is None
-    assert [line["peak_memory_bytes"] is not None for line in lines] == [False, True] + [False] * 4
+    assert [line["peak_memory_bytes"] is not None for line in lines] == [False, True, False, False, False, True]
 
     summary, config = read_summary(straight.run), load_config(straight.run / "config.toml")
     assert (summary["outcome"], summary["exit_code"], summary["steps"], summary["world_size"]) == ("done", 0, 6, 2)
     assert summary["final_loss"] == pytest.approx(sum(losses(straight.run)) / 6)
     assert summary["parameters"] == count_parameters(config.model) == count_parameters(SHAPE) - 260 * 32
     assert summary["attention_kernels"] == ["flash"]
-    assert summary["peak_memory_bytes_by_pp_rank"] == [lines[1]["peak_memory_bytes"]]
+    assert summary["peak_memory_bytes_by_pp_rank"] == [max(line["peak_memory_bytes"] or 0 for line in lines)]
     assert (config.layout.tp, config.layout.dp_shard, config.train.steps) == (2, 1, 6)
     assert sorted(path.name for path in (straight.run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 
@@ -80,7 +80,7 @@ def test_a_run_resumes_under_another_layout_with_the_same_losses(straight, half_
 
 def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
     """SIGTERM to torchrun on two ranks, then SIGINT to the same command on one, then nothing."""
-    files, log, steps_done = write_tiny(tmp_path, steps=60), tmp_path / "log", 0
+    files, log, steps_done = write_tiny(tmp_path, steps=30, num_layers=1), tmp_path / "log", 0
     for num_ranks, number in ((2, signal.SIGTERM), (1, signal.SIGINT)):
         with started(num_ranks, files.config, "--checkpoint.keep=9", log=log) as process:
             wait_for_steps(process, files.run, steps_done + 2, log)
@@ -89,17 +89,17 @@ def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
         summary, lines = read_summary(files.run), read_lines(files.run)
         assert (summary["outcome"], summary["exit_code"]) == ("stopped", 3), log.read_text()
         assert exit_code == 3 if num_ranks == 1 else exit_code != 0  # torchrun has codes of its own
-        assert steps_done + 2 <= summary["steps"] == len(lines) < 60
+        assert steps_done + 2 <= summary["steps"] == len(lines) < 30
         steps_done = summary["steps"]
         assert (files.run / "checkpoints" / f"step-{steps_done:08d}" / "state.json").exists()
     assert launch(1, files.config, log=log) == 0, log.read_text()
-    assert (read_summary(files.run)["outcome"], read_summary(files.run)["steps"]) == ("done", 60)
-    assert [line["step"] for line in read_lines(files.run)] == list(range(1, 61))
+    assert (read_summary(files.run)["outcome"], read_summary(files.run)["steps"]) == ("done", 30)
+    assert [line["step"] for line in read_lines(files.run)] == list(range(1, 31))
     assert len(re.findall("resumed from", log.read_text())) == 2
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(tmp_path):
-    files, log = write_tiny(tmp_path, steps=5), tmp_path / "log"
+    files, log = write_tiny(tmp_path, steps=5, num_layers=1), tmp_path / "log"
     assert launch(1, files.config, "--optimizer.lr=1e30", log=log) == 4, log.read_text()
     summary, lines = read_summary(files.run), read_lines(files.run)
     assert (summary["outcome"], summary["exit_code"]) == ("non_finite", 4)
@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(tmp_path):
 
 
 def test_eight_ranks_learn_what_one_process_learns(tmp_path):
-    files, log = write_tiny(tmp_path, steps=20), tmp_path / "log"
+    files, log = write_tiny(tmp_path, steps=20, num_layers=2), tmp_path / "log"
     eight = tmp_path / "eight"
     arguments = ["--layout.pp=2", "--layout.tp=2", f"--train.run_folder={eight}"]
     assert launch(8, files.config, *arguments, log=log) == 0, log.read_text()

@@ -1,0 +1,222 @@
+"""Sharded checkpoints: every layout reads every other's to the bit, and what is not whole is not taken for one."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from checkpoint_ranks import State, build, load_each, message_of, refusal, train_and_save, update
+from tiny import SHAPE
+
+from dtlayout.checkpoint import sharded
+from dtlayout.checkpoint.sharded import list_checkpoints, load_checkpoint, save_checkpoint
+from dtlayout.layout import Layout
+
+TIED = replace(SHAPE, tied_embeddings=True)
+LAYOUTS = [
+    Layout(tp=4),
+    Layout(dp_shard=4),
+    Layout(dp_replicate=2, dp_shard=2, zero=3),
+    Layout(pp=4),
+    Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),
+]
+
+
+class Killed(BaseException):
+    """Ends a save where a kill would."""
+
+
+@pytest.fixture
+def one_rank(tmp_path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, ranks4) -> Path:
+    """The folder with a checkpoint of two steps as dp4."""
+    folder = tmp_path_factory.mktemp("whole")
+    ranks4.run(train_and_save, Layout(dp_shard=4), SHAPE, folder, 2, 1)
+    return folder
+
+
+@pytest.fixture
+def path(whole, tmp_path) -> Path:
+    """A copy of that checkpoint, to be spoilt."""
+    return Path(shutil.copytree(whole / "step-00000002", tmp_path / "step-00000002"))
+
+
+def merge(states: list[State]) -> State:
+    """The whole model's state from those of all ranks, which agree where they hold the same."""
+    merged: State = {}
+    for state in states:
+        for name, array in state.items():
+            assert np.array_equal(merged.setdefault(name, array), array), name
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "model"),
+    [(Layout(pp=2, dp_shard=2), TIED), (Layout(dp_shard=2, tp=2, zero=2), SHAPE)],
+    ids=["pp2 dp2, tied", "dp2 tp2"],
+)
+def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model):
+    by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1)
+    saved, continued = (merge([states[i] for states in by_rank]) for i in (0, 1))
+    (path,) = list_checkpoints(tmp_path)
+    results = ranks4.run(load_each, LAYOUTS, model, path)
+    for i, layout in enumerate(LAYOUTS):
+        steps, loaded, after = zip(*(result[i] for result in results), strict=True)
+        assert steps == (2, 2, 2, 2), layout
+        assert_equal(merge(list(loaded)), saved, str(layout))
+        for name, array in merge(list(after)).items():
+            np.testing.assert_allclose(array, continued[name], rtol=1e-5, atol=1e-7, err_msg=f"{layout}: {name}")
+
+
+def assert_equal(loaded: State, saved: State, where: str) -> None:
+    assert loaded.keys() == saved.keys(), where
+    assert len([name for name in saved if name.startswith("exp_avg_sq")]) * 4 == len(saved)
+    for name, array in saved.items():
+        assert np.array_equal(loaded[name], array), f"{where}: {name}"
+        assert np.any(array), f"{name}: a state of zeros would prove nothing"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_newest_stay_and_are_listed_oldest_first(tmp_path):
+    folder = tmp_path / "checkpoints"
+    train_and_save(Layout(), SHAPE, folder, num_steps=11, keep=2)
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000010", "step-00000011"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000010", "step-00000011"]
+
+
+def test_a_run_without_checkpoints_lists_none(tmp_path):
+    assert list_checkpoints(tmp_path / "not there") == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("moment", ["dcp.save", "json.dumps", "os.replace"])
+def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(tmp_path, monkeypatch, moment):
+    assembly, optimizer = build(Layout(), SHAPE, seed=1)
+    update(assembly, optimizer)
+    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=2)
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sharded, moment.partition(".")[0], _Stub(getattr(sharded, moment.partition(".")[0]), moment, kill)
+        )
+        with pytest.raises(Killed):
+            save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
+    save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001", "step-00000002"]
+    assert load_checkpoint(tmp_path / "step-00000002", assembly.modules, optimizer, SHAPE) == 2
+
+
+class _Stub:
+    """A module with one function replaced, for its importer alone."""
+
+    def __init__(self, module: object, name: str, function: object):
+        self._module, self._name, self._function = module, name.partition(".")[2], function
+
+    def __getattr__(self, name: str) -> object:
+        return self._function if name == self._name else getattr(self._module, name)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+    assembly, optimizer = build(Layout(), SHAPE, seed=1)
+    update(assembly, optimizer)
+    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=1)
+
+    def remove_half(path: Path, **_: object) -> None:
+        if (path / "tensors").exists():
+            shutil.rmtree(path / "tensors")
+            raise Killed
+
+    monkeypatch.setattr(sharded, "shutil", _Stub(shutil, "shutil.rmtree", remove_half))
+    with pytest.raises(Killed):
+        save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+
+
+def test_a_folder_without_its_state_is_no_checkpoint(path):
+    (path / "state.json").unlink()
+    assert list_checkpoints(path.parent) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_model_is_refused_with_what_differs(path):
+    wanted = replace(SHAPE, num_layers=2, ffn_size=64, name="other")
+    assembly, optimizer = build(Layout(), wanted, seed=2)
+    assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, wanted)) == (
+        f"{path} holds another model: num_layers=4 (config: 2), ffn_size=48 (config: 64); use another train.run_folder"
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_name_is_no_other_model(path):
+    renamed = replace(SHAPE, name="other")
+    assembly, optimizer = build(Layout(), renamed, seed=2)
+    assert load_checkpoint(path, assembly.modules, optimizer, renamed) == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", None], ids=["empty", "torn", "binary", "missing"])
+def test_a_state_that_cannot_be_read_is_refused(path, content):
+    (path / "state.json").unlink()
+    if content is not None:
+        (path / "state.json").write_bytes(content)
+    assembly, optimizer = build(Layout(), SHAPE, seed=2)
+    message = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE))
+    assert message is not None
+    assert message.startswith(f"{path} cannot be read: ") and message.endswith(
+        "; remove it to start from the one before"
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("state", [{}, [], {"step": 2, "model": 3}])
+def test_a_state_of_another_form_is_refused(path, state):
+    (path / "state.json").write_text(json.dumps(state))
+    assembly, optimizer = build(Layout(), SHAPE, seed=2)
+    assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE)) is not None
+
+
+def spoil(path: Path, how: str) -> None:
+    shard = sorted((path / "tensors").glob("*.distcp"))[1]
+    metadata = path / "tensors" / ".metadata"
+    if how == "a shard is cut":
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    elif how == "a shard is missing":
+        shard.unlink()
+    elif how == "a shard is empty":
+        shard.write_bytes(b"")
+    elif how == "the index is missing":
+        metadata.unlink()
+    elif how == "the index is empty":
+        metadata.write_bytes(b"")
+    else:
+        assert how == "the index is cut"
+        metadata.write_bytes(metadata.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["a shard is cut", "a shard is missing", "a shard is empty", "the index is missing", "the index is empty",
+     "the index is cut"],
+)  # fmt: skip
+def test_tensors_that_cannot_be_read_are_refused_by_every_rank_in_one_line(ranks4, path, how):
+    spoil(path, how)
+    for message in ranks4.run(refusal, Layout(pp=2, tp=2), SHAPE, path):
+        assert message is not None
+        assert message.startswith(f"{path} cannot be read: ")
+        assert message.endswith("; remove it to start from the one before")
+        assert "\n" not in message

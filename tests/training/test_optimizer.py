@@ -1,0 +1,80 @@
+"""AdamW over the stages of a rank, and the learning rate of each step."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+
+HABITS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+class Stage(nn.Module):
+    def __init__(self, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.matrix = nn.Parameter(torch.randn(4, 3, generator=generator))
+        self.norm = nn.Parameter(torch.ones(3))
+
+
+@given(
+    num_steps=st.integers(1, 60),
+    warmup_steps=st.integers(0, 20),
+    peak=st.floats(1e-6, 1.0),
+    min_ratio=st.floats(0, 1),
+)
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor(num_steps, warmup_steps, peak, min_ratio):
+    rates = [
+        learning_rate(step, num_steps, peak=peak, warmup_steps=warmup_steps, min_ratio=min_ratio)
+        for step in range(num_steps)
+    ]
+    rise, fall = rates[:warmup_steps], rates[warmup_steps:]
+    assert rise == sorted(rise) and all(0 < rate <= peak * (1 + 1e-12) for rate in rise)
+    assert fall == sorted(fall, reverse=True)
+    assert all(min_ratio * peak * (1 - 1e-9) <= rate <= peak for rate in fall)
+    if fall:
+        assert fall[0] == pytest.approx(peak)
+    if len(fall) > 1:
+        assert fall[-1] == pytest.approx(min_ratio * peak)
+
+
+def test_the_learning_rate_stays_at_its_floor_after_the_last_step():
+    assert learning_rate(9, 5, peak=1.0, warmup_steps=0, min_ratio=0.25) == 0.25
+
+
+def test_every_parameter_of_every_stage_is_updated_once_and_only_matrices_decay():
+    stages = [Stage(1), Stage(2)]
+    optimizer = build_optimizer(stages, **HABITS)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {
+        **{id(stage.matrix): HABITS["weight_decay"] for stage in stages},
+        **{id(stage.norm): 0.0 for stage in stages},
+    }
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+
+
+def test_a_stage_without_matrices_or_without_vectors_has_one_group():
+    stage = Stage(1)
+    for name in ("matrix", "norm"):
+        kept = nn.ParameterList([getattr(stage, name)])
+        assert len(build_optimizer([kept], **HABITS).param_groups) == 1
+
+
+def test_a_step_is_adamw_by_the_book_at_the_rate_that_was_set_last():
+    stage, rates = Stage(3), [0.1, 0.01]
+    optimizer = build_optimizer([stage], **HABITS)
+    parameter, decay = stage.matrix.detach().double().clone(), HABITS["weight_decay"]
+    first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    for step, rate in enumerate(rates, start=1):
+        gradient = parameter * 0.5 + 1
+        stage.matrix.grad, stage.norm.grad = gradient.float(), torch.zeros(3)
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.95 * second + 0.05 * gradient**2
+        update = (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
+        parameter = parameter * (1 - rate * decay) - rate * update
+    torch.testing.assert_close(stage.matrix.detach().double(), parameter, rtol=1e-5, atol=1e-6)
+    assert torch.equal(stage.norm, torch.ones(3))
