@@ -49,7 +49,5 @@ def test_a_gpu_is_found_by_its_name_and_by_what_torch_calls_it(name):
 def test_an_unknown_gpu_is_refused_by_name_and_nothing_by_device():
     with pytest.raises(InvalidConfig) as caught:
         find_gpu("a100")
-    assert str(caught.value) == (
-        f"GPU type 'a100' is unknown; use one of {', '.join(sorted(known_gpus()))}"
-    )
+    assert str(caught.value) == (f"GPU type 'a100' is unknown; use one of {', '.join(sorted(known_gpus()))}")
     assert find_gpu_by_device("NVIDIA A100") is None

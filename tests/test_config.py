@@ -152,9 +152,9 @@ def test_all_problems_of_all_sections_come_at_once():
         "optimizer.lr=-1.0 must be above 0 and finite",
         "optimizer.beta1=2.0 must lie between 0 and 1",
         "optimizer.warmup_steps=-1 must not be negative",
-        "checkpoint.every=-1 must not be negative; 0 saves at the end alone",
+        "checkpoint.every=-1 must not be negative",
         "metrics.log_every=0 must be at least 1",
-        f"cluster.gpu='abacus' is unknown; use auto, cpu or one of {', '.join(known_gpus())}",
+        f"cluster.gpu='abacus' is unknown; use one of auto, cpu, {', '.join(known_gpus())}",
     ]
 
 

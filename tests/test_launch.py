@@ -105,3 +105,16 @@ def test_a_process_that_is_no_restart_looks_at_no_summary(files, monkeypatch):
         if restarts:
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         assert main([str(files.config)]) == 2
+
+
+def test_a_finished_run_is_left_as_it_is(files, capsys):
+    end_run(files, '{"outcome": "done", "exit_code": 0, "steps": 1000}')
+    assert main([str(files.config)]) == 0
+    assert "has done its 1000 steps; raise train.steps" in capsys.readouterr().out
+    assert (files.run / "summary.json").read_text() == '{"outcome": "done", "exit_code": 0, "steps": 1000}'
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(files, capsys):
+    files.run.write_text("a file")
+    assert main([str(files.config)]) == 2
+    assert capsys.readouterr().err.startswith(f"train.run_folder='{files.run}' cannot be written: ")
