@@ -1,5 +1,6 @@
 """The norm of all gradients of a model that is spread over every axis, and clipping by it."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -16,23 +17,35 @@ def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
     A shard that lies on k ranks (a norm's weight on every tp rank, every shard on dp_replicate of them) counts 1/k on
     each. So one all-reduce of one number serves all axes, whatever mesh each parameter lives on.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     stage_ranks = mesh.size() // mesh[PP].size()
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        gradient, num_shards = parameter.grad, 1
-        if isinstance(gradient, DTensor):
-            for axis, placement in enumerate(gradient.placements):
-                num_shards *= 1 if placement.is_replicate() else gradient.device_mesh.size(axis)
-            gradient = gradient.to_local()
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square() * (num_shards / stage_ranks)
+        if parameter.grad is not None:
+            by_copies[stage_ranks // _count_shards(parameter.grad)].append(_local(parameter.grad))
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    for copies, gradients in by_copies.items():
+        norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients])
+        total += norms.square().sum() / copies
     return total
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients so that their global `norm` is at most `max_norm`."""
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _count_shards(gradient: Tensor) -> int:
+    """Into how many different pieces a gradient is split, over all ranks of its stage."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    mesh, num_shards = gradient.device_mesh, 1
+    for axis, placement in enumerate(gradient.placements):
+        num_shards *= 1 if placement.is_replicate() else mesh.size(axis)
+    return num_shards

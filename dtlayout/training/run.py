@@ -97,10 +97,12 @@ class _Run:
     def _resume(self) -> int:
         """Load the newest checkpoint of the run folder, if there is one; the steps that are done."""
         found = list_checkpoints(self.folder / "checkpoints")
-        if not found:
+        newest = [found[-1] if found else None]
+        dist.broadcast_object_list(newest)  # a shared filesystem may not show every node the same at once
+        if newest[0] is None:
             return 0
-        done = load_checkpoint(found[-1], self.assembly.modules, self.optimizer, self.config.model)
-        self.display.say(f"resumed from {found[-1]} after {done} steps")
+        done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, self.config.model)
+        self.display.say(f"resumed from {newest[0]} after {done} steps")
         return done
 
     def _loop(self, first_step: int) -> tuple[int, int]:
@@ -140,7 +142,7 @@ class _Run:
         with self.attention if is_first else nullcontext():
             result = self.step(tokens, targets, stop=self.stop_requested)
         if is_first:
-            _check_attention(self.config.kernels.attention, self.attention.executed)
+            check_attention(self.config.kernels.attention, self.attention.executed)
         return result, lr
 
     def _note(self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool) -> None:
@@ -249,7 +251,7 @@ def _resolved(config: Config, layout: Layout) -> Config:
     return replace(config, layout=OpenLayout(**asdict(layout)))
 
 
-def _check_attention(asked: str, executed: set[str]) -> None:
+def check_attention(asked: str, executed: set[str]) -> None:
     """KernelError if another kernel ran than was asked for."""
     if executed - {asked.removeprefix("sdpa-")}:
         raise KernelError(f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here")

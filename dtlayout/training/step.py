@@ -29,7 +29,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """False if the parameters were left as they were, because loss or norm is NaN or infinite."""
+        """False if loss or norm is NaN or infinite; then so are the parameters, and a checkpoint is the way back."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -56,18 +56,17 @@ class TrainStep:
         self.num_copies = mesh.size() // (mesh["dp_replicate"].size() * mesh["dp_shard"].size())
 
     def __call__(self, inputs: Tensor, targets: Tensor, *, stop: bool = False) -> StepResult:
-        """Train on this data-parallel rank's share [microbatches · B, S]; every rank of a pipeline brings the same.
-
-        Where loss or gradient norm is not finite, nothing is updated.
-        """
+        """Train on this data-parallel rank's share [microbatches · B, S]; every rank of a pipeline brings the same."""
         loss = self.runtime.step(inputs, targets=targets, num_targets=self._count_targets(targets))
         sum_tied_gradients(self.modules, self.aliases, self.mesh)
-        result, norm = self._summarize(loss, stop)
-        if result.is_finite:
-            clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
-            self.optimizer.step()
+        numbers = self._sum_numbers(loss, stop)
+        norm = numbers[1].sqrt()
+        clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
+        self.optimizer.step()
         self.optimizer.zero_grad()
-        return result
+        # Only now does the host wait for the device, which has the whole update to work on.
+        loss_value, squared_norm, stops = numbers.tolist()
+        return StepResult(loss=loss_value, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
 
     def _count_targets(self, targets: Tensor) -> Tensor:
         """Valid targets of the global batch; each data-parallel share is known to `num_copies` ranks."""
@@ -75,14 +74,12 @@ class TrainStep:
         dist.all_reduce(count)
         return count / self.num_copies
 
-    def _summarize(self, loss: Tensor | None, stop: bool) -> tuple[StepResult, Tensor]:
-        """Loss, norm and stop in one all-reduce over all ranks."""
+    def _sum_numbers(self, loss: Tensor | None, stop: bool) -> Tensor:
+        """Loss, squared gradient norm and the number of ranks that ask to stop, in one all-reduce over all ranks."""
         numbers = torch.zeros(3, dtype=torch.float64, device=self.mesh.device_type)
         if loss is not None:  # known to each rank that shares the last stage's microbatches
             numbers[0] = loss * (self.mesh[PP].size() / self.num_copies)
         numbers[1] = local_squared_norm(self.counted, self.mesh)
         numbers[2] = float(stop)
         dist.all_reduce(numbers)
-        norm = numbers[1].sqrt()
-        loss_value, norm_value, stops = torch.stack((numbers[0], norm, numbers[2])).tolist()
-        return StepResult(loss=loss_value, grad_norm=norm_value, stop_requested=stops > 0), norm
+        return numbers
