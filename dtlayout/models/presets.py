@@ -1,12 +1,13 @@
-"""Published Llama shapes by name; sizes as in each model's HF config.json."""
+"""Published Llama shapes by name; sizes as in each model's HF config.json.
+
+A variant is a preset with something overridden: the study's models (arXiv:2311.05610) are Llama 1's with
+`--model.vocab_size=128000`.
+"""
 
 from dataclasses import replace
 
 from dtlayout.errors import InvalidConfig
 from dtlayout.model_shape import ModelShape, RopeScaling
-
-STUDY_VOCAB_SIZE = 128_000
-"""Vocabulary of the study's models (arXiv:2311.05610), a variant of Llama 1's 32,000."""
 
 
 def _llama1(name: str, hidden: int, layers: int, heads: int, ffn: int) -> ModelShape:
