@@ -16,7 +16,7 @@ from dtlayout.errors import DtlayoutError
 from dtlayout.layout import Layout
 from dtlayout.mesh.ranks import crosses_node
 from dtlayout.models.counting import count_parameters
-from dtlayout.pipelining.partition import layer_costs, partition
+from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
 
 
@@ -100,7 +100,7 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
     return [
         ("layout", f"{layout} on {layout.world_size} ranks"),
         ("model", f"{model.name}, {count_parameters(model):,} parameters"),
-        ("stages", f"blocks {', '.join(str(len(s.layers)) for s in slices)}"),
+        ("stages", f"blocks {', '.join(map(str, count_blocks(slices)))}"),
         ("microbatches", f"{layout.num_microbatches(batch)} of {layout.micro_batch} on each of {layout.dp} dp ranks"),
         ("tokens a step", f"{batch.num_tokens:,}"),
     ]

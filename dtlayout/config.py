@@ -139,7 +139,7 @@ class MetricsConfig:
     log_every: int = 10
     """Steps between progress lines on a terminal that shows no progress bar."""
     memory_every: int = 100
-    """Steps between memory measurements on CPU, which slow a step; the second step is always measured."""
+    """Steps between memory measurements, which slow a step; the second and the last are measured too."""
 
     def __post_init__(self) -> None:
         _refuse_values("metrics", self, {"must be at least 1": ("log_every", "memory_every")})
@@ -239,6 +239,10 @@ def check_layout(config: Config, world_size: int) -> Layout:
         problems += error.problems
         layout = config.layout.resolve(config.layout.smallest_world_size)
     problems += layout.problems(config.model, config.batch)
+    try:
+        config.kernels.check(config.precision, config.train.device)
+    except InvalidConfig as error:
+        problems += error.problems
     if problems:
         raise InvalidLayout(problems)
     return layout

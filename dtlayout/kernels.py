@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dtlayout.errors import InvalidConfig
+from dtlayout.precision import Precision
 
 Attention = Literal["sdpa-flash", "sdpa-math"]
 Norm = Literal["eager", "fused"]
@@ -22,3 +23,11 @@ class Kernels:
         for name, allowed in (("attention", get_args(Attention)), ("norm", get_args(Norm))):
             if getattr(self, name) not in allowed:
                 raise InvalidConfig(f"kernels.{name}={getattr(self, name)!r} is unknown; use one of {list(allowed)}")
+
+    def check(self, precision: Precision, device_type: str) -> None:
+        """Raise InvalidConfig if a kernel cannot compute in this format on this device."""
+        if device_type == "cuda" and self.attention == "sdpa-flash" and precision.compute != "bfloat16":
+            raise InvalidConfig(
+                f"kernels.attention=sdpa-flash does not compute in precision.compute={precision.compute} on CUDA; "
+                f"use precision.compute=bfloat16 or kernels.attention=sdpa-math"
+            )

@@ -39,9 +39,7 @@ def _run(config: Config) -> int:
         layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     except DtlayoutError as error:
         if is_writer and not summary:  # an earlier run's summary is worth more
-            _write_summary(
-                Summary(outcome="refused", exit_code=error.exit_code, problems=str(error).splitlines()), folder
-            )
+            _write_refusal(error, folder)
         raise
     if _is_restart() and summary.get("exit_code") is not None:
         return int(summary["exit_code"])
@@ -54,7 +52,12 @@ def _run(config: Config) -> int:
 
     from dtlayout.training.run import train  # only now: it imports torch
 
-    return train(config, layout)
+    try:
+        return train(config, layout)
+    except DtlayoutError as error:
+        if is_writer:
+            _write_refusal(error, folder)
+        raise
 
 
 def _is_restart() -> bool:
@@ -68,6 +71,10 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
+
+
+def _write_refusal(error: DtlayoutError, folder: Path) -> None:
+    _write_summary(Summary(outcome="refused", exit_code=error.exit_code, problems=str(error).splitlines()), folder)
 
 
 def _write_summary(summary: Summary, folder: Path) -> None:

@@ -19,7 +19,7 @@ class Recompute:
     every: int
     """Each `every`-th block is recomputed; 0 is none, 1 is all."""
     selective: bool
-    """Keep the results of matmuls, attention and collectives; compute only the cheap rest again."""
+    """Keep the results of matmuls, attention, reduce-scatters and all-reduces; compute only the rest again."""
 
     @classmethod
     def parse(cls, text: str) -> "Recompute":

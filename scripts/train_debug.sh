@@ -1,20 +1,18 @@
 #!/bin/sh
-# Start the first run: one rank a GPU where there are GPUs, else 8 ranks on the CPU.
+# Start the first run: one rank a GPU where torch sees any, else 8 ranks on the CPU. Takes the folder of torchrun.
 set -eu
 bin=${1:?usage: train_debug.sh FOLDER_OF_TORCHRUN}
 
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
-ranks=$gpus
-overrides=""
+gpus=$("$bin/python" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -eq 0 ]; then
-    ranks=8
     export OMP_NUM_THREADS=1 # the ranks share the cores
+    set -- --nproc-per-node 8 train.py configs/debug.toml
 else
-    overrides="--precision.compute=bfloat16"
+    set -- --nproc-per-node "$gpus" train.py configs/debug.toml --precision.compute=bfloat16 \
+        --batch.global_batch=$((4 * gpus)) --layout.micro_batch=1
     if [ $((gpus % 4)) -ne 0 ]; then
-        overrides="$overrides --layout.pp=1 --layout.tp=1 --layout.micro_batch=1 --batch.global_batch=$((16 * gpus))"
+        set -- "$@" --layout.pp=1 --layout.tp=1
     fi
 fi
 set -x
-# shellcheck disable=SC2086 # the overrides are words
-exec "$bin/torchrun" --nproc-per-node "$ranks" train.py configs/debug.toml $overrides
+exec "$bin/torchrun" "$@"

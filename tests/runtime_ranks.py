@@ -23,6 +23,11 @@ def build_with_too_many_stages() -> None:
     _build([nn.Linear(8, 8), nn.Linear(8, 8)], width=8)
 
 
+def step_with_an_odd_batch() -> None:
+    """Four microbatches, five rows."""
+    _build([nn.Linear(8, 8)], width=8).step(torch.zeros(5, 8))
+
+
 def _build(modules: list[nn.Module], width: int) -> Runtime:
     mesh = build_mesh(LAYOUT, "cpu")
     boundary = Boundary(shape=(1, width), dtype=torch.float32)

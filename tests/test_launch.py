@@ -118,3 +118,10 @@ def test_a_run_folder_that_cannot_be_made_is_refused(files, capsys):
     files.run.write_text("a file")
     assert main([str(files.config)]) == 2
     assert capsys.readouterr().err.startswith(f"train.run_folder='{files.run}' cannot be written: ")
+
+
+def test_a_refusal_of_the_data_leaves_a_summary_too(files, capsys):
+    assert main([str(files.config), "--data.source=nowhere/*.txt"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    summary = json.loads((files.run / "summary.json").read_text())
+    assert (summary["outcome"], summary["exit_code"]) == ("refused", 2)

@@ -133,3 +133,11 @@ def test_problems_are_one_line_each(error):
     assert error("alone").problems == ["alone"]
     assert str(error(["first", "second"])) == "first\nsecond"
     assert error(("first", "second")).problems == ["first", "second"]
+
+
+def test_flash_attention_on_cuda_computes_in_bf16_alone():
+    Kernels().check(Precision(compute="bfloat16"), "cuda")
+    Kernels().check(Precision(compute="float32"), "cpu")
+    Kernels(attention="sdpa-math").check(Precision(compute="float32"), "cuda")
+    with pytest.raises(InvalidConfig, match=r"use precision.compute=bfloat16 or kernels.attention=sdpa-math"):
+        Kernels().check(Precision(compute="float32"), "cuda")

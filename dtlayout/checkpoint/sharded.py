@@ -8,9 +8,10 @@ it is whole: a folder with that name is a whole checkpoint.
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,26 +33,60 @@ def save_checkpoint(
     model: ModelShape,
     *,
     keep: int,
+    origin: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save the state after `step` steps, from all ranks at once; the `keep` newest checkpoints stay."""
+    """Save the state after `step` steps, from all ranks at once; the `keep` newest checkpoints stay.
+
+    `origin` is what else decides how training goes on, for `read_origin`. CheckpointError on every rank if a file
+    cannot be written.
+    """
     path = folder / f"{_PREFIX}{step:08d}"
     partial = folder / f"partial-{step:08d}"
-    is_writer = dist.get_rank() == 0
-    if is_writer:
+
+    def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_collect_tensors(modules, optimizer, model.aliases), checkpoint_id=str(partial / "tensors"))
-    if is_writer:
-        state = {"step": step, "model": asdict(model)}
+
+    def finish() -> None:
+        state = {"step": step, "model": asdict(model), "origin": dict(origin or {})}
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         if path.exists():  # the same step again, after a resume from an older checkpoint
             _remove(path)
         os.replace(partial, path)
         for old in list_checkpoints(folder)[:-keep]:
             _remove(old)
-    dist.barrier()
+
+    _do_on_first_rank(begin, path)
+    try:
+        dcp.save(_collect_tensors(modules, optimizer, model.aliases), checkpoint_id=str(partial / "tensors"))
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
+    _do_on_first_rank(finish, path)
     return path
+
+
+def _do_on_first_rank(work: Callable[[], None], path: Path) -> None:
+    """The others wait, and learn of a failure instead of waiting for ever."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            failure = [f"{path} cannot be written: {_last_line(error)}"]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise CheckpointError(failure[0])
+
+
+def read_origin(path: Path) -> dict[str, Any]:
+    """The `origin` that a checkpoint was saved with; empty if it has none."""
+    origin = json.loads((path / "state.json").read_text(encoding="utf-8")).get("origin")
+    return origin if isinstance(origin, dict) else {}
+
+
+def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name → (saved, now) of what differs; what was not saved is not known to differ."""
+    return {name: (saved[name], value) for name, value in now.items() if name in saved and saved[name] != value}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -71,11 +106,8 @@ def load_checkpoint(
         step, saved_model = int(state["step"]), dict(state["model"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
-    differing = {
-        name: (saved, wanted)
-        for name, wanted in json.loads(json.dumps(asdict(model))).items()
-        if name != "name" and (saved := saved_model.get(name)) != wanted
-    }
+    wanted = {name: value for name, value in json.loads(json.dumps(asdict(model))).items() if name != "name"}
+    differing = find_changes({name: saved_model.get(name) for name in wanted}, wanted)
     if differing:
         listed = ", ".join(f"{name}={saved} (config: {wanted})" for name, (saved, wanted) in differing.items())
         raise CheckpointError(f"{path} holds another model: {listed}; use another train.run_folder")
@@ -93,10 +125,11 @@ def load_checkpoint(
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
-    reason = (str(error).strip().splitlines() or [""])[-1]
-    return CheckpointError(
-        f"{path} cannot be read: {type(error).__name__} {reason}; remove it to start from the one before"
-    )
+    return CheckpointError(f"{path} cannot be read: {_last_line(error)}; remove it to start from the one before")
+
+
+def _last_line(error: BaseException) -> str:
+    return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[-1]}"
 
 
 def _remove(path: Path) -> None:

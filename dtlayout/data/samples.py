@@ -42,7 +42,7 @@ class TokenFile:
     end_of_document: int
     """The id between documents."""
     sha256: str
-    """Hash of the ids, to tell in a checkpoint whether a run resumes on the same data."""
+    """Hash of the ids: a checkpoint keeps it, so that a run that resumes on other data can say so."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":

@@ -88,10 +88,12 @@ class Runtime:
         """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
 
         `inputs` [microbatches · B, …] go to the first stage. Of the keyword arguments, which go to the last stage,
-        tensors with as many rows are split with them; others are handed on as they are.
+        tensors with as many rows are split with them; whatever else is handed on as it is. DtlayoutError if the rows
+        do not make equal microbatches.
         """
         num_rows, m = inputs.shape[0], self.schedule.num_microbatches
-        assert num_rows % m == 0, f"{num_rows} sequences do not make {m} equal microbatches"
+        if num_rows % m:
+            raise DtlayoutError(f"{num_rows} rows do not make {m} equal microbatches; bring a multiple of {m}")
         split_targets: list[dict[str, Any]] = [{} for _ in range(m)]
         for name, value in targets.items():
             is_split = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from dtlayout.errors import InvalidConfig
 from dtlayout.mesh.axes import TP
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.plan import Plan, match_names
@@ -61,7 +62,10 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
     """Tensor and sequence parallelism; parameters that were tied stay tied."""
     ties = _find_ties(module)
     names = [name for name, _ in module.named_modules()]
-    found = {name: STYLES[style]() for pattern, style in styles.items() for name in match_names(pattern, names)}
+    found: dict[str, ParallelStyle] = {}
+    for pattern, style in styles.items():
+        for name in match_names(pattern, names):
+            found.setdefault(name, STYLES[style]())  # the first pattern that matches decides
     parallelize_module(module, tp_mesh, found)
     for first, second in ties:  # parallelize_module splits each on its own, and so unties them
         owner, _, attribute = second.rpartition(".")
@@ -71,7 +75,12 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
 def recompute_blocks(module: nn.Module, blocks: str, recompute: Recompute) -> None:
     """Checkpoint the forward of each covered block; a block's number is the last part of its name."""
     for name in match_names(blocks, [name for name, _ in module.named_modules()]):
-        if recompute.covers(int(name.rpartition(".")[2])):
+        number = name.rpartition(".")[2]
+        if not number.isdigit():
+            raise InvalidConfig(
+                f"plan.blocks={blocks!r} matches {name!r}, whose last part is no number; name the blocks"
+            )
+        if recompute.covers(int(number)):
             block = module.get_submodule(name)
             run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)  # nothing is random
             block.forward = partial(run, context_fn=_keep_dear_results) if recompute.selective else run
@@ -102,11 +111,11 @@ _DEAR = {
     torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
 }
-"""Operations whose results selective recomputation keeps; flash attention has an operation for each device type."""
+"""Operations whose results selective recomputation keeps; flash attention has one for each device type. Not the
+all-gather: what sequence parallelism shards would lie there whole."""
 
 
 def _keep_dear_results() -> tuple[Any, Any]:

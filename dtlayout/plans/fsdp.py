@@ -32,7 +32,8 @@ from dtlayout.precision import Precision
 class GradientSync:
     """When a sharded module sums its gradients and lets go of its gathered parameters."""
 
-    module: FSDPModule
+    units: tuple[FSDPModule, ...]
+    """All of them, the root last."""
     each_backward: bool
     """Reduce-scatter after every microbatch (zero 2 and 3), or after the last alone (zero 1)."""
     keep_gathered: bool
@@ -40,10 +41,11 @@ class GradientSync:
 
     def before_backward(self, *, is_last: bool) -> None:
         """Call before each microbatch's backward; `is_last` for the last one of the step on this module."""
-        self.module.set_requires_gradient_sync(self.each_backward or is_last)
-        self.module.set_requires_all_reduce(is_last)
-        self.module.set_reshard_after_backward(is_last or not self.keep_gathered)
-        self.module.set_is_last_backward(is_last)
+        for unit in self.units:
+            unit.set_requires_gradient_sync(self.each_backward or is_last, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)
+            unit.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
+        self.units[-1].set_is_last_backward(is_last)
 
 
 def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
@@ -62,14 +64,13 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
             reshard_after_forward=not keep_gathered,
             mp_policy=policy,
         )
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     in_order = sorted((members[0] for members in groups), key=names.index)
-    _prefetch_backward([module.get_submodule(name) for name in [*in_order, ""]])
-    assert isinstance(module, FSDPModule), "fully_shard changes the class of what it shards"
-    return GradientSync(module=module, each_backward=plan.zero > 1, keep_gathered=keep_gathered)
+    units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    _prefetch_backward(units)
+    return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=keep_gathered)
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
@@ -81,7 +82,7 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
     )
 
 
-def _prefetch_backward(units: Sequence[nn.Module]) -> None:
+def _prefetch_backward(units: Sequence[FSDPModule]) -> None:
     """While a unit computes its backward, gather the one before it; `units` in the order of the forward, root last.
 
     FSDP2's own guess takes the order of all forwards of the step for one chain, so that the first unit of a
@@ -89,9 +90,12 @@ def _prefetch_backward(units: Sequence[nn.Module]) -> None:
     none.
     """
     for unit, before in zip(units, [units[0], *units], strict=False):
-        assert isinstance(unit, FSDPModule)
-        assert isinstance(before, FSDPModule)
         unit.set_modules_to_backward_prefetch([before])
+
+
+def _as_unit(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), "fully_shard changes the class of what it shards"
+    return module
 
 
 def _members(unit: tuple[str, ...], names: list[str]) -> list[list[str]]:

@@ -24,7 +24,7 @@ class Plan:
     """Placements, recomputation and sharding of a model's modules; `print(plan)` shows it as a table."""
 
     tensor: dict[str, TensorStyle]
-    """Pattern → how tensor parallelism splits the module; the most special pattern comes first."""
+    """Pattern → how tensor parallelism splits the module; the first pattern that matches decides."""
     blocks: str
     """Pattern of the modules that `recompute` counts and covers."""
     recompute: Recompute

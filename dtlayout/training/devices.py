@@ -44,8 +44,6 @@ def join_ranks(device: Device, timeout_s: float) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
         os.environ.update(alone)
-    timeout = timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", torch.cuda.current_device()))
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    # No device_id: with it all messages of a pipeline rank would share one stream.
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -25,7 +25,9 @@ class Display:
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=console.quiet or not console.is_terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         self.task = self.progress.add_task("train", total=num_steps, numbers="")
 

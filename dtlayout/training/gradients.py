@@ -24,8 +24,7 @@ def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
             by_copies[stage_ranks // _count_shards(parameter.grad)].append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for copies, gradients in by_copies.items():
-        norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients])
-        total += norms.square().sum() / copies
+        total += torch.nn.utils.get_total_norm(gradients).to(torch.float64).square() / copies
     return total
 
 
@@ -33,8 +32,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: f
     """Scale all gradients so that their global `norm` is at most `max_norm`."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
+    if gradients:
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Peak memory of a run, as `peak_memory_bytes` reports it.
 
-On CUDA it is the allocator's peak since the first step ended, on CPU what the storage tracker counts over one step.
-Either way only some steps report: the tracker slows a step, and collecting the peaks of all ranks makes the host wait.
+On CUDA it is the allocator's peak over a step, on CPU what the storage tracker counts over one. Either way only some
+steps report: the tracker slows a step, and collecting the peaks of all ranks makes the host wait.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ class MemoryMeter:
     def watch(self) -> AbstractContextManager[object]:
         """A block around a step that `gather_peaks` will be called for."""
         if self.tracker is None:
+            torch.cuda.reset_peak_memory_stats()
             return nullcontext()
         self.tracker.reset_peak()
         return self.tracker

@@ -29,7 +29,7 @@ class StepMetrics:
     tokens: int
     """Tokens seen since the first step of the run."""
     step_time_s: float
-    """From the end of the step before, saving a checkpoint not counted."""
+    """From fetching the batch to knowing the loss; writing metrics and checkpoints is not in it."""
     tokens_per_s: float
     """Over all ranks."""
     tokens_per_s_per_gpu: float

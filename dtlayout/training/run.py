@@ -1,6 +1,8 @@
 """A training run from a checked config to its exit code: build, resume, step, save, report."""
 
+import os
 import signal
+import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -12,15 +14,22 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dtlayout.checkpoint.sharded import list_checkpoints, load_checkpoint, save_checkpoint
+from dtlayout.checkpoint.sharded import (
+    find_changes,
+    list_checkpoints,
+    load_checkpoint,
+    read_origin,
+    save_checkpoint,
+)
 from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
 from dtlayout.data.open import open_samples
-from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, KernelError
+from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, DtlayoutError, KernelError
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import AttentionRecorder
 from dtlayout.mesh.ranks import dp_rank
 from dtlayout.models.counting import count_parameters
+from dtlayout.pipelining.partition import count_blocks
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import Device, join_ranks, open_device
 from dtlayout.training.display import Display, format_bytes
@@ -35,11 +44,17 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 def train(config: Config, layout: Layout) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
+    config.kernels.check(config.precision, device.type)
     join_ranks(device, config.train.timeout_s)
+    run = _Run(config, layout, device)
     try:
-        return _Run(config, layout, device).execute()
-    finally:
-        dist.destroy_process_group()
+        exit_code = run.execute()
+    except DtlayoutError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # it may be this rank's alone; local rank 0's are printed anyway
+            print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        raise
+    dist.destroy_process_group()  # not after a failure: NCCL would wait for ranks that do not come
+    return exit_code
 
 
 class _Run:
@@ -54,6 +69,7 @@ class _Run:
         self.stop_requested = False
         self.samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
         self.indices = _flat_indices(config, layout)
+        self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": self.samples.tokens.sha256}
         self.assembly = assemble(
             config.model,
             config.batch,
@@ -103,6 +119,10 @@ class _Run:
             return 0
         done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, self.config.model)
         self.display.say(f"resumed from {newest[0]} after {done} steps")
+        for name, (saved, now) in find_changes(read_origin(newest[0]), self.origin).items():
+            self.display.say(
+                f"note: {name} was {saved} when this was saved and is {now}: samples come in another order"
+            )
         return done
 
     def _loop(self, first_step: int) -> tuple[int, int]:
@@ -168,12 +188,13 @@ class _Run:
             self.assembly.modules,
             self.optimizer,
             self.config.model,
+            origin=self.origin,
             keep=self.config.checkpoint.keep,
         )
         self.display.say(f"saved {path}")
 
     def _say_what_starts(self, first_step: int) -> None:
-        blocks = ", ".join(str(len(s.layers)) for s in self.assembly.slices)
+        blocks = ", ".join(map(str, count_blocks(self.assembly.slices)))
         model, schedule = self.config.model, self.assembly.schedule
         self.display.say(
             f"{model.name}: {count_parameters(model):,} parameters on {self.layout.world_size} x {self.device.name} as "

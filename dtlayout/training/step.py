@@ -29,7 +29,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """False if loss or norm is NaN or infinite; then so are the parameters, and a checkpoint is the way back."""
+        """False if loss or norm is NaN or infinite; parameters may be too then, and a checkpoint is the way back."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 

@@ -13,7 +13,13 @@ from checkpoint_ranks import State, build, load_each, message_of, refusal, train
 from tiny import SHAPE
 
 from dtlayout.checkpoint import sharded
-from dtlayout.checkpoint.sharded import list_checkpoints, load_checkpoint, save_checkpoint
+from dtlayout.checkpoint.sharded import (
+    find_changes,
+    list_checkpoints,
+    load_checkpoint,
+    read_origin,
+    save_checkpoint,
+)
 from dtlayout.layout import Layout
 
 TIED = replace(SHAPE, tied_embeddings=True)
@@ -220,3 +226,37 @@ def test_tensors_that_cannot_be_read_are_refused_by_every_rank_in_one_line(ranks
         assert message.startswith(f"{path} cannot be read: ")
         assert message.endswith("; remove it to start from the one before")
         assert "\n" not in message
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_cannot_be_written_is_refused(tmp_path):
+    assembly, optimizer = build(Layout(), SHAPE, seed=1)
+    update(assembly, optimizer)
+    folder = tmp_path / "a file"
+    folder.write_text("")
+    message = message_of(lambda: save_checkpoint(folder, 1, assembly.modules, optimizer, SHAPE, keep=1))
+    assert message is not None
+    assert "cannot be written" in message
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_disk_that_fails_while_tensors_are_written_is_refused(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    assembly, optimizer = build(Layout(), SHAPE, seed=1)
+    update(assembly, optimizer)
+    monkeypatch.setattr("dtlayout.checkpoint.sharded.dcp.save", fail)
+    message = message_of(lambda: save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=1))
+    assert "No space left on device" in message
+    assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_changed_since_a_checkpoint_is_found(tmp_path):
+    assembly, optimizer = build(Layout(), SHAPE, seed=1)
+    update(assembly, optimizer)
+    path = save_checkpoint(
+        tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=1, origin={"seed": 0, "global_batch": 8}
+    )
+    assert find_changes(read_origin(path), {"seed": 1, "global_batch": 8, "new": 3}) == {"seed": (0, 1)}

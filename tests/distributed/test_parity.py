@@ -1,5 +1,7 @@
 """Every layout computes what one process computes: loss, gradient norm, every gradient, and the updated parameters."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,6 +74,20 @@ def difference(ranks: Ranks, case: Case) -> tuple[float, str]:
 @pytest.mark.parametrize("name", AXES)
 def test_every_axis_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
     size, whose = difference(ranks4, Case(AXES[name]))
+    assert size <= 1e-10, whose
+
+
+def test_interleaving_over_four_ranks_is_exact_in_float64(ranks4: Ranks) -> None:
+    layout = Layout(pp=4, schedule="interleaved-1f1b", virtual_stages=2)
+    size, whose = difference(ranks4, Case(layout, model=replace(SHAPE, num_layers=8)))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_shard=4, zero=3), Layout(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_of_unequal_length_are_exact_in_float64(ranks4: Ranks, layout: Layout, tied: bool) -> None:
+    model = replace(SHAPE, vocab_size=86, ffn_size=50, tied_embeddings=tied)
+    size, whose = difference(ranks4, Case(layout, model=model))
     assert size <= 1e-10, whose
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import RankFailure, Ranks
-from runtime_ranks import build_with_too_many_stages, step_with_wrong_boundary
+from runtime_ranks import build_with_too_many_stages, step_with_an_odd_batch, step_with_wrong_boundary
 
 
 def test_a_wrong_boundary_is_refused_before_it_is_sent(ranks4: Ranks) -> None:
@@ -13,3 +13,8 @@ def test_a_wrong_boundary_is_refused_before_it_is_sent(ranks4: Ranks) -> None:
 def test_stages_that_the_schedule_does_not_have_are_refused(ranks4: Ranks) -> None:
     with pytest.raises(RankFailure, match=r"holds stages \[\d\], but 2 modules and 1 gradient syncs came"):
         ranks4.run(build_with_too_many_stages)
+
+
+def test_rows_that_make_no_equal_microbatches_are_refused(ranks4: Ranks) -> None:
+    with pytest.raises(RankFailure, match="5 rows do not make 4 equal microbatches"):
+        ranks4.run(step_with_an_odd_batch)

@@ -41,12 +41,15 @@ def test_one_rank_with_plain_tensors_does_what_torch_does(max_norm):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_norm_is_summed_in_double_precision_and_of_nothing_is_zero():
+def test_the_norm_is_of_all_gradients_and_of_nothing_is_zero():
     mesh = build_mesh(Layout(), "cpu")
     parameter = nn.Parameter(torch.zeros(2))
     assert local_squared_norm([parameter], mesh).item() == 0
-    parameter.grad = torch.full((2,), 1e30)
-    assert local_squared_norm([parameter], mesh).item() == pytest.approx(2e60)  # infinite in float32
+    other = nn.Parameter(torch.zeros(2))
+    parameter.grad, other.grad = torch.full((2,), 1e15), torch.full((2,), 1e15)
+    total = local_squared_norm([parameter, other], mesh)
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(4e30)
 
 
 @pytest.mark.parametrize(
