@@ -21,7 +21,7 @@ class Batch:
             if getattr(self, name) < 1
         ]
         if problems:
-            raise InvalidConfig([f"batch: {problem}" for problem in problems])
+            raise InvalidConfig([f"batch.{problem}" for problem in problems])
 
     @property
     def num_tokens(self) -> int:

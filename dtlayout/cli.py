@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     overrides = [text for text in rest if "." in text.partition("=")[0]]
     if unknown := [text for text in rest if text not in overrides]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; an override is written --section.key=value")
     try:
         config = load_config(options.config, overrides)
         return int(options.run(config, options))
@@ -103,6 +103,7 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
         ("stages", f"blocks {', '.join(map(str, count_blocks(slices)))}"),
         ("microbatches", f"{layout.num_microbatches(batch)} of {layout.micro_batch} on each of {layout.dp} dp ranks"),
         ("tokens a step", f"{batch.num_tokens:,}"),
+        ("data", "not checked here: dtlayout prepare reads them"),
     ]
 
 

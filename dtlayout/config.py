@@ -51,7 +51,7 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = "python-stdlib"
-    """A .txt, .jsonl or .parquet file or glob, a dataset's name on the HF hub, or python-stdlib."""
+    """A .txt, .jsonl, .json or .parquet file, a folder or glob of them, a dataset on the HF hub, or python-stdlib."""
     split: str = "train"
     """Split of a hub dataset."""
     text_field: str = "text"
@@ -64,6 +64,9 @@ class DataConfig:
     """Tokens to prepare at most; 0 for all."""
     folder: str = "data/tokens"
     """Where prepared tokens lie, to be used again."""
+
+    def __post_init__(self) -> None:
+        _refuse_values("data", self, {"must not be negative": ("max_tokens",)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class TrainConfig:
     steps: int
     """Optimizer steps of the whole run, those before a resume included."""
     run_folder: str = "runs/latest"
-    """Where metrics, summary, config and checkpoints go; the same folder resumes."""
+    """Where metrics, summary, config and checkpoints go, by default named like the file; the same folder resumes."""
     seed: int = 0
     """Decides the initial weights and the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -192,7 +195,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise InvalidConfig(f"config {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # not TOML, not UTF-8, or a path with a NUL in it
         raise InvalidConfig(f"config {path} is not TOML: {error}") from None
-    return parse_config(_override(tables, overrides))
+    tables = _override(tables, overrides)
+    if isinstance(train := tables.get("train"), dict):
+        train.setdefault("run_folder", f"runs/{Path(path).stem}")
+    return parse_config(tables)
 
 
 def parse_config(tables: dict[str, Any]) -> Config:
@@ -235,9 +241,17 @@ def check_layout(config: Config, world_size: int) -> Layout:
     problems: list[str] = []
     try:
         layout = config.layout.resolve(world_size)
-    except InvalidLayout as error:
-        problems += error.problems
-        layout = config.layout.resolve(config.layout.smallest_world_size)
+    except InvalidLayout:
+        smallest = config.layout.smallest_world_size
+        layout = config.layout.resolve(smallest)
+        most = max(4 * world_size, config.batch.global_batch * smallest) if config.layout.dp_shard == -1 else smallest
+        legal = [
+            size
+            for size in range(smallest, most + 1, smallest)
+            if not config.layout.resolve(size).problems(config.model, config.batch)
+        ]
+        nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
+        problems.append(config.layout.describe_misfit(world_size, nearest or [smallest]))
     problems += layout.problems(config.model, config.batch)
     try:
         config.kernels.check(config.precision, config.train.device)
@@ -285,10 +299,9 @@ def _expand_preset(table: Any) -> Any:
     sizes = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
     if sizes:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}"
-        raise InvalidConfig(
-            f"model.name={name!r} is not a preset; {advice} A model of your own needs {', '.join(sizes)} too"
-        )
+        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}."
+        what = "model.name is missing" if name is None else f"model.name={name!r} is not a preset"
+        raise InvalidConfig(f"{what}; {advice} A model of your own needs {', '.join(sizes)} too")
     return table
 
 
@@ -312,7 +325,7 @@ def _describe(section: str, table: dict[str, Any], details: Any) -> str:
     """One line of our own for one of pydantic's errors."""
     path = ".".join(str(part) for part in (section, *details["loc"]))
     if details["type"] == "missing":
-        return f"{path} is missing; give it in [{section}]"
+        return f"{path} is missing; give it in [{path.rpartition('.')[0]}]"
     message = details["msg"][0].lower() + details["msg"][1:]
     return f"{path}={details['input']!r}: {message}"
 

@@ -7,14 +7,17 @@ restarted process looks at RUN/summary.json first, and if the run has ended ther
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dtlayout.config import Config, check_layout, load_config
-from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, DtlayoutError
+from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, DtlayoutError, InvalidConfig
+from dtlayout.signals import note_signals
 from dtlayout.training.metrics import SUMMARY_NAME, Summary
 
+SECONDS_TO_SAY_WHY = 5.0
 USAGE = "usage: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=value ...]"
 
 
@@ -29,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     except DtlayoutError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
+        else:
+            # torchrun ends all ranks as soon as one has failed: let that be the one that says why.
+            time.sleep(SECONDS_TO_SAY_WHY)
         return error.exit_code
 
 
@@ -44,20 +50,37 @@ def _run(config: Config) -> int:
     if _is_restart() and summary.get("exit_code") is not None:
         return int(summary["exit_code"])
     if summary.get("outcome") == "done" and summary.get("steps", 0) >= config.train.steps:
+        _refuse_another_run(config, folder)
         if is_writer:
             print(f"{folder} has done its {summary['steps']} steps; raise train.steps, or use another train.run_folder")
         return EXIT_DONE
     if is_writer and not _is_restart():
         _write_summary(Summary(outcome="running"), folder)
 
-    from dtlayout.training.run import train  # only now: it imports torch
-
     try:
-        return train(config, layout)
+        with note_signals() as stop:
+            from dtlayout.training.run import train  # only now: it imports torch
+
+            return train(config, layout, stop)
     except DtlayoutError as error:
         if is_writer:
             _write_refusal(error, folder)
         raise
+
+
+def _refuse_another_run(config: Config, folder: Path) -> None:
+    """InvalidConfig if the run that has ended in a folder was of another model, batch, data, optimizer or seed."""
+    try:
+        ended = load_config(folder / "config.toml")
+    except InvalidConfig:  # of another version, perhaps: nobody can tell
+        return
+    sections = ("model", "batch", "data", "optimizer")
+    differing = [name for name in sections if getattr(ended, name) != getattr(config, name)]
+    differing += ["train.seed"] * (ended.train.seed != config.train.seed)
+    if differing:
+        raise InvalidConfig(
+            f"train.run_folder={str(folder)!r} holds a finished run with another {', '.join(differing)}; use another folder"
+        )
 
 
 def _is_restart() -> bool:

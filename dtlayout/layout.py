@@ -4,7 +4,7 @@ Axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. A degree of 1 means t
 lists everything that is wrong with a layout at once, each problem in one line with the nearest values that work.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any, Literal, get_args
@@ -137,14 +137,18 @@ class OpenLayout(Layout):
             return Layout(**self._values(dp_shard=world_size // smallest))
         if world_size == smallest:
             return Layout(**self._values())
-        degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        needs, works = "", [smallest]
+        works = [smallest]
         if self.dp_shard == -1:
-            needs = "a multiple of "
             works = sorted({max(1, n) * smallest for n in (world_size // smallest, world_size // smallest + 1)})
-        raise InvalidLayout(
+        raise InvalidLayout(self.describe_misfit(world_size, works))
+
+    def describe_misfit(self, world_size: int, works: Sequence[int]) -> str:
+        """Why this layout is not one of `world_size` ranks, and which numbers of ranks work."""
+        degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return (
             f"world size {world_size} does not fit the layout: {' * '.join(degrees) or 'every axis 1'} needs "
-            f"{needs}{smallest} ranks; start {' or '.join(map(str, works))}, or change the degrees"
+            f"{'a multiple of ' if self.dp_shard == -1 else ''}{self.smallest_world_size} ranks; "
+            f"start {' or '.join(map(str, works))}, or change the degrees"
         )
 
     def _values(self, **changes: int) -> dict[str, Any]:
@@ -178,7 +182,8 @@ def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: Mode
         changes = {name: value for name, value in repair.items() if name != "global_batch"}
         new_batch = replace(batch, global_batch=repair.get("global_batch", batch.global_batch))
         left = {b.rule for b in _find_broken(replace(layout, **changes), model, new_batch)}
-        if left <= {b.rule for b in broken} - {problem.rule}:
+        is_third_of_its_kind = sum(repair.keys() == other.keys() for other in works) == 2
+        if left <= {b.rule for b in broken} - {problem.rule} and not is_third_of_its_kind:
             works.append(repair)
         if len(works) == 3:
             break
@@ -256,10 +261,10 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     if layout.schedule == "1f1b" and m < pp:
         fewer = [{"pp": n} for n in range(m, 0, -1)]
         what = f"schedule=1f1b needs at least pp={pp} microbatches, but {what}"
-        return [_Broken("microbatches", what, [*batches, *smaller, *fewer])]
+        return [_Broken("microbatches", what, [*smaller, *batches, *fewer])]
     if layout.schedule == "interleaved-1f1b" and m % pp:
         what = f"schedule=interleaved-1f1b needs a multiple of pp={pp} microbatches, but {what}"
-        return [_Broken("microbatches", what, [*batches, *smaller, {"schedule": "1f1b", "virtual_stages": 1}])]
+        return [_Broken("microbatches", what, [*smaller, *batches, {"schedule": "1f1b", "virtual_stages": 1}])]
     return []
 
 

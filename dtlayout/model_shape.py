@@ -60,7 +60,7 @@ class ModelShape:
                 f"use one of {divisors(self.num_heads)}"
             )
         if problems:
-            raise InvalidConfig([f"model {self.name}: {problem}" for problem in problems])
+            raise InvalidConfig([f"model.{problem}" for problem in problems])
 
     @property
     def head_dim(self) -> int:

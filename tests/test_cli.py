@@ -31,6 +31,7 @@ def test_check_says_what_a_legal_config_would_do(files, capsys):
         ["stages", "blocks 2, 2"],
         ["microbatches", "2 of 2 on each of 2 dp ranks"],
         ["tokens", "128"],
+        ["data", "not checked here: dtlayout prepare reads them"],
     ]
 
 
@@ -131,7 +132,7 @@ def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
         ("--data.source=none/*.txt", "no file matches 'none/*.txt'"),
         ("--model.vocab_size=256", "the tokenizer has 257 ids, the model's vocab_size=256"),
         ("--batch.seq_len=99_999", "one sample of seq_len=99999 needs 100000"),
-        ("--data.max_tokens=-1", "max_tokens=-1 is negative"),
+        ("--data.max_tokens=-1", "max_tokens=-1 must not be negative"),
     ],
 )
 def test_prepare_refuses_data_that_cannot_be_trained_on(files, capsys, override, problem):

@@ -140,8 +140,8 @@ def test_all_problems_of_all_sections_come_at_once():
         "train.sed is unknown; did you mean train.seed?",
         "model.name='llama2-7' is not a preset; did you mean llama2-7b? "
         "A model of your own needs num_layers, num_heads, num_kv_heads, ffn_size, vocab_size too",
-        "batch: global_batch=0 must be at least 1",
-        "batch: seq_len=-1 must be at least 1",
+        "batch.global_batch=0 must be at least 1",
+        "batch.seq_len=-1 must be at least 1",
         "train.steps is missing; give it in [train]",
         "layout.tp='2': input should be a valid integer",
         "layout.zero=4: input should be 1, 2 or 3",

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
+from dtlayout import launch
+from dtlayout.config import load_config
 from dtlayout.launch import USAGE, main
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> TinyFiles:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
+    monkeypatch.setattr(launch, "SECONDS_TO_SAY_WHY", 0.0)
     return write_tiny(tmp_path)
 
 
@@ -125,3 +128,22 @@ def test_a_refusal_of_the_data_leaves_a_summary_too(files, capsys):
     assert "nowhere" in capsys.readouterr().err
     summary = json.loads((files.run / "summary.json").read_text())
     assert (summary["outcome"], summary["exit_code"]) == ("refused", 2)
+
+
+def test_a_finished_folder_refuses_another_experiment(files, capsys):
+    end_run(files, '{"outcome": "done", "exit_code": 0, "steps": 1000}')
+    (files.run / "config.toml").write_text(load_config(files.config).to_toml())
+    assert main([str(files.config), "--train.steps=3"]) == 0
+    assert main([str(files.config), "--train.seed=3", "--optimizer.lr=0.5"]) == 2
+    assert "holds a finished run with another optimizer, train.seed; use another folder" in capsys.readouterr().err
+
+
+def test_a_rank_that_says_nothing_leaves_last(files, monkeypatch):
+    waited = []
+    monkeypatch.setattr("dtlayout.launch.time.sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main([str(files.config), "--layout.tp=3"]) == 2
+    assert waited == [launch.SECONDS_TO_SAY_WHY]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main([str(files.config), "--layout.tp=3"]) == 2
+    assert len(waited) == 1

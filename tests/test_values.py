@@ -29,7 +29,7 @@ def test_a_value_is_frozen(value):
 def test_a_shape_has_heads_of_even_width_that_share_keys_evenly(hidden, heads, kv_heads):
     sizes = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads}
     if hidden % heads or hidden // heads % 2 or heads % kv_heads:
-        with pytest.raises(InvalidConfig, match=r"^model m: ") as caught:
+        with pytest.raises(InvalidConfig, match=r"^model\.") as caught:
             replace(SHAPE, **sizes)
         if f"multiple of {2 * heads}" in str(caught.value):
             works = [{**sizes, "hidden_size": 2 * heads, "num_kv_heads": heads}]
@@ -44,9 +44,9 @@ def test_a_shape_reports_every_size_that_is_not_positive():
     with pytest.raises(InvalidConfig) as caught:
         replace(SHAPE, num_layers=0, vocab_size=-1, num_heads=0)
     assert caught.value.problems == [
-        "model m: num_layers=0 must be at least 1",
-        "model m: num_heads=0 must be at least 1",
-        "model m: vocab_size=-1 must be at least 1",
+        "model.num_layers=0 must be at least 1",
+        "model.num_heads=0 must be at least 1",
+        "model.vocab_size=-1 must be at least 1",
     ]
 
 
@@ -64,8 +64,8 @@ def test_a_batch_reports_every_size_that_is_not_positive():
     with pytest.raises(InvalidConfig) as caught:
         Batch(global_batch=0, seq_len=-4)
     assert caught.value.problems == [
-        "batch: global_batch=0 must be at least 1",
-        "batch: seq_len=-4 must be at least 1",
+        "batch.global_batch=0 must be at least 1",
+        "batch.seq_len=-4 must be at least 1",
     ]
     assert Batch(global_batch=3, seq_len=5).num_tokens == 15
 

@@ -125,7 +125,9 @@ def load_checkpoint(
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {_last_line(error)}; remove it to start from the one before")
+    return CheckpointError(
+        f"{path} cannot be read: {_last_line(error)}; remove it to resume from an older one or from the start"
+    )
 
 
 def _last_line(error: BaseException) -> str:

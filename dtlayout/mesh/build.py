@@ -1,7 +1,11 @@
 """Layout → DeviceMesh, and the views of it that the parts of a step talk over."""
 
+import os
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import DP_REPLICATE, DP_SHARD, axis_sizes
 
@@ -10,8 +14,14 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh (pp, dp_replicate, dp_shard, cp, tp) over all ranks; axes of size 1 are there too.
 
     Initialises torch.distributed from the environment that torchrun sets, if nobody has. Slice it by name:
-    `mesh["tp"]`. The product of the degrees must be the world size (RuntimeError).
+    `mesh["tp"]`. InvalidLayout if the product of the degrees is not the world size.
     """
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != layout.world_size:
+        raise InvalidLayout(
+            f"the layout {layout} needs {layout.world_size} ranks, this job has {world_size}; start it with "
+            f"torchrun --nproc-per-node {layout.world_size}, or change the degrees"
+        )
     sizes = axis_sizes(layout)
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

@@ -1,14 +1,12 @@
 """A training run from a checked config to its exit code: build, resume, step, save, report."""
 
 import os
-import signal
 import sys
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +22,13 @@ from dtlayout.checkpoint.sharded import (
 from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
 from dtlayout.data.open import open_samples
-from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, DtlayoutError, KernelError
+from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import AttentionRecorder
 from dtlayout.mesh.ranks import dp_rank
 from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks
+from dtlayout.signals import StopRequest
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import Device, join_ranks, open_device
 from dtlayout.training.display import Display, format_bytes
@@ -41,12 +40,12 @@ from dtlayout.training.step import StepResult, TrainStep
 OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
 
 
-def train(config: Config, layout: Layout) -> int:
+def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
     config.kernels.check(config.precision, device.type)
     join_ranks(device, config.train.timeout_s)
-    run = _Run(config, layout, device)
+    run = _Run(config, layout, device, stop)
     try:
         exit_code = run.execute()
     except DtlayoutError as error:
@@ -60,13 +59,13 @@ def train(config: Config, layout: Layout) -> int:
 class _Run:
     """One rank's side of a run."""
 
-    def __init__(self, config: Config, layout: Layout, device: Device):
+    def __init__(self, config: Config, layout: Layout, device: Device, stop: StopRequest):
         self.config = config
         self.layout = layout
         self.device = device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
-        self.stop_requested = False
+        self.stop = stop
         self.samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
         self.indices = _flat_indices(config, layout)
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": self.samples.tokens.sha256}
@@ -105,7 +104,7 @@ class _Run:
             write_whole(self.folder / "config.toml", _resolved(self.config, self.layout).to_toml())
             self.metrics.keep_until(first_step)
         self._say_what_starts(first_step)
-        with self.display, _signals_noted(self):
+        with self.display:
             exit_code, done = self._loop(first_step)
         self._report(exit_code, done)
         return exit_code
@@ -118,6 +117,7 @@ class _Run:
         if newest[0] is None:
             return 0
         done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, self.config.model)
+        check_steps_left(newest[0], done, self.config.train.steps)
         self.display.say(f"resumed from {newest[0]} after {done} steps")
         for name, (saved, now) in find_changes(read_origin(newest[0]), self.origin).items():
             self.display.say(
@@ -160,7 +160,7 @@ class _Run:
         set_learning_rate(self.optimizer, lr)
         tokens, targets = (t.to(self.device.type) for t in self.samples.batch(index, self.indices))
         with self.attention if is_first else nullcontext():
-            result = self.step(tokens, targets, stop=self.stop_requested)
+            result = self.step(tokens, targets, stop=self.stop.is_made)
         if is_first:
             check_attention(self.config.kernels.attention, self.attention.executed)
         return result, lr
@@ -197,8 +197,9 @@ class _Run:
         blocks = ", ".join(map(str, count_blocks(self.assembly.slices)))
         model, schedule = self.config.model, self.assembly.schedule
         self.display.say(
-            f"{model.name}: {count_parameters(model):,} parameters on {self.layout.world_size} x {self.device.name} as "
-            f"{self.layout}\n{schedule.num_microbatches} microbatches, blocks by stage: {blocks}, "
+            f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
+            f"{self.layout.world_size} x {self.device.name} as {self.layout}\n"
+            f"{schedule.num_microbatches} microbatches, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
         )
 
@@ -247,19 +248,6 @@ class _Run:
         return rows
 
 
-class _signals_noted(ExitStack):  # noqa: N801 (reads as a verb where it is used)
-    """SIGTERM and SIGINT ask the run to stop after the step; what handled them before comes back at the end."""
-
-    def __init__(self, run: _Run):
-        super().__init__()
-
-        def note(*_: Any) -> None:
-            run.stop_requested = True
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.callback(signal.signal, number, signal.signal(number, note))
-
-
 def _flat_indices(config: Config, layout: Layout) -> list[int]:
     """What this rank reads of each global batch, microbatch after microbatch."""
     place = dp_rank(dist.get_rank(), layout)
@@ -276,3 +264,12 @@ def check_attention(asked: str, executed: set[str]) -> None:
     """KernelError if another kernel ran than was asked for."""
     if executed - {asked.removeprefix("sdpa-")}:
         raise KernelError(f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here")
+
+
+def check_steps_left(checkpoint: Path, done: int, num_steps: int) -> None:
+    """CheckpointError if a checkpoint is further than the run wants to go."""
+    if done > num_steps:
+        raise CheckpointError(
+            f"{checkpoint} has done {done} steps, more than train.steps={num_steps}; raise train.steps, or use another "
+            f"train.run_folder"
+        )
