@@ -79,7 +79,8 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
     differing += ["train.seed"] * (ended.train.seed != config.train.seed)
     if differing:
         raise InvalidConfig(
-            f"train.run_folder={str(folder)!r} holds a finished run with another {', '.join(differing)}; use another folder"
+            f"train.run_folder={str(folder)!r} holds a finished run with another {', '.join(differing)}; "
+            f"use another folder"
         )
 
 
