@@ -184,7 +184,7 @@ def test_a_state_that_cannot_be_read_is_refused(path, content):
     message = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE))
     assert message is not None
     assert message.startswith(f"{path} cannot be read: ") and message.endswith(
-        "; remove it to start from the one before"
+        "; remove it to resume from an older one or from the start"
     )
 
 
@@ -224,7 +224,7 @@ def test_tensors_that_cannot_be_read_are_refused_by_every_rank_in_one_line(ranks
     for message in ranks4.run(refusal, Layout(pp=2, tp=2), SHAPE, path):
         assert message is not None
         assert message.startswith(f"{path} cannot be read: ")
-        assert message.endswith("; remove it to start from the one before")
+        assert message.endswith("; remove it to resume from an older one or from the start")
         assert "\n" not in message
 
 
