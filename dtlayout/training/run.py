@@ -22,6 +22,7 @@ from dtlayout.checkpoint.sharded import (
 from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
 from dtlayout.data.open import open_samples
+from dtlayout.data.samples import Samples
 from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import AttentionRecorder
@@ -44,8 +45,9 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
     config.kernels.check(config.precision, device.type)
+    samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
     join_ranks(device, config.train.timeout_s)
-    run = _Run(config, layout, device, stop)
+    run = _Run(config, layout, device, samples, stop)
     try:
         exit_code = run.execute()
     except DtlayoutError as error:
@@ -59,16 +61,16 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
 class _Run:
     """One rank's side of a run."""
 
-    def __init__(self, config: Config, layout: Layout, device: Device, stop: StopRequest):
+    def __init__(self, config: Config, layout: Layout, device: Device, samples: Samples, stop: StopRequest):
         self.config = config
         self.layout = layout
         self.device = device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
         self.stop = stop
-        self.samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
+        self.samples = samples
         self.indices = _flat_indices(config, layout)
-        self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": self.samples.tokens.sha256}
+        self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
         self.assembly = assemble(
             config.model,
             config.batch,
