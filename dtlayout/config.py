@@ -21,7 +21,7 @@ from dtlayout.cluster import known_gpus
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
-from dtlayout.model_shape import ModelShape
+from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.presets import PRESETS
 from dtlayout.precision import Precision
 
@@ -244,12 +244,9 @@ def check_layout(config: Config, world_size: int) -> Layout:
     except InvalidLayout:
         smallest = config.layout.smallest_world_size
         layout = config.layout.resolve(smallest)
-        most = max(4 * world_size, config.batch.global_batch * smallest) if config.layout.dp_shard == -1 else smallest
-        legal = [
-            size
-            for size in range(smallest, most + 1, smallest)
-            if not config.layout.resolve(size).problems(config.model, config.batch)
-        ]
+        shards = divisors(config.batch.global_batch) if config.layout.dp_shard == -1 else [1]  # dp divides the batch
+        sizes = [smallest * n for n in shards]
+        legal = [size for size in sizes if config.layout.resolve(size).is_legal(config.model, config.batch)]
         nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
         problems.append(config.layout.describe_misfit(world_size, nearest or [smallest]))
     problems += layout.problems(config.model, config.batch)
@@ -264,21 +261,20 @@ def check_layout(config: Config, world_size: int) -> Layout:
 
 def _override(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The tables with each `--section.key=value` put in; a value is TOML, or a string where it is not."""
-    result = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    result = dict(tables)
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         section, dot, name = key.partition(".")
         if not (text.startswith("--") and equals and dot and section and name):
             raise InvalidConfig(f"{text!r} is not an override; write --section.key=value, such as --layout.tp=2")
-        target = result.setdefault(section, {})
-        *parts, last = name.split(".")
-        for part in [None, *parts]:
-            if part is not None and isinstance(target, dict):
-                target[part] = dict(found) if isinstance(found := target.get(part, {}), dict) else found
-                target = target[part]
-            if not isinstance(target, dict):
+        *path, last = key.split(".")
+        table = result
+        for part in path:
+            if not isinstance(found := table.get(part, {}), dict):
                 raise InvalidConfig(f"{text!r} cannot be set: {key.rpartition('.')[0]} is no table in the config")
-        target[last] = _parse_value(value)
+            table[part] = dict(found)  # the caller's tables stay as they are
+            table = table[part]
+        table[last] = _parse_value(value)
     return result
 
 

@@ -92,6 +92,10 @@ class Layout:
         broken = _find_broken(self, model, batch)
         return [f"{b.what}; {_advise(b, broken, self, model, batch)}" for b in broken]
 
+    def is_legal(self, model: ModelShape, batch: Batch) -> bool:
+        """Whether `problems` is empty, without looking for advice."""
+        return not _find_broken(self, model, batch)
+
     def check(self, model: ModelShape, batch: Batch) -> None:
         """Raise InvalidLayout with every problem, or return."""
         if problems := self.problems(model, batch):
@@ -250,7 +254,13 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     """The global batch makes whole microbatches, as many as the schedule needs."""
     pp, size, unit = layout.pp, batch.global_batch, layout.dp * layout.micro_batch
     m = layout.num_microbatches(batch)
-    batches = [{"global_batch": n} for n in _nearest(size, range(unit, (m + 2 * pp + 1) * unit, unit))]
+    lacks_microbatches = layout.schedule == "1f1b" and m < pp
+    has_odd_microbatches = layout.schedule == "interleaved-1f1b" and m % pp > 0
+    if not (size % unit or lacks_microbatches or has_odd_microbatches):
+        return []
+    # Every schedule is content with some number of microbatches at most pp away from m, or from pp.
+    near = range(max(1, m - pp) * unit, (max(m, pp) + pp + 1) * unit, unit)
+    batches = [{"global_batch": n} for n in _nearest(size, near)]
     smaller = [{"micro_batch": n} for n in _nearest(layout.micro_batch, divisors(size))]
     if size % unit:
         what = (
@@ -258,14 +268,12 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
         )
         return [_Broken("multiple", what, [*smaller, *batches])]
     what = f"global_batch={size} with dp={layout.dp} and micro_batch={layout.micro_batch} gives {m}"
-    if layout.schedule == "1f1b" and m < pp:
+    if lacks_microbatches:
         fewer = [{"pp": n} for n in range(m, 0, -1)]
         what = f"schedule=1f1b needs at least pp={pp} microbatches, but {what}"
         return [_Broken("microbatches", what, [*smaller, *batches, *fewer])]
-    if layout.schedule == "interleaved-1f1b" and m % pp:
-        what = f"schedule=interleaved-1f1b needs a multiple of pp={pp} microbatches, but {what}"
-        return [_Broken("microbatches", what, [*smaller, *batches, {"schedule": "1f1b", "virtual_stages": 1}])]
-    return []
+    what = f"schedule=interleaved-1f1b needs a multiple of pp={pp} microbatches, but {what}"
+    return [_Broken("microbatches", what, [*smaller, *batches, {"schedule": "1f1b", "virtual_stages": 1}])]
 
 
 def _check_axes(layout: Layout) -> list[_Broken]:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ROOT, SHAPE
 
-from dtlayout import toml
+from dtlayout import layout, toml
 from dtlayout.batch import Batch
 from dtlayout.cluster import known_gpus
 from dtlayout.config import (
@@ -440,3 +440,13 @@ def test_the_world_size_and_the_layout_are_complained_of_together():
         check_layout(config, 8)
     assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["world", "tp=3", "tp=3", "tp=3", "pp=5"]
     assert check_layout(replace(config, model=SHAPE, layout=OpenLayout(tp=2)), 4).dp_shard == 2
+
+
+def test_advice_for_a_large_cluster_tries_few_layouts(monkeypatch):
+    tried = []
+    find_broken = layout._find_broken
+    monkeypatch.setattr(layout, "_find_broken", lambda *args: tried.append(1) or find_broken(*args))
+    config = load_config(ROOT / "configs" / "llama3.1-405b-16384xh100.toml")
+    with pytest.raises(InvalidLayout, match=r"world size 16500 .* start 8192 or 16384, or change the degrees"):
+        check_layout(config, 16_500)
+    assert len(tried) < 1000

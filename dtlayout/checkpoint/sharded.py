@@ -1,7 +1,7 @@
 """Sharded checkpoints: tensors through torch.distributed.checkpoint, everything else as JSON.
 
 RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and both Adam moments under their names in the whole model,
-so that any layout can load them) and `state.json` (step and model). It is written under another name and renamed when
+so that any layout can load them) and `state.json` (step, model and origin). It is written under another name and renamed when
 it is whole: a folder with that name is a whole checkpoint.
 """
 

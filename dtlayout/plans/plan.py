@@ -12,11 +12,9 @@ from typing import Literal
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.plans.tensor import TensorStyle, tensor_styles
+from dtlayout.plans.tensor import BLOCKS, TensorStyle, tensor_styles
 from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
-
-BLOCKS = "model.layers.*"
 
 
 @dataclass(frozen=True)

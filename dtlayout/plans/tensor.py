@@ -35,26 +35,29 @@ TensorStyle = Literal[
 ]
 
 
+BLOCKS = "model.layers.*"
+
+
 def tensor_styles(layout: Layout) -> dict[str, TensorStyle]:
     """Pattern → style for a Llama; empty at tp = 1."""
     if layout.tp == 1:
         return {}
-    block, scatter = "model.layers.*", layout.shards_sequence
+    scatter = layout.shards_sequence
     styles: dict[str, TensorStyle] = {
         "model.embed_tokens": "embedding-scatter" if scatter else "embedding",
-        f"{block}.self_attn": "input-gather" if scatter else "input",
-        f"{block}.self_attn.q_proj": "colwise",
-        f"{block}.self_attn.k_proj": "colwise",
-        f"{block}.self_attn.v_proj": "colwise",
-        f"{block}.self_attn.o_proj": "rowwise-scatter" if scatter else "rowwise",
-        f"{block}.mlp": "input-gather" if scatter else "input",
-        f"{block}.mlp.gate_proj": "colwise",
-        f"{block}.mlp.up_proj": "colwise",
-        f"{block}.mlp.down_proj": "rowwise-scatter" if scatter else "rowwise",
+        f"{BLOCKS}.self_attn": "input-gather" if scatter else "input",
+        f"{BLOCKS}.self_attn.q_proj": "colwise",
+        f"{BLOCKS}.self_attn.k_proj": "colwise",
+        f"{BLOCKS}.self_attn.v_proj": "colwise",
+        f"{BLOCKS}.self_attn.o_proj": "rowwise-scatter" if scatter else "rowwise",
+        f"{BLOCKS}.mlp": "input-gather" if scatter else "input",
+        f"{BLOCKS}.mlp.gate_proj": "colwise",
+        f"{BLOCKS}.mlp.up_proj": "colwise",
+        f"{BLOCKS}.mlp.down_proj": "rowwise-scatter" if scatter else "rowwise",
         "lm_head": "colwise-gather" if scatter else "colwise",
         "loss": "vocab-loss",
     }
     if scatter:
-        norms = (f"{block}.input_layernorm", f"{block}.post_attention_layernorm", "model.norm")
+        norms = (f"{BLOCKS}.input_layernorm", f"{BLOCKS}.post_attention_layernorm", "model.norm")
         styles |= dict.fromkeys(norms, "sequence")
     return styles
