@@ -1,46 +1,188 @@
-"""What is known of each GPU type, read from constants/clusters/*.toml."""
+"""What is known of each GPU type, read from constants/clusters/*.toml, and clusters of them.
 
-from dataclasses import dataclass
+A number is a TOML table with its `value`, its `unit` and its `source`. The numbers are those of data sheets: no message
+and no kernel reaches them, and a user's file (`load_cluster`) may put measured ones in their place. Bandwidths count
+one direction.
+"""
+
+import difflib
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
 
+_NUMBERS = {  # number in a file: the field of Gpu that it becomes, its unit
+    "peak_bf16": ("peak_flops_per_s", "FLOP/s, dense"),
+    "memory": ("memory_bytes", "byte"),
+    "memory_bandwidth": ("memory_bytes_per_s", "byte/s"),
+    "link_bandwidth": ("link_bytes_per_s", "byte/s"),
+    "link_latency": ("link_latency_s", "s"),
+    "network_bandwidth": ("network_bytes_per_s", "byte/s"),
+    "network_latency": ("network_latency_s", "s"),
+    "gpus_per_node": ("gpus_per_node", "GPU"),
+}
+_WHOLE_UNITS = ("byte", "GPU")
+_NUMBER_KEYS = ("value", "unit", "source")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU type."""
+    """One GPU type, in the server that its vendor builds around it."""
 
     name: str
     """The name that configs and commands use."""
     device_names: tuple[str, ...]
     """What torch.cuda.get_device_name() says on it."""
     peak_flops_per_s: float
-    """Dense bf16 matrix FLOP/s of the data sheet: the 100 % of MFU."""
+    """Dense bf16 matrix FLOP/s of the data sheet, the 100 % of MFU; for `cpu` an order of magnitude, and no MFU."""
+    memory_bytes: int
+    """What torch.cuda reports as total_memory: less than the data sheet, and it moves a little with the driver."""
+    memory_bytes_per_s: float
+    """Bandwidth between the GPU and its own memory."""
+    link_bytes_per_s: float
+    """What it can send to all peers in its node together."""
+    link_latency_s: float
+    """Start of a message inside the node, for each hop."""
+    network_bytes_per_s: float
+    """Its share of what its node can send to other nodes."""
+    network_latency_s: float
+    """Start of a message between nodes, for each hop."""
+    gpus_per_node: int
+    """GPUs that share a node's links."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of one type in nodes."""
+
+    gpu: Gpu
+    """What each of them can do."""
+    num_gpus: int
+    """GPUs in all nodes together."""
+    gpus_per_node: int
+    """GPUs of one node, whatever the vendor's server holds; the last node may hold fewer."""
+
+    def __post_init__(self) -> None:
+        if problems := _count_problems({"num_gpus": self.num_gpus, "gpus_per_node": self.gpus_per_node}):
+            raise InvalidConfig(problems)
 
 
 @cache
 def known_gpus() -> dict[str, Gpu]:
-    """Every GPU type that a constants file describes, by name."""
-    folder = files("dtlayout") / "constants" / "clusters"
-    entries = sorted((e for e in folder.iterdir() if e.name.endswith(".toml")), key=lambda e: e.name)
-    tables = [toml.loads(entry.read_text(encoding="utf-8")) for entry in entries]
-    return {
-        t["gpu"]: Gpu(
-            name=t["gpu"], device_names=tuple(t["device_names"]), peak_flops_per_s=float(t["peak_bf16"]["value"])
-        )
-        for t in tables
-    }
+    """Every GPU type that a constants file describes, by name; the CPU is none, since it has no peak for MFU."""
+    return {name: gpu for name, gpu in _read_constants().items() if name != "cpu"}
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU type called `name`; InvalidConfig names them all if there is none."""
-    if name not in known_gpus():
-        raise InvalidConfig(f"GPU type {name!r} is unknown; use one of {', '.join(known_gpus())}")
-    return known_gpus()[name]
+    """The GPU type called `name`, or `cpu` to predict with; InvalidConfig names them all if there is none."""
+    if name not in _read_constants():
+        raise InvalidConfig(f"GPU type {name!r} is unknown; use one of {', '.join(_read_constants())}")
+    return _read_constants()[name]
 
 
 def find_gpu_by_device(device_name: str) -> Gpu | None:
     """The GPU type that torch reports as `device_name`, if a constants file knows it."""
     return next((gpu for gpu in known_gpus().values() if device_name in gpu.device_names), None)
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """The cluster of a user's TOML file; InvalidConfig with every problem.
+
+    The file gives `gpu` and `gpus`, `gpus_per_node` if its nodes differ from the vendor's, and may override any other
+    number of the GPU with a table of the same form as in the constants.
+    """
+    tables = _read_toml(path)
+    counts: dict[str, Any] = {key: tables[key] for key in ("gpus", "gpus_per_node") if key in tables}
+    numbers = {key: table for key, table in tables.items() if key in _NUMBERS and key not in counts}
+    problems = _unknown_keys(tables, ("gpu", "gpus", *_NUMBERS))
+    problems += [f"{key} is missing" for key in ("gpu", "gpus") if key not in tables]
+    problems += _count_problems(counts)
+    problems += [line for name, table in numbers.items() for line in _number_problems(name, table)]
+    try:
+        gpu = find_gpu(str(tables.get("gpu", "cpu")))  # one that is missing is a problem already
+    except InvalidConfig as error:
+        problems += error.problems
+    if problems:
+        raise InvalidConfig([f"cluster {path}: {problem}" for problem in problems])
+    per_node = counts.get("gpus_per_node", gpu.gpus_per_node)
+    return Cluster(gpu=replace(gpu, **_gpu_fields(numbers)), num_gpus=counts["gpus"], gpus_per_node=per_node)
+
+
+def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
+    """The GPU type of a parsed constants file; InvalidConfig with every problem, each under the file's name."""
+    problems = _unknown_keys(tables, ("gpu", "device_names", *_NUMBERS))
+    problems += [f"{key} is missing" for key in ("gpu", "device_names", *_NUMBERS) if key not in tables]
+    problems += [line for name in _NUMBERS if name in tables for line in _number_problems(name, tables[name])]
+    if problems:
+        raise InvalidConfig([f"{file}: {problem}" for problem in problems])
+    numbers = {name: tables[name] for name in _NUMBERS}
+    return Gpu(name=tables["gpu"], device_names=tuple(tables["device_names"]), **_gpu_fields(numbers))
+
+
+@cache
+def _read_constants() -> dict[str, Gpu]:
+    """Everything that a constants file describes, the CPU included, by name."""
+    folder = files("dtlayout") / "constants" / "clusters"
+    entries = sorted((e for e in folder.iterdir() if e.name.endswith(".toml")), key=lambda e: e.name)
+    gpus = [parse_gpu(toml.loads(entry.read_text(encoding="utf-8")), entry.name) for entry in entries]
+    return {gpu.name: gpu for gpu in gpus}
+
+
+def _read_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        return toml.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"cluster {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a path with a NUL in it
+        raise InvalidConfig(f"cluster {path} is not TOML: {error}") from None
+
+
+def _gpu_fields(numbers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Fields of Gpu from the tables of numbers in which there is no problem."""
+    found = [(*_NUMBERS[name], table["value"]) for name, table in numbers.items()]
+    return {field: int(value) if unit in _WHOLE_UNITS else float(value) for field, unit, value in found}
+
+
+def _number_problems(name: str, table: Any) -> list[str]:
+    """What keeps a number from being used: its unit is checked, for 50 GB/s taken as 50 byte/s would go unseen."""
+    unit = _NUMBERS[name][1]
+    if not isinstance(table, dict):
+        return [f"{name} is a table: write [{name}] with value, unit = {unit!r} and source below"]
+    problems = _unknown_keys(table, _NUMBER_KEYS, f"{name}.")
+    problems += [f"{name}.{key} is missing" for key in _NUMBER_KEYS if key not in table]
+    value, source = table.get("value", 1), table.get("source", "missing")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        problems.append(f"{name}.value={value!r} must be a number above 0")
+    elif unit in _WHOLE_UNITS and value != int(value):
+        problems.append(f"{name}.value={value!r} must be a whole number")
+    if table.get("unit", unit) != unit:
+        problems.append(f"{name}.unit={table['unit']!r} must be {unit!r}; convert the value")
+    if not isinstance(source, str) or not source.strip():
+        problems.append(f"{name}.source={source!r} must say where the number comes from")
+    return problems
+
+
+def _count_problems(counts: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}={count!r} must be a whole number of at least 1"
+        for name, count in counts.items()
+        if type(count) is not int or count < 1  # true is an int
+    ]
+
+
+def _unknown_keys(table: dict[str, Any], known: Collection[str], prefix: str = "") -> list[str]:
+    """One line for each key that is not known, with the nearest that is."""
+    problems = []
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+            problems.append(f"{prefix}{key} is unknown; {advice}")
+    return problems

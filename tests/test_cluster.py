@@ -1,15 +1,33 @@
-"""Constants of GPU types: every number with its unit and source, every name once."""
+"""Constants of GPU types: every number with its unit and source, every name once; and clusters that users describe."""
 
+import copy
+from dataclasses import fields, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtlayout import toml
-from dtlayout.cluster import find_gpu, find_gpu_by_device, known_gpus
+from dtlayout.cluster import Cluster, Gpu, find_gpu, find_gpu_by_device, known_gpus, load_cluster, parse_gpu
 from dtlayout.errors import InvalidConfig
 
 FILES = {entry.name: entry for entry in (files("dtlayout") / "constants" / "clusters").iterdir()}
+H100 = "h100-80g-sxm"
+RANGES = {  # of any GPU that trains today, and of one CPU core at the lower end
+    "peak_flops_per_s": (1e10, 1e16),
+    "memory_bytes": (2**32, 2**40),
+    "memory_bytes_per_s": (5e9, 2e13),
+    "link_bytes_per_s": (1e9, 2e12),
+    "link_latency_s": (1e-6, 1e-4),
+    "network_bytes_per_s": (1e9, 2e11),
+    "network_latency_s": (2e-6, 1e-3),
+    "gpus_per_node": (1, 72),
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    return toml.loads(FILES[name].read_text(encoding="utf-8"))
 
 
 def numbers_without_source(table: dict[str, Any], path: str = "") -> list[str]:
@@ -24,19 +42,47 @@ def numbers_without_source(table: dict[str, Any], path: str = "") -> list[str]:
     return found
 
 
+def problems_of(tables: dict[str, Any]) -> list[str]:
+    with pytest.raises(InvalidConfig) as caught:
+        parse_gpu(tables, "some.toml")
+    return caught.value.problems
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A user's cluster file with this text."""
+
+    def write_text(text: str) -> Path:
+        path = tmp_path / "lab.toml"
+        path.write_text(text)
+        return path
+
+    return write_text
+
+
+def problems_of_cluster(path: Path) -> list[str]:
+    """The problems without the file's name, which is in front of each."""
+    with pytest.raises(InvalidConfig) as caught:
+        load_cluster(path)
+    assert all(line.startswith(f"cluster {path}: ") for line in caught.value.problems)
+    return [line.removeprefix(f"cluster {path}: ") for line in caught.value.problems]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_named_after_its_gpu_and_gives_each_number_a_unit_and_a_source(name):
-    table = toml.loads(FILES[name].read_text(encoding="utf-8"))
+    table = read(name)
     assert name == f"{table['gpu']}.toml"
     assert numbers_without_source(table) == []
-    assert table["peak_bf16"]["unit"].startswith("FLOP/s")
-    assert known_gpus()[table["gpu"]].peak_flops_per_s == table["peak_bf16"]["value"] > 1e12
+    gpu = find_gpu(table["gpu"])
+    assert gpu.peak_flops_per_s == table["peak_bf16"]["value"]
+    assert gpu.link_latency_s == table["link_latency"]["value"]
+    assert gpu.network_bytes_per_s == table["network_bandwidth"]["value"]
 
 
-def test_every_file_is_a_gpu_with_names_of_its_own():
-    assert len(known_gpus()) == len(FILES) > 0
+def test_every_file_is_a_gpu_with_names_of_its_own_or_the_cpu():
+    assert {f"{name}.toml" for name in (*known_gpus(), "cpu")} == set(FILES)
     device_names = [device for gpu in known_gpus().values() for device in gpu.device_names]
-    assert len(device_names) == len(set(device_names)) >= len(FILES)
+    assert len(device_names) == len(set(device_names)) >= len(known_gpus()) > 0
 
 
 @pytest.mark.parametrize("name", sorted(known_gpus()))
@@ -49,5 +95,146 @@ def test_a_gpu_is_found_by_its_name_and_by_what_torch_calls_it(name):
 def test_an_unknown_gpu_is_refused_by_name_and_nothing_by_device():
     with pytest.raises(InvalidConfig) as caught:
         find_gpu("a100")
-    assert str(caught.value) == (f"GPU type 'a100' is unknown; use one of {', '.join(sorted(known_gpus()))}")
+    assert str(caught.value) == (f"GPU type 'a100' is unknown; use one of {', '.join(sorted([*known_gpus(), 'cpu']))}")
     assert find_gpu_by_device("NVIDIA A100") is None
+
+
+def test_the_cpu_can_be_predicted_with_but_is_no_gpu_that_mfu_knows():
+    cpu = find_gpu("cpu")
+    assert "cpu" not in known_gpus()
+    assert find_gpu_by_device("cpu") is None
+    assert all(cpu.peak_flops_per_s * 100 < gpu.peak_flops_per_s for gpu in known_gpus().values())
+    assert (cpu.link_bytes_per_s, cpu.link_latency_s) == (cpu.network_bytes_per_s, cpu.network_latency_s)
+
+
+@pytest.mark.parametrize("name", [*sorted(known_gpus()), "cpu"])
+def test_every_number_is_plausible(name):
+    gpu = find_gpu(name)
+    assert set(RANGES) == {f.name for f in fields(Gpu)} - {"name", "device_names"}
+    outside = {key: getattr(gpu, key) for key, (low, high) in RANGES.items() if not low <= getattr(gpu, key) <= high}
+    assert outside == {}
+    assert (type(gpu.memory_bytes), type(gpu.gpus_per_node)) == (int, int)
+    assert gpu.link_latency_s <= gpu.network_latency_s
+    assert gpu.network_bytes_per_s <= gpu.link_bytes_per_s <= gpu.memory_bytes_per_s
+
+
+@pytest.mark.parametrize("name", sorted(known_gpus()))
+def test_torch_reports_about_the_memory_that_the_name_says(name):
+    gigabytes = int(next(part for part in name.split("-") if part[:-1].isdigit() and part[-1] == "g")[:-1])
+    assert 0.98 * gigabytes * 1e9 <= find_gpu(name).memory_bytes < gigabytes * 2**30
+
+
+def test_a_newer_gpu_has_more_of_everything_that_its_data_sheet_raised():
+    v100, a100_40, a100, h100, h200, b200 = (
+        find_gpu(f"{name}-sxm") for name in ("v100-32g", "a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g")
+    )
+    assert v100.memory_bytes < a100_40.memory_bytes < h100.memory_bytes < h200.memory_bytes < b200.memory_bytes
+    newest_last = (v100, a100_40, a100, h100, h200, b200)
+    bandwidths = [gpu.memory_bytes_per_s for gpu in newest_last]
+    assert bandwidths == sorted(bandwidths)
+    for key in ("peak_flops_per_s", "link_bytes_per_s", "network_bytes_per_s"):
+        values = [getattr(gpu, key) for gpu in newest_last]
+        assert values == sorted(values)
+    assert replace(
+        h200, name=h100.name, device_names=h100.device_names, memory_bytes=0, memory_bytes_per_s=0
+    ) == replace(h100, memory_bytes=0, memory_bytes_per_s=0)
+
+
+@pytest.mark.parametrize("key", list(read(f"{H100}.toml")))
+def test_a_file_that_lacks_a_key_is_refused_by_file_and_key(key):
+    tables = read(f"{H100}.toml")
+    del tables[key]
+    assert problems_of(tables) == [f"some.toml: {key} is missing"]
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "problem"),
+    [
+        ("memory", {"value": -1}, "memory.value=-1 must be a number above 0"),
+        ("memory", {"value": 1.5}, "memory.value=1.5 must be a whole number"),
+        ("gpus_per_node", {"value": True}, "gpus_per_node.value=True must be a number above 0"),
+        ("link_latency", {"value": "3 us"}, "link_latency.value='3 us' must be a number above 0"),
+        ("link_latency", {"value": float("nan")}, "link_latency.value=nan must be a number above 0"),
+        ("memory", {"value": float("inf")}, "memory.value=inf must be a number above 0"),
+        ("link_bandwidth", {"unit": "GB/s"}, "link_bandwidth.unit='GB/s' must be 'byte/s'; convert the value"),
+        ("peak_bf16", {"source": " "}, "peak_bf16.source=' ' must say where the number comes from"),
+        ("peak_bf16", {"sourc": "?"}, "peak_bf16.sourc is unknown; did you mean peak_bf16.source?"),
+    ],
+)
+def test_a_number_that_cannot_be_used_is_refused(number, change, problem):
+    tables = read(f"{H100}.toml")
+    tables[number] |= change
+    assert problems_of(tables) == [f"some.toml: {problem}"]
+
+
+@pytest.mark.parametrize("key", ["value", "unit", "source"])
+def test_a_number_without_its_value_unit_or_source_is_refused(key):
+    tables = read(f"{H100}.toml")
+    del tables["memory"][key]
+    assert problems_of(tables) == [f"some.toml: memory.{key} is missing"]
+
+
+def test_all_problems_of_a_file_come_at_once():
+    tables = copy.deepcopy(read(f"{H100}.toml")) | {"bandwith": 1, "memory": 80e9}
+    del tables["gpus_per_node"], tables["network_latency"]["unit"]
+    assert problems_of(tables) == [
+        "some.toml: bandwith is unknown; did you mean link_bandwidth?",
+        "some.toml: gpus_per_node is missing",
+        "some.toml: memory is a table: write [memory] with value, unit = 'byte' and source below",
+        "some.toml: network_latency.unit is missing",
+    ]
+
+
+def test_a_cluster_takes_the_nodes_of_the_vendor_unless_it_has_its_own(write):
+    path = write('gpu = "h100-80g-sxm"\ngpus = 64\n')
+    assert load_cluster(path) == Cluster(gpu=find_gpu(H100), num_gpus=64, gpus_per_node=8)
+    assert load_cluster(str(path)) == load_cluster(path)
+    path = write('gpu = "cpu"\ngpus = 8\ngpus_per_node = 4\n')
+    assert load_cluster(path) == Cluster(gpu=find_gpu("cpu"), num_gpus=8, gpus_per_node=4)
+
+
+def test_a_cluster_puts_its_own_numbers_in_the_place_of_the_vendors(write):
+    path = write(
+        'gpu = "h100-80g-sxm"\ngpus = 16\n'
+        '[network_bandwidth]\nvalue = 12.5e9\nunit = "byte/s"\nsource = "2 adapters of 400 Gbit/s"\n'
+        '[memory]\nvalue = 80e9\nunit = "byte"\nsource = "another job takes the rest"\n'
+    )
+    gpu = replace(find_gpu(H100), network_bytes_per_s=12.5e9, memory_bytes=80_000_000_000)
+    assert load_cluster(path) == Cluster(gpu=gpu, num_gpus=16, gpus_per_node=8)
+    assert find_gpu(H100).network_bytes_per_s == 50e9
+
+
+def test_an_unknown_key_of_a_cluster_is_refused_with_the_nearest(write):
+    path = write('gpu = "h100-80g-sxm"\ngpus = 64\nnetwork_bandwith = 1\ncolour = "red"\n')
+    nearest, known = problems_of_cluster(path)
+    assert nearest == "network_bandwith is unknown; did you mean network_bandwidth?"
+    assert known.startswith("colour is unknown; known: gpu, gpus, peak_bf16, memory, ")
+
+
+def test_all_problems_of_a_cluster_come_at_once(write):
+    path = write('gpu = "h100"\ngpus = 0\ngpus_per_node = true\n[memory]\nvalue = 80\nunit = "GB"\n')
+    *others, unknown = problems_of_cluster(path)
+    assert others == [
+        "gpus=0 must be a whole number of at least 1",
+        "gpus_per_node=True must be a whole number of at least 1",
+        "memory.source is missing",
+        "memory.unit='GB' must be 'byte'; convert the value",
+    ]
+    assert unknown.startswith("GPU type 'h100' is unknown; use one of a100-40g-sxm, ")
+    assert problems_of_cluster(write("")) == ["gpu is missing", "gpus is missing"]
+
+
+def test_a_cluster_that_cannot_be_read_is_refused_by_its_path(write, tmp_path):
+    with pytest.raises(InvalidConfig, match=r"^cluster .*absent\.toml cannot be read: No such file or directory$"):
+        load_cluster(tmp_path / "absent.toml")
+    with pytest.raises(InvalidConfig, match=r"^cluster .*lab\.toml is not TOML: "):
+        load_cluster(write("gpu = "))
+
+
+def test_a_cluster_has_at_least_one_gpu_in_a_node():
+    with pytest.raises(InvalidConfig) as caught:
+        Cluster(gpu=find_gpu(H100), num_gpus=0, gpus_per_node=-1)
+    assert caught.value.problems == [
+        "num_gpus=0 must be a whole number of at least 1",
+        "gpus_per_node=-1 must be a whole number of at least 1",
+    ]
