@@ -250,6 +250,8 @@ def check_layout(config: Config, world_size: int) -> Layout:
         nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
         problems.append(config.layout.describe_misfit(world_size, nearest or [smallest]))
     problems += layout.problems(config.model, config.batch)
+    if not config.model.gated_ffn:
+        problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     try:
         config.kernels.check(config.precision, config.train.device)
     except InvalidConfig as error:

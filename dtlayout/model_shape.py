@@ -37,6 +37,8 @@ class ModelShape:
     """Inner width of the feed-forward (HF: intermediate_size)."""
     vocab_size: int
     """Rows of the embedding and of the head."""
+    gated_ffn: bool = True
+    """Whether the feed-forward has a gate beside up and down (SwiGLU); without one it can only be predicted."""
     tied_embeddings: bool = False
     """Whether the head reuses the embedding's weight."""
     rope_theta: float = 10000.0

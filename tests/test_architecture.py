@@ -19,7 +19,10 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "counting": ["models.presets", "models.counting"],
     "planning": [
         "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
+        "pipelining.timing",
     ],
+    "cost model": ["costmodel.*"],
+    "planner": ["planner.*"],
     "configuration": ["config"],
     "one device": ["ops.*", "models.llama", "measure.*"],
     "many devices": [
@@ -27,7 +30,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "pipelining.stage", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],
-    "programs": ["cli", "launch"],
+    "programs": ["commands.*", "cli", "launch"],
 }  # fmt: skip
 ORDER = list(LAYERS)
 WITHOUT_TORCH = ORDER[: ORDER.index("configuration") + 1]

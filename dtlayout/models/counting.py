@@ -7,12 +7,12 @@ from dtlayout.model_shape import ModelShape
 
 
 def count_block_parameters(model: ModelShape) -> int:
-    """Parameters of one decoder block: q, k, v, o, gate, up, down and two norms.
+    """Parameters of one decoder block: q, k, v, o, gate (if there is one), up, down and two norms.
 
     h·h + 2·h·h·k/a + h·h + 3·h·f + 2·h
     """
-    h, kv_width = model.hidden_size, model.num_kv_heads * model.head_dim
-    return 2 * h * h + 2 * h * kv_width + 3 * h * model.ffn_size + 2 * h
+    h, kv_width, num_matrices = model.hidden_size, model.num_kv_heads * model.head_dim, 3 if model.gated_ffn else 2
+    return 2 * h * h + 2 * h * kv_width + num_matrices * h * model.ffn_size + 2 * h
 
 
 def count_embedding_parameters(model: ModelShape) -> int:

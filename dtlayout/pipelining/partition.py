@@ -5,6 +5,7 @@ Costs come in as plain numbers (seconds, FLOPs, bytes: the caller's choice), so 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from dtlayout.batch import Batch
@@ -59,15 +60,17 @@ def partition(costs: LayerCosts, layout: Layout) -> list[StageSlice]:
 def share_out(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage such that the dearest stage is cheapest and, among those, the squares add up to least.
 
-    The dearest stage sets the pace of a pipeline; the second rule spreads what is left evenly. Dynamic programming,
-    O(num_stages · num_blocks²). A stage has at least one block.
+    The dearest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has at least one
+    block. Equal blocks are dealt out one by one, others by dynamic programming, O(num_stages · num_blocks²).
 
     >>> share_out(LayerCosts(blocks=(1.0,) * 8, head=1.5), 4)
     (2, 2, 3, 1)
     """
-    prefix = [0.0, *accumulate(costs.blocks)]
     num_blocks = len(costs.blocks)
     assert 1 <= num_stages <= num_blocks, "Layout.problems refuses more stages than blocks"
+    if len(set(costs.blocks)) == 1:
+        return _share_out_equal(costs, num_stages)
+    prefix = [0.0, *accumulate(costs.blocks)]
 
     def stage_cost(stage: int, start: int, end: int) -> float:
         ends = costs.embedding * (stage == 0) + costs.head * (stage == num_stages - 1)
@@ -80,6 +83,39 @@ def share_out(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
         return total + cost * cost
 
     return _solve(num_stages, num_blocks, stage_cost, add_square, allowed)[1]
+
+
+def share_out_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where stage i ends with the block that reaches (i + 1) / num_stages of all costs.
+
+    nanotron's rule (pipeline_parallel/engine, 2024). The last stages may have no block.
+
+    >>> share_out_by_threshold(LayerCosts(blocks=(1.0,) * 16, head=4.0), 4)
+    (5, 5, 5, 1)
+    """
+    total = costs.embedding + sum(costs.blocks) + costs.head
+    counts, reached = [0] * num_stages, costs.embedding
+    stage = 0
+    for block in costs.blocks:
+        counts[stage] += 1
+        reached += block
+        while stage < num_stages - 1 and reached >= total * (stage + 1) / num_stages * (1 - 1e-12):
+            stage += 1
+    return tuple(counts)
+
+
+def _share_out_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Each block to the stage that is cheapest with it, the last of equals: least maximum and least squares at once."""
+    block, counts = costs.blocks[0], [1] * num_stages
+    heap = [(block, -stage) for stage in range(num_stages)]
+    heap[0] = (heap[0][0] + costs.embedding, 0)
+    heap[-1] = (heap[-1][0] + costs.head, 1 - num_stages)
+    heapify(heap)
+    for _ in range(len(costs.blocks) - num_stages):
+        cost, stage = heap[0]
+        counts[-stage] += 1
+        heapreplace(heap, (cost + block, stage))
+    return tuple(counts)
 
 
 def _solve(num_stages, num_blocks, stage_cost, combine, allowed) -> tuple[float, tuple[int, ...]]:  # type: ignore[no-untyped-def]

@@ -82,10 +82,15 @@ class Schedule:
 def make_schedule(layout: Layout, batch: Batch) -> Schedule:
     """The schedule of a legal layout."""
     p, v, m = layout.pp, layout.virtual_stages, layout.num_microbatches(batch)
-    orders = [_ORDERS[layout.schedule](rank, p, v, m) for rank in range(p)]
+    orders = make_orders(layout.schedule, p, v, m)
     return Schedule(
         name=layout.schedule, num_ranks=p, num_stages=p * v, num_microbatches=m, ranks=_add_messages(orders, p * v)
     )
+
+
+def make_orders(schedule: str, p: int, v: int, m: int) -> list[list[Action]]:
+    """For each pipeline rank its forwards and backwards in order; m may be fewer than the ranks under 1F1B."""
+    return [_ORDERS[schedule](rank, p, v, m) for rank in range(p)]
 
 
 def simulate(

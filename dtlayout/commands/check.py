@@ -1,0 +1,65 @@
+"""dtlayout check: refuse a config before a cluster is taken, or say what it would do."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from dtlayout.commands.arguments import add_config
+from dtlayout.config import Config, check_layout, load_config
+from dtlayout.layout import Layout
+from dtlayout.mesh.ranks import crosses_node
+from dtlayout.models.counting import count_parameters
+from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
+from dtlayout.plans.plan import make_plan
+
+EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The config, the world and the plan."""
+    add_config(parser)
+    parser.add_argument("--world", type=int, metavar="N", help="ranks; the fewest that the layout needs by default")
+    parser.add_argument("--plan", action="store_true", help="print what happens to which module")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the config would do, or refuse it."""
+    config = load_config(options.config, options.overrides)
+    world_size = config.layout.smallest_world_size if options.world is None else options.world
+    layout = check_layout(config, world_size)
+    notes = _find_notes(config, layout)
+    if options.json:
+        document = {"ok": True, "world_size": world_size, "layout": asdict(layout), "notes": notes}
+        print(json.dumps(document, indent=2))
+        return 0
+    for name, value in _describe(config, layout):
+        print(f"{name:<14}{value}")
+    for note in notes:
+        print(f"note: {note}")
+    if options.plan:
+        print(f"\n{make_plan(config.model, layout, config.kernels, config.precision)}")
+    return 0
+
+
+def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
+    model, batch = config.model, config.batch
+    slices = partition(layer_costs(model, batch), layout)
+    return [
+        ("layout", f"{layout} on {layout.world_size} ranks"),
+        ("model", f"{model.name}, {count_parameters(model):,} parameters"),
+        ("stages", f"blocks {', '.join(map(str, count_blocks(slices)))}"),
+        ("microbatches", f"{layout.num_microbatches(batch)} of {layout.micro_batch} on each of {layout.dp} dp ranks"),
+        ("tokens a step", f"{batch.num_tokens:,}"),
+        ("data", "not checked here: dtlayout prepare reads them"),
+    ]
+
+
+def _find_notes(config: Config, layout: Layout) -> list[str]:
+    """What is legal, but hardly meant."""
+    notes = []
+    gpus = config.cluster.gpus_per_node
+    if layout.tp > 1 and crosses_node("tp", layout, gpus):
+        notes.append(f"tp={layout.tp} crosses nodes of {gpus} GPUs, and tp talks most; keep tp <= {gpus}")
+    if layout.zero > 1 and layout.dp_shard == 1:
+        notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
+    return notes

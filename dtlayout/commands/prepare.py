@@ -1,0 +1,29 @@
+"""dtlayout prepare: tokenize a config's data once, so that no training waits for it."""
+
+import argparse
+import json
+
+from dtlayout.commands.arguments import add_config
+from dtlayout.config import load_config
+
+EXAMPLE = "dtlayout prepare configs/debug.toml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The config."""
+    add_config(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tokenize, and say where the tokens lie."""
+    from dtlayout.data.open import open_samples  # only now: it imports numpy and tokenizers
+
+    config = load_config(options.config, options.overrides)
+    samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
+    tokens, num_samples = samples.tokens, samples.num_samples
+    folder = tokens.folder
+    if options.json:
+        print(json.dumps({"folder": str(folder), "num_tokens": tokens.num_tokens, "num_samples": num_samples}))
+    else:
+        print(f"{tokens.num_tokens:,} tokens, {num_samples:,} samples of {config.batch.seq_len} in {folder}")
+    return 0

@@ -1,0 +1,74 @@
+"""Seconds of a collective or a message by size, group and link; docs/time-model.md derives them.
+
+An all-gather or a reduce-scatter of b bytes over n ranks moves (n - 1)/n · b through each rank's link in n - 1 hops, an
+all-reduce is one of each (rings; arXiv:2104.04473, sec. 3). Groups are placed as `mesh.axes` orders them: tp innermost,
+pp outermost.
+"""
+
+from dataclasses import dataclass
+
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries a collective of one axis."""
+
+    bytes_per_s: float
+    """Through each rank, one direction."""
+    latency_s: float
+    """Of each hop."""
+    crosses_nodes: bool
+    """Whether any hop leaves a node."""
+
+
+def half_all_reduce_s(size_bytes: float, num_ranks: int, link: Link) -> float:
+    """An all-gather or a reduce-scatter of `size_bytes` over a ring."""
+    if num_ranks == 1:
+        return 0.0
+    return (num_ranks - 1) / num_ranks * size_bytes / link.bytes_per_s + (num_ranks - 1) * link.latency_s
+
+
+def tp_link(scenario: Scenario, layout: Layout) -> Link:
+    """The node's links, or the network of all GPUs of a node together where tp does not fit into one."""
+    gpu, constants, per_node = scenario.cluster.gpu, scenario.engine.constants, scenario.cluster.gpus_per_node
+    inside = gpu.link_bytes_per_s * constants.link_efficiency
+    if per_node % layout.tp == 0:
+        return Link(inside, constants.link_latency_s, crosses_nodes=False)
+    outside = min(layout.tp, per_node) * gpu.network_bytes_per_s * constants.tp_network_efficiency
+    return Link(min(inside, outside), max(constants.link_latency_s, gpu.network_latency_s), crosses_nodes=True)
+
+
+def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -> Link:
+    """For a group of `num_ranks` ranks, `stride` apart: inside a node, or a ring through several.
+
+    In a node k ranks of the group lie together, and drive k^sharing of its network cards at once. Congestion grows with
+    the nodes of the whole job, because all groups reduce at the same time.
+    """
+    gpu, constants, per_node = scenario.cluster.gpu, scenario.engine.constants, scenario.cluster.gpus_per_node
+    inside = gpu.link_bytes_per_s * constants.link_efficiency
+    if stride * num_ranks <= per_node:
+        return Link(inside, constants.link_latency_s, crosses_nodes=False)
+    together = max(1, min(num_ranks, per_node // stride))
+    nodes = layout.world_size / per_node
+    share = (
+        constants.network_efficiency * together**constants.network_sharing / (1 + nodes / constants.network_half_nodes)
+    )
+    return Link(min(inside, gpu.network_bytes_per_s * share), gpu.network_latency_s, crosses_nodes=True)
+
+
+def message_link(scenario: Scenario, layout: Layout) -> Link:
+    """Between neighbouring stages: the network, unless the whole job is in one node."""
+    gpu, constants = scenario.cluster.gpu, scenario.engine.constants
+    if layout.world_size <= scenario.cluster.gpus_per_node:
+        return Link(gpu.link_bytes_per_s * constants.link_efficiency, constants.link_latency_s, crosses_nodes=False)
+    return Link(gpu.network_bytes_per_s * constants.message_efficiency, gpu.network_latency_s, crosses_nodes=True)
+
+
+def message_s(scenario: Scenario, layout: Layout, size_bytes: float) -> float:
+    """One microbatch's hidden states from a stage to the next, or their gradient back; 0 without a pipeline."""
+    if layout.pp == 1:
+        return 0.0
+    link = message_link(scenario, layout)
+    return size_bytes / link.bytes_per_s + link.latency_s

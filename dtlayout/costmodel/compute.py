@@ -1,0 +1,140 @@
+"""Seconds of a block and of the loss for one microbatch on one rank, and what tp sends in them.
+
+T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp. docs/time-model.md derives every formula; forward
+is one third of elementwise traffic, backward two.
+"""
+
+from dataclasses import dataclass
+
+from dtlayout.costmodel.comm import half_all_reduce_s, message_link, tp_link
+from dtlayout.costmodel.memory import activation_size, tokens_of
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+
+_WIDTH_TRAFFIC_BYTES = 60.0
+"""Moved for each token and unit of width by fused norms, residual adds and their backward: 30 reads and writes of bf16."""
+_ROPE_TRAFFIC_BYTES = 20.0
+"""The same by the rotary embedding, over t."""
+_FFN_TRAFFIC_BYTES = 12.0
+"""The same for each unit of the FFN by the activation function, over t."""
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one microbatch, computing and sending apart."""
+
+    forward_s: float
+    """Matmuls, attention and elementwise kernels of forward."""
+    backward_s: float
+    """The same of backward, without recomputation."""
+    forward_tp_s: float
+    """tp's collectives that forward waits for."""
+    backward_tp_s: float
+    """tp's collectives that backward waits for."""
+    host_s: float = 0.0
+    """Least time that the host needs for forward and backward together."""
+
+
+def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
+    """m×k times k×n: 2·m·n·k FLOPs at the peak's reachable share, each size lengthened by what fills the machine."""
+    gpu, constants = scenario.cluster.gpu, scenario.engine.constants
+    fill = constants.matmul_fill
+    flops = 2.0 * (m + fill) * (n + fill) * (k + fill)
+    moved = 2.0 * (m * n + n * k + m * k) / (gpu.memory_bytes_per_s * constants.memory_efficiency)
+    return max(flops / (gpu.peak_flops_per_s * constants.matmul_efficiency), moved)
+
+
+def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
+    """A block without recomputation."""
+    model, constants, t = scenario.model, scenario.engine.constants, layout.tp
+    tokens, h, f = tokens_of(scenario, layout), model.hidden_size, model.ffn_size
+    kv = model.num_kv_heads * model.head_dim
+    ffn = (2 if model.gated_ffn else 1) * matmul_s(scenario, tokens, f / t, h) + matmul_s(scenario, tokens, h, f / t)
+    matmuls = matmul_s(scenario, tokens, (h + 2 * kv) / t, h) + matmul_s(scenario, tokens, h, h / t) + ffn
+    attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
+    shared = t if layout.shards_sequence else 1
+    norm_traffic = constants.norm_traffic_bytes if kernels.norm == "eager" else 0.0
+    traffic = (_WIDTH_TRAFFIC_BYTES + norm_traffic) * h / shared + (
+        _ROPE_TRAFFIC_BYTES * h + _FFN_TRAFFIC_BYTES * f
+    ) / t
+    elementwise_s = traffic * tokens / _memory_bytes_per_s(scenario)
+    forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
+    return BlockTime(
+        forward_s=matmuls + attention_forward_s + elementwise_s / 3,
+        backward_s=2 * matmuls + attention_backward_s + 2 * elementwise_s / 3,
+        forward_tp_s=forward_tp_s,
+        backward_tp_s=backward_tp_s,
+        host_s=host_s(scenario, layout),
+    )
+
+
+def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
+    """Scores, softmax and weighted values, forward and backward.
+
+    Flash kernels skip the half that the causal mask hides and compute the scores again in backward, 2.5 times the FLOPs
+    of forward (arXiv:2307.08691, sec. 4.1). Separate operations compute all of it and move every score through memory.
+    """
+    model, constants, t = scenario.model, scenario.engine.constants, layout.tp
+    peak, seq_len = scenario.cluster.gpu.peak_flops_per_s, scenario.batch.seq_len
+    tokens = tokens_of(scenario, layout)
+    flops = 4.0 * tokens * seq_len * model.hidden_size / t
+    flash = {"sdpa-flash": constants.flash2_efficiency, "flash1": constants.flash1_efficiency}
+    if kernels.attention in flash:
+        forward = flops / 2 / (peak * flash[kernels.attention])
+        return forward, 2.5 * forward
+    is_fused = kernels.attention == "megatron-softmax"
+    traffic = constants.fused_softmax_traffic_bytes if is_fused else constants.softmax_traffic_bytes
+    fill = constants.matmul_fill
+    lengthened = (1 + fill / model.head_dim) * (1 + fill / seq_len) ** 2
+    matmuls = flops * lengthened / (peak * constants.matmul_efficiency)
+    moved = traffic * tokens * seq_len * model.num_heads / t / _memory_bytes_per_s(scenario)
+    return matmuls + moved, 2 * matmuls + 1.5 * moved
+
+
+def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
+    """tp's collectives in a block, forward and backward, as far as nothing hides them (arXiv:2205.05198, sec. 4.2.2).
+
+    Forward closes attention and FFN with an all-reduce each, or under sequence parallelism with an all-gather before
+    and a reduce-scatter after; backward does the same for the inputs' gradients, and gathers inputs again.
+    """
+    if layout.tp == 1:
+        return 0.0, 0.0
+    habits, exposed = scenario.engine.habits, scenario.engine.constants.tp_exposed
+    size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
+    half = half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
+    if not layout.shards_sequence:
+        return 4 * half * exposed, 2 * habits.input_reductions * half * exposed
+    regathered = 2 if habits.regathers_inputs else 0
+    return 4 * half * exposed, (2 + habits.input_reductions + regathered) * half * exposed
+
+
+def head_time(scenario: Scenario, layout: Layout) -> BlockTime:
+    """Head and loss: a matmul with the vocabulary, and the loss's passes over the logits."""
+    model, constants, t = scenario.model, scenario.engine.constants, layout.tp
+    tokens, size = tokens_of(scenario, layout), activation_size(scenario)
+    matmul = matmul_s(scenario, tokens, model.vocab_size / t, model.hidden_size)
+    is_replicated = scenario.engine.habits.loss == "replicated"
+    logits = tokens * model.vocab_size / (1 if is_replicated else t)
+    loss_s = constants.logit_traffic_bytes * logits / _memory_bytes_per_s(scenario)
+    link = tp_link(scenario, layout)
+    gather = half_all_reduce_s(tokens * model.vocab_size * size, t, link) if is_replicated else 0.0
+    return BlockTime(
+        forward_s=matmul + loss_s / 2,
+        backward_s=2 * matmul + loss_s / 2,
+        forward_tp_s=gather,
+        backward_tp_s=2 * half_all_reduce_s(tokens * model.hidden_size * size, t, link),
+    )
+
+
+def host_s(scenario: Scenario, layout: Layout) -> float:
+    """Least time of a layer, forward and backward: the host starts its kernels, and tp's collectives one by one."""
+    constants = scenario.engine.constants
+    if layout.tp == 1:
+        return constants.layer_host_s
+    waits = layout.pp > 1 and message_link(scenario, layout).crosses_nodes
+    return constants.layer_host_tp_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)
+
+
+def _memory_bytes_per_s(scenario: Scenario) -> float:
+    return scenario.cluster.gpu.memory_bytes_per_s * scenario.engine.constants.memory_efficiency

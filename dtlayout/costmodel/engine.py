@@ -1,0 +1,222 @@
+"""Engine: a training program with its habits, and the physical constants that were measured on it.
+
+Habits say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants say
+how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit` to
+runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
+values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, get_args, get_type_hints
+
+from dtlayout import toml
+from dtlayout.errors import InvalidConfig
+
+
+def _constant(default: float, low: float, high: float, unit: str) -> float:
+    """A constant: its value where nothing was measured, and the bounds that a measured one keeps."""
+    value: float = field(default=default, metadata={"bounds": (low, high), "unit": unit})
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a training program does in a step, whatever the hardware."""
+
+    sharding: Literal["distributed-optimizer", "fsdp2"] = "distributed-optimizer"
+    """Megatron's: whole weights and gradients, a sharded optimizer; or FSDP2's: sharded masters, gathered copies."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient while microbatches are accumulated (fsdp2: as precision.reduce says)."""
+    reduce_bytes: int = 4
+    """Bytes of a gradient on the data-parallel links."""
+    reduction: Literal["all-reduce", "reduce-scatter"] = "reduce-scatter"
+    """How gradients are summed over the data-parallel ranks."""
+    bucket_bytes: int = 0
+    """Bytes a parameter of the buffers through which gradients are reduced."""
+    loss: Literal["vocab-parallel", "replicated"] = "vocab-parallel"
+    """Whether each tp rank computes its share of the logits' loss, or gathers them and computes all of it."""
+    stage_split: Literal["cost", "parameters", "threshold"] = "cost"
+    """Blocks by FLOPs, by parameters, or a stage ending with the block that reaches its share of them."""
+    input_reductions: int = 2
+    """Input gradients that are summed over tp in a block's backward: one for attention and one for the FFN at least."""
+    regathers_inputs: bool = True
+    """Whether sequence parallelism keeps norm outputs sharded and gathers them again in backward."""
+    selective: Literal["matmuls-kept", "core-attention"] = "core-attention"
+    """What recompute = selective does: recompute all but matmuls and attention, or attention's scores alone."""
+    scatters_messages: bool = False
+    """Whether each tp rank sends only its share of the hidden states to the next stage."""
+    blocking_messages: bool = False
+    """Whether a stage waits until its message has gone."""
+    overlaps_reduction: bool = True
+    """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
+    rope_saved_bytes: int = 0
+    """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """How fast and how large; a share is of the data sheet's number."""
+
+    matmul_efficiency: float = _constant(0.8, 0.4, 0.95, "share")
+    """What a large matmul reaches of the peak."""
+    matmul_fill: float = _constant(200.0, 0.0, 400.0, "elements")
+    """A matmul takes as long as if each of its sizes were this much larger: tiles and pipelines that run empty."""
+    flash2_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
+    """What FlashAttention-2 reaches of the peak, the half that the mask hides not counted."""
+    flash1_efficiency: float = _constant(0.28, 0.1, 0.7, "share")
+    """The same for the first FlashAttention."""
+    memory_efficiency: float = _constant(0.85, 0.5, 1.0, "share")
+    """What elementwise kernels reach of the memory's bandwidth."""
+    softmax_traffic_bytes: float = _constant(18.0, 4.0, 60.0, "byte/score")
+    """Moved for each attention score by mask, scale and softmax as separate operations, in forward."""
+    fused_softmax_traffic_bytes: float = _constant(2.0, 0.0, 20.0, "byte/score")
+    """The same where one kernel does them."""
+    norm_traffic_bytes: float = _constant(300.0, 40.0, 400.0, "byte/width")
+    """Moved by both norms of a block as separate operations, forward and backward, for each token and unit of width."""
+    logit_traffic_bytes: float = _constant(54.0, 10.0, 100.0, "byte/logit")
+    """Moved by the loss for each logit, forward and backward."""
+    layer_host_s: float = _constant(0.0, 0.0, 8e-3, "s")
+    """Host's time for one layer of one microbatch, forward and backward; the GPU waits where it is faster."""
+    layer_host_tp_s: float = _constant(0.0, 0.0, 8e-3, "s")
+    """The same at tp > 1, whose collectives the host starts too."""
+    layer_host_message_s: float = _constant(0.0, 0.0, 4e-3, "s")
+    """Added to it for each tp rank where pipeline messages cross nodes."""
+    step_host_s: float = _constant(0.0, 0.0, 0.5, "s")
+    """Fixed time of a step: data, metrics, norm of the gradients."""
+    link_efficiency: float = _constant(0.7, 0.2, 1.0, "share")
+    """What collectives inside a node reach of the links' bandwidth."""
+    link_latency_s: float = _constant(5e-6, 0.0, 5e-5, "s")
+    """Each hop of a collective inside a node."""
+    tp_exposed: float = _constant(1.0, 0.2, 1.0, "share")
+    """Part of tp's communication that no computation hides."""
+    network_efficiency: float = _constant(0.7, 0.05, 1.0, "share")
+    """What one ring reaches of a GPU's share of the network, on few nodes."""
+    network_sharing: float = _constant(0.5, 0.0, 1.0, "exponent")
+    """k ranks of a ring in one node together reach k to this power times as much."""
+    network_half_nodes: float = _constant(1e6, 2.0, 1e6, "nodes")
+    """Nodes at which congestion halves it."""
+    tp_network_efficiency: float = _constant(0.36, 0.02, 1.0, "share")
+    """What tp's collectives across nodes reach of a whole node's network."""
+    message_efficiency: float = _constant(0.5, 0.05, 1.0, "share")
+    """What a pipeline's message reaches of a GPU's share of the network."""
+    overlap: float = _constant(0.8, 0.0, 1.0, "share")
+    """Part of the computation behind which data-parallel communication can hide."""
+    score_saved_bytes: float = _constant(6.6, 2.0, 12.0, "byte/score")
+    """Kept for backward of each attention score by separate operations."""
+    fused_score_saved_bytes: float = _constant(5.8, 2.0, 8.0, "byte/score")
+    """The same where one kernel does mask, scale and softmax."""
+    flash1_saved_bytes: float = _constant(4.0, 0.0, 8.0, "byte/width")
+    """Kept by the first FlashAttention beside q, k and v: their packed copy."""
+    norm_saved_bytes: float = _constant(16.0, 8.0, 30.0, "byte/width")
+    """Kept by both norms of a block as separate operations: copies in fp32."""
+    logit_bytes: float = _constant(12.0, 4.0, 30.0, "byte/logit")
+    """Needed for each logit at the loss's peak."""
+    gathered_logit_bytes: float = _constant(6.0, 0.0, 16.0, "byte/logit")
+    """Added to it where logits are gathered over tp."""
+    overhead_bytes: float = _constant(0.5e9, 0.0, 6e9, "byte")
+    """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
+    context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")
+    """On the GPU, but not in the allocator's peak: CUDA context, NCCL."""
+    run_ahead_bytes: float = _constant(0.0, 0.0, 300.0, "byte/width")
+    """Full-width buffers, for each token of a microbatch, of tp collectives that the host started early."""
+    message_saved_bytes: float = _constant(0.0, 0.0, 40.0, "byte/width")
+    """Full-width buffers at tp > 1, for each token of each microbatch in flight in a pipeline."""
+    run_ahead_microbatches: float = _constant(0.0, 0.0, 1.5, "microbatches")
+    """More microbatches in flight than the schedule has, in pipelines at tp > 1, where the host is ahead."""
+    run_ahead_host_s: float = _constant(2e-3, 1e-4, 8e-3, "s")
+    """Host's time for a layer from which on it is not ahead."""
+    thrash_share: float = _constant(1.0, 0.8, 1.0, "share")
+    """Share of the memory above which the allocator frees and asks anew."""
+    thrash_s: float = _constant(0.0, 0.0, 4.0, "s")
+    """What that costs a microbatch."""
+
+    def __post_init__(self) -> None:
+        if problems := [line for f in fields(self) for line in _outside(f.name, getattr(self, f.name))]:
+            raise InvalidConfig(problems)
+
+
+BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(Constants)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A training program on one GPU type."""
+
+    name: str
+    """The name that tables and commands use."""
+    gpu: str
+    """The GPU type that the constants are for."""
+    habits: Habits
+    """What it does."""
+    constants: Constants
+    """How fast and how large."""
+    fitted: tuple[str, ...]
+    """The constants that were fitted to runs on this GPU type; empty means uncalibrated."""
+    source: str
+    """The runs that they were fitted to."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether runs of this engine on this GPU type stand behind the constants."""
+        return bool(self.fitted)
+
+    def with_constants(self, **values: float) -> "Engine":
+        """The same engine with other constants; InvalidConfig if one is outside its bounds."""
+        return replace(self, constants=replace(self.constants, **values))
+
+
+def known_engines() -> list[str]:
+    """Names of all engines."""
+    return list(_read_engines())
+
+
+def find_engine(name: str, gpu: str) -> Engine:
+    """The engine called `name` on a GPU type; InvalidConfig names them all if there is none."""
+    if name not in _read_engines():
+        raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(_read_engines())}")
+    table = _read_engines()[name]
+    measured = table.get("fitted", {}).get(gpu, {})
+    values = {key: value for key, value in measured.items() if key != "source"}
+    return Engine(
+        name=name,
+        gpu=gpu,
+        habits=Habits(**table.get("habits", {})),
+        constants=Constants(**{**table.get("constants", {}), **values}),
+        fitted=tuple(values),
+        source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
+    )
+
+
+@cache
+def _read_engines() -> dict[str, dict[str, Any]]:
+    folder = files("dtlayout") / "constants" / "engines"
+    entries = sorted((e for e in folder.iterdir() if e.name.endswith(".toml")), key=lambda e: e.name)
+    tables = [toml.loads(entry.read_text(encoding="utf-8")) for entry in entries]
+    for table, entry in zip(tables, entries, strict=True):
+        if problems := _problems(table):
+            raise InvalidConfig([f"{entry.name}: {problem}" for problem in problems])
+    return {table["engine"]: table for table in tables}
+
+
+def _problems(table: dict[str, Any]) -> list[str]:
+    """Unknown habits and constants, and values that they cannot have."""
+    hints = get_type_hints(Habits)
+    problems = [f"habits.{key} is unknown" for key in table.get("habits", {}) if key not in hints]
+    for key, value in table.get("habits", {}).items():
+        allowed = get_args(hints.get(key))
+        if allowed and value not in allowed:
+            problems.append(f"habits.{key}={value!r} is unknown; use one of {list(allowed)}")
+    for values in (table.get("constants", {}), *table.get("fitted", {}).values()):
+        for key, value in values.items():
+            if key not in BOUNDS and key != "source":
+                problems.append(f"{key} is no constant")
+            elif key != "source":
+                problems += _outside(key, value)
+    return problems
+
+
+def _outside(name: str, value: float) -> list[str]:
+    low, high = BOUNDS[name]
+    return [] if low <= value <= high else [f"{name}={value} lies outside [{low}, {high}]"]

@@ -1,0 +1,333 @@
+"""Estimate: does a layout fit, how long is a step, and where does the time go.
+
+`Estimator` holds a scenario and remembers what layouts share: a block's time depends on tp, micro-batch and kernels,
+stages on their number. The step is that of the pipeline rank that ends last: its own work, the pipeline's bubble, then
+the reduction of gradients and the optimizer as far as nothing hides them.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, TypeVar
+
+from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_s
+from dtlayout.costmodel.compute import BlockTime, block_time, head_time
+from dtlayout.costmodel.memory import (
+    MemoryEstimate,
+    activation_size,
+    count_stage_parameters,
+    estimate_memory,
+    tokens_of,
+)
+from dtlayout.costmodel.scenario import Scenario, cut
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.models.counting import count_model_flops_per_token
+from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.timing import PipelineTime, StageTimes, time_pipeline
+from dtlayout.precision import BYTES
+from dtlayout.recompute import Recompute
+
+T = TypeVar("T")
+
+_OPTIMIZER_TRAFFIC_BYTES = 28
+"""Read and written for each parameter of a shard: gradient, master and moments in fp32, the last three back."""
+_GRADIENT_TRAFFIC_BYTES = 12
+"""The same for each parameter of the stage: gradients cast and their norm, weights cast back."""
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of a step on the rank that ends last, by what it is spent on; they add up to the step."""
+
+    compute: float
+    """Forward and backward, each FLOP once."""
+    recompute: float
+    """Forward again in backward."""
+    tp: float
+    """Waiting for tensor and sequence parallelism."""
+    pp: float
+    """Sending and receiving between stages."""
+    bubble: float
+    """Waiting for other stages."""
+    dp: float
+    """Reducing gradients and gathering parameters."""
+    optimizer: float
+    """Updating parameters."""
+    host: float
+    """Waiting for the host to start kernels, and fixed time of a step."""
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum(astuple(self))
+
+    def as_dict(self) -> dict[str, float]:
+        """What it is spent on → seconds."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout needs and what it reaches."""
+
+    layout: Layout
+    """The layout."""
+    kernels: Kernels
+    """The kernels."""
+    stage_layers: tuple[int, ...]
+    """Blocks of each stage, as the engine cuts them."""
+    memory: tuple[MemoryEstimate, ...]
+    """Of each pipeline rank."""
+    capacity_bytes: float
+    """What the allocator of a GPU may hold."""
+    time: TimeEstimate
+    """Of a step."""
+    mfu: float
+    """By the study's convention, arXiv:2311.05610."""
+
+    @property
+    def busiest_rank(self) -> int:
+        """The pipeline rank with the highest peak."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The highest peak of any rank."""
+        return self.memory[self.busiest_rank].total
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within the capacity."""
+        return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.total
+
+
+def estimate(scenario: Scenario, layout: Layout, kernels: Kernels) -> Estimate:
+    """The estimate of one layout; many of one scenario cost less through one `Estimator`."""
+    return Estimator(scenario).estimate(layout, kernels)
+
+
+class Estimator:
+    """Estimates of many layouts of one scenario."""
+
+    def __init__(self, scenario: Scenario):
+        """`scenario` stays; what its layouts share is computed once."""
+        self.scenario = scenario
+        constants, gpu = scenario.engine.constants, scenario.cluster.gpu
+        self.capacity_bytes = gpu.memory_bytes - constants.context_bytes
+        self._known: dict[Hashable, Any] = {}
+
+    def estimate(self, layout: Layout, kernels: Kernels) -> Estimate:
+        """Memory and time of a layout, legal for our trainer or not."""
+        memory = self.memory(layout, kernels)
+        time = self.time(layout, kernels, memory)
+        return Estimate(
+            layout=layout,
+            kernels=kernels,
+            stage_layers=tuple(len(stage.layers) for stage in self.stages(layout)),
+            memory=memory,
+            capacity_bytes=self.capacity_bytes,
+            time=time,
+            mfu=self.mfu(time.total, layout.world_size),
+        )
+
+    def mfu(self, step_time_s: float, num_gpus: int) -> float:
+        """Model FLOPs of a step over what the GPUs could do at their peak meanwhile."""
+        model, batch = self.scenario.model, self.scenario.batch
+        flops = count_model_flops_per_token(model, batch.seq_len) * batch.num_tokens
+        return flops / (step_time_s * num_gpus * self.scenario.cluster.gpu.peak_flops_per_s)
+
+    def stages(self, layout: Layout) -> list[StageSlice]:
+        """How the engine cuts the model for a layout."""
+        key = ("stages", layout.num_stages, layout.stage_layers)
+        return self._remember(key, lambda: cut(self.scenario, layout))
+
+    def memory(self, layout: Layout, kernels: Kernels) -> tuple[MemoryEstimate, ...]:
+        """Peak of each pipeline rank."""
+        return estimate_memory(self.scenario, layout, kernels, self.stages(layout))
+
+    def time(self, layout: Layout, kernels: Kernels, memory: Sequence[MemoryEstimate]) -> TimeEstimate:
+        """The step of the rank that ends last."""
+        work = [self.stage_work(stage, layout, kernels) for stage in self.stages(layout)]
+        m = max(1, layout.num_microbatches(self.scenario.batch))
+        pipeline = self._play(layout, m, work)
+        fixed_s = self.scenario.engine.constants.step_host_s + self._thrashing_s(memory) * m
+        ranks = [
+            _split_time(rank, work[rank :: layout.pp], m, pipeline, *self.update_s(rank, layout, m, work), fixed_s)
+            for rank in range(layout.pp)
+        ]
+        return max(ranks, key=lambda time: time.total)
+
+    def lower_bound_s(self, layout: Layout, kernels: Kernels) -> float:
+        """No step of this layout is shorter: the busiest rank's own work, without bubble, reduction and update."""
+        work = [self.stage_work(stage, layout, kernels) for stage in self.stages(layout)]
+        m = max(1, layout.num_microbatches(self.scenario.batch))
+        return m * max(sum(w.forward_s + w.backward_s for w in work[r :: layout.pp]) for r in range(layout.pp))
+
+    def stage_work(self, stage: StageSlice, layout: Layout, kernels: Kernels) -> "StageWork":
+        """One microbatch on one stage."""
+        key = (
+            "work", stage.layers, stage.embedding, stage.head, layout.pp, layout.dp, layout.cp, layout.tp,
+            layout.shards_sequence, layout.micro_batch, layout.recompute, kernels,
+        )  # fmt: skip
+        return self._remember(key, lambda: self._stage_work(stage, layout, kernels))
+
+    def update_s(self, rank: int, layout: Layout, m: int, work: Sequence["StageWork"]) -> tuple[float, float]:
+        """Exposed data-parallel communication and the optimizer of a pipeline rank, seconds."""
+        chunks = self.stages(layout)[rank :: layout.pp]
+        n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
+        own = work[rank :: layout.pp]
+        forward_s, backward_s = sum(w.forward_s for w in own), sum(w.backward_s for w in own)
+        gpu, constants = self.scenario.cluster.gpu, self.scenario.engine.constants
+        traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / layout.dp_shard)
+        optimizer_s = traffic / (gpu.memory_bytes_per_s * constants.memory_efficiency)
+        return self._data_parallel_s(layout, n, m, forward_s, backward_s), optimizer_s
+
+    def _data_parallel_s(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> float:
+        """What computation does not hide of a step's reductions and gathers.
+
+        Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
+        under ZeRO-3, the backward) that uses them.
+        """
+        if layout.dp == 1:
+            return 0.0
+        habits, share = self.scenario.engine.habits, self.scenario.engine.constants.overlap
+        hidden = share if habits.overlaps_reduction else 0.0
+        stride = layout.cp * layout.tp
+        reduce_bytes, gather_bytes = habits.reduce_bytes * n, activation_size(self.scenario) * n
+        if habits.sharding == "fsdp2":
+            reduce_bytes = BYTES[self.scenario.precision.reduce] * n
+        shards, copies = layout.dp_shard, layout.dp_replicate
+        shard_link = data_link(self.scenario, layout, stride, shards)
+        reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
+        gather_s = half_all_reduce_s(gather_bytes, shards, shard_link)
+        if habits.reduction == "all-reduce":
+            reduce_s = 2 * reduce_s
+        copy_link = data_link(self.scenario, layout, stride * shards, copies)
+        copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
+        reductions = m if layout.zero > 1 and (habits.sharding == "fsdp2" or layout.pp == 1) else 1
+        exposed = (reductions - 1) * max(0.0, reduce_s - hidden * backward_s)
+        exposed += max(0.0, reduce_s + copy_s - hidden * backward_s)
+        if layout.zero == 3:
+            exposed += m * (max(0.0, gather_s - hidden * forward_s) + max(0.0, gather_s - hidden * backward_s))
+        else:
+            exposed += max(0.0, gather_s - hidden * forward_s)
+        return exposed
+
+    def _stage_work(self, stage: StageSlice, layout: Layout, kernels: Kernels) -> "StageWork":
+        block = self._block(layout, kernels)
+        recompute = Recompute.parse(layout.recompute)
+        covered, num_layers = sum(recompute.covers(layer) for layer in stage.layers), len(stage.layers)
+        again_s = covered * block.forward_s * self._recomputed_share(recompute)
+        again_tp_s = covered * block.forward_tp_s * (0.0 if recompute.selective else 1.0)
+        forward_s, backward_s = num_layers * block.forward_s, num_layers * block.backward_s
+        forward_tp_s, backward_tp_s = num_layers * block.forward_tp_s, num_layers * block.backward_tp_s + again_tp_s
+        gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
+        host_s = max(0.0, num_layers * block.host_s - gpu_s)
+        if stage.head:
+            head = self._head(layout)
+            forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
+            forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
+        send_s = self._message_s(layout) if self.scenario.engine.habits.blocking_messages else 0.0
+        send_forward_s = 0.0 if stage.head else send_s
+        send_backward_s = 0.0 if stage.embedding else send_s
+        return StageWork(
+            compute_s=forward_s + backward_s,
+            recompute_s=again_s,
+            tp_s=forward_tp_s + backward_tp_s,
+            pp_s=send_forward_s + send_backward_s,
+            host_s=host_s,
+            forward_s=forward_s + forward_tp_s + host_s / 3 + send_forward_s,
+            backward_s=backward_s + backward_tp_s + again_s + 2 * host_s / 3 + send_backward_s,
+        )
+
+    def _recomputed_share(self, recompute: Recompute) -> float:
+        """Share of a block's forward that is computed again; selective ones keep what is dear."""
+        return 0.1 if recompute.selective else 1.0
+
+    def _play(self, layout: Layout, m: int, work: Sequence["StageWork"]) -> PipelineTime:
+        blocking = self.scenario.engine.habits.blocking_messages
+        delay = 0.0 if blocking else self._message_s(layout)
+        times = StageTimes(
+            forward_s=tuple(w.forward_s for w in work),
+            backward_s=tuple(w.backward_s for w in work),
+            message_s=(delay,) * (len(work) - 1),
+        )
+        key = ("play", layout.schedule, layout.pp, layout.virtual_stages, m, times)
+        return self._remember(key, lambda: time_pipeline(layout.schedule, layout.pp, layout.virtual_stages, m, times))
+
+    def _message_s(self, layout: Layout) -> float:
+        habits = self.scenario.engine.habits
+        split = layout.tp if layout.shards_sequence or habits.scatters_messages else 1
+        size = tokens_of(self.scenario, layout) * self.scenario.model.hidden_size * activation_size(self.scenario)
+        return message_s(self.scenario, layout, size / split)
+
+    def _thrashing_s(self, memory: Sequence[MemoryEstimate]) -> float:
+        constants = self.scenario.engine.constants
+        threshold = constants.thrash_share * self.scenario.cluster.gpu.memory_bytes
+        return constants.thrash_s if max(rank.total for rank in memory) > threshold else 0.0
+
+    def _block(self, layout: Layout, kernels: Kernels) -> BlockTime:
+        crosses = layout.pp > 1 and layout.world_size > self.scenario.cluster.gpus_per_node
+        key = ("block", layout.tp, layout.cp, layout.shards_sequence, layout.micro_batch, kernels, crosses)
+        return self._remember(key, lambda: block_time(self.scenario, layout, kernels))
+
+    def _head(self, layout: Layout) -> BlockTime:
+        key = ("head", layout.tp, layout.cp, layout.micro_batch)
+        return self._remember(key, lambda: head_time(self.scenario, layout))
+
+    def _remember(self, key: Hashable, compute: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = compute()
+        found: T = self._known[key]
+        return found
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Seconds of one microbatch on one stage, by what they are spent on and by direction."""
+
+    compute_s: float
+    """Forward and backward, each FLOP once."""
+    recompute_s: float
+    """Forward again."""
+    tp_s: float
+    """Waiting for tp."""
+    pp_s: float
+    """Waiting for a message to have gone, where that blocks."""
+    host_s: float
+    """Waiting for the host."""
+    forward_s: float
+    """All of forward."""
+    backward_s: float
+    """All of backward."""
+
+
+def _split_time(
+    rank: int,
+    work: Sequence[StageWork],
+    m: int,
+    pipeline: PipelineTime,
+    dp_s: float,
+    optimizer_s: float,
+    fixed_s: float,
+) -> TimeEstimate:
+    """A pipeline rank's step by what it is spent on; the bubble is what is left of the pipeline's time."""
+
+    def total(part: Callable[[StageWork], float]) -> float:
+        return m * sum(part(w) for w in work)
+
+    return TimeEstimate(
+        compute=total(lambda w: w.compute_s),
+        recompute=total(lambda w: w.recompute_s),
+        tp=total(lambda w: w.tp_s),
+        pp=total(lambda w: w.pp_s),
+        bubble=max(0.0, pipeline.finished_s[rank] - pipeline.busy_s[rank]),
+        dp=dp_s,
+        optimizer=optimizer_s,
+        host=total(lambda w: w.host_s) + fixed_s,
+    )

@@ -1,0 +1,247 @@
+"""Peak bytes of each pipeline rank, one function a component; docs/memory-model.md derives every formula.
+
+n parameters of a stage on one tp rank, S = dp_shard, t = tp, T tokens of a microbatch on one cp rank, h hidden, f FFN,
+V vocabulary, a heads, e bytes of an activation. The tp, dp and cp ranks of a pipeline rank hold the same. The peak is
+that of the fullest moment of the schedule; what an optimizer step or a reduction needs beside it is not added, because
+activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; activations arXiv:2205.05198, sec. 4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+from dtlayout.costmodel.engine import Constants, Habits
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.timing import in_flight_peaks
+from dtlayout.precision import BYTES
+from dtlayout.recompute import Recompute
+
+_MIXED_PRECISION_STATE_BYTES = 12
+"""fp32 master and both Adam moments of a bf16 weight."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank at its fullest moment, by component."""
+
+    parameters: float
+    """Weights: sharded masters with gathered copies (fsdp2), or whole bf16 weights."""
+    gradients: float
+    """As they are accumulated."""
+    optimizer: float
+    """Adam's moments, with fp32 masters where they belong to the optimizer."""
+    activations: float
+    """Kept for backward by all microbatches in flight, and the working set of a block that is recomputed."""
+    logits: float
+    """Logits, loss and their gradient on the last stage."""
+    buffers: float
+    """Communication: reduction buckets, units that are gathered for use, collectives in flight."""
+    overhead: float
+    """What the allocator holds whatever the layout."""
+
+    @property
+    def total(self) -> float:
+        """All components: the allocator's peak."""
+        return sum(astuple(self))
+
+    def as_dict(self) -> dict[str, float]:
+        """Component → bytes."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def estimate_memory(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
+) -> tuple[MemoryEstimate, ...]:
+    """Peak of each pipeline rank; `stages` as `scenario.cut` gives them."""
+    m = max(1, layout.num_microbatches(scenario.batch))
+    peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
+    return tuple(
+        _estimate_rank(scenario, layout, kernels, stages[r :: layout.pp], peaks[r], m) for r in range(layout.pp)
+    )
+
+
+def _estimate_rank(
+    scenario: Scenario,
+    layout: Layout,
+    kernels: Kernels,
+    chunks: Sequence[StageSlice],
+    peaks: Sequence[Sequence[int]],
+    num_microbatches: int,
+) -> MemoryEstimate:
+    constants = scenario.engine.constants
+    n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
+    unit = largest_unit(scenario.model, chunks, layout.tp)
+    return MemoryEstimate(
+        parameters=parameter_bytes(scenario, layout, n),
+        gradients=gradient_bytes(scenario, layout, n, num_microbatches),
+        optimizer=optimizer_bytes(scenario, layout, n),
+        activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
+        logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
+        buffers=gathered_bytes(scenario, layout, n, unit) + run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
+        overhead=constants.overhead_bytes,
+    )
+
+
+def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int) -> float:
+    """Parameters that one tp rank holds of a stage: matrices are split, norms are not; a tied head counts once."""
+    h, ends = model.hidden_size, count_embedding_parameters(model)
+    matrices = len(stage.layers) * (count_block_parameters(model) - 2 * h)
+    num_ends = 1 if model.tied_embeddings and stage.embedding and stage.head else stage.embedding + stage.head
+    return (matrices + num_ends * ends) / tp + 2 * h * len(stage.layers) + h * stage.head
+
+
+def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int) -> float:
+    """Parameters of the largest FSDP unit: a block, or the embedding or head where there is one."""
+    ends = any(chunk.embedding or chunk.head for chunk in chunks)
+    return max(count_block_parameters(model), count_embedding_parameters(model) if ends else 0) / tp
+
+
+def parameter_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
+    """fsdp2: masters over S, and a copy to compute with, whole except under ZeRO-3; else 2·n, over S under ZeRO-3."""
+    shards = layout.dp_shard
+    if scenario.engine.habits.sharding == "distributed-optimizer":
+        return 2 * n / (shards if layout.zero == 3 else 1)
+    compute = BYTES[scenario.precision.compute]
+    return n * BYTES[scenario.precision.params] / shards + (n * compute if layout.zero < 3 else 0.0)
+
+
+def gradient_bytes(scenario: Scenario, layout: Layout, n: float, num_microbatches: int) -> float:
+    """Whole while they accumulate; over S where each microbatch's are reduced at once (ZeRO-2 and -3)."""
+    shards, habits = layout.dp_shard, scenario.engine.habits
+    if habits.sharding == "distributed-optimizer":
+        return habits.gradient_bytes * n / (shards if layout.zero > 1 and layout.pp == 1 else 1)
+    if layout.zero > 1 or num_microbatches == 1:
+        return BYTES[scenario.precision.params] * n / shards
+    return BYTES[scenario.precision.reduce] * n
+
+
+def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
+    """Two moments (fsdp2), or the master with them, over S."""
+    if scenario.engine.habits.sharding == "distributed-optimizer":
+        return _MIXED_PRECISION_STATE_BYTES * n / layout.dp_shard
+    return 2 * BYTES[scenario.precision.params] * n / layout.dp_shard
+
+
+def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> float:
+    """Reduction buckets, and the units that FSDP2 or ZeRO-3 has gathered or is reducing: one in use, one on its way."""
+    habits = scenario.engine.habits
+    if habits.sharding == "distributed-optimizer":
+        bucket = habits.bucket_bytes * n if layout.dp > 1 else 0.0
+        return bucket + (2 * 2 * unit if layout.zero == 3 else 0.0)
+    compute, reduce = BYTES[scenario.precision.compute], BYTES[scenario.precision.reduce]
+    gathered = 2 * compute * unit if layout.zero == 3 else 0.0
+    reducing = (compute + reduce * (1 + 1 / layout.dp_shard)) * unit if layout.zero > 1 else 0.0
+    return gathered + reducing
+
+
+def activation_bytes(
+    scenario: Scenario,
+    layout: Layout,
+    kernels: Kernels,
+    chunks: Sequence[StageSlice],
+    peaks: Sequence[Sequence[int]],
+) -> float:
+    """Of all microbatches in flight at the fullest moment: Σ microbatches · layers · bytes a layer."""
+    tokens, recompute = tokens_of(scenario, layout), Recompute.parse(layout.recompute)
+    whole, kept = block_bytes_per_token(scenario, layout, kernels)
+    covered = [sum(recompute.covers(layer) for layer in chunk.layers) for chunk in chunks]
+    by_chunk = [c * kept + (len(chunk.layers) - c) * whole for c, chunk in zip(covered, chunks, strict=True)]
+    in_flight = max(sum(n * size for n, size in zip(peak, by_chunk, strict=True)) for peak in peaks)
+    working_set = whole - kept if any(covered) else 0.0
+    return tokens * (in_flight + working_set)
+
+
+def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
+    """What a block keeps for backward of each token: all of it, and what is left where it is recomputed.
+
+    Inputs of both norms and their outputs 2eh + 2eh; q, k, v and attention's output e(2h + 2·h·k/a), over t; with a
+    gate four of e·f over t: gate, up, silu(gate) and the product, without one two. Sequence parallelism splits what
+    norms read, and what they write where inputs are gathered again.
+    """
+    model, habits, constants = scenario.model, scenario.engine.habits, scenario.engine.constants
+    e, h, f, t = activation_size(scenario), model.hidden_size, model.ffn_size, layout.tp
+    kv = model.num_kv_heads * model.head_dim
+    shared = t if layout.shards_sequence else 1
+    norm_outputs = 2 * e * h / (t if layout.shards_sequence and habits.regathers_inputs else 1)
+    norms = 2 * e * h / shared + norm_outputs
+    norm_copies = eager_norm_bytes(constants, habits, e, h) / shared if kernels.norm == "eager" else 0.0
+    projections = e * (2 * h + 2 * kv) / t + habits.rope_saved_bytes * h / t
+    scores = score_bytes(scenario, layout, kernels)
+    ffn = e * f * (4 if model.gated_ffn else 2) / t
+    whole = norms + norm_copies + projections + scores + ffn
+    recompute = Recompute.parse(layout.recompute)
+    if not recompute.selective:
+        return whole, e * h / shared
+    if habits.selective == "core-attention":
+        return whole, whole - scores
+    # Block input, outputs of o and down, q, k, v, attention's output, gate and up.
+    return whole, 3 * e * h / shared + e * (2 * h + 2 * kv) / t + e * f * (2 if model.gated_ffn else 1) / t
+
+
+def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
+    """What attention keeps of each token beside q, k, v and its output: per head a statistic, or a row of scores."""
+    model, constants, t = scenario.model, scenario.engine.constants, layout.tp
+    row = model.num_heads * scenario.batch.seq_len / t
+    match kernels.attention:
+        case "sdpa-flash":
+            return 4 * model.num_heads / t
+        case "flash1":
+            return (4 * model.num_heads + constants.flash1_saved_bytes * model.hidden_size) / t
+        case "megatron-softmax":
+            return constants.fused_score_saved_bytes * row
+        case "torch" | "sdpa-math":
+            return constants.score_saved_bytes * row
+
+
+def eager_norm_bytes(constants: Constants, habits: Habits, e: int, h: int) -> float:
+    """Copies in fp32 that both norms of a block keep as separate operations."""
+    return constants.norm_saved_bytes * h
+
+
+def logit_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Logits, their fp32 copy, softmax and gradient at once; over t where the loss is vocabulary-parallel."""
+    constants, t = scenario.engine.constants, layout.tp
+    logits = tokens_of(scenario, layout) * scenario.model.vocab_size
+    if scenario.engine.habits.loss == "vocab-parallel":
+        return constants.logit_bytes * logits / t
+    return (constants.logit_bytes + (constants.gathered_logit_bytes if t > 1 else 0.0)) * logits
+
+
+def run_ahead_bytes(
+    scenario: Scenario,
+    layout: Layout,
+    kernels: Kernels,
+    chunks: Sequence[StageSlice],
+    peaks: Sequence[Sequence[int]],
+) -> float:
+    """Full-width buffers that asynchronous tp collectives hold because the host starts them before the GPU gets there.
+
+    The host is ahead only while a layer keeps the GPU longer than the host, so small work has none.
+    """
+    constants, t = scenario.engine.constants, layout.tp
+    m, tokens, h = layout.num_microbatches(scenario.batch), tokens_of(scenario, layout), scenario.model.hidden_size
+    if t == 1 or m <= 1:
+        return 0.0
+    if layout.pp == 1:
+        return constants.run_ahead_bytes * tokens * h
+    flops = 6 * tokens * count_block_parameters(scenario.model) / t
+    layer_s = flops / (0.55 * scenario.cluster.gpu.peak_flops_per_s)
+    ahead = max(0.0, 1 - constants.run_ahead_host_s / layer_s)
+    in_flight = max(sum(peak) for peak in peaks)
+    more = min(constants.run_ahead_microbatches, max(0, m - in_flight)) if constants.run_ahead_microbatches else 0.0
+    per_microbatch = sum(len(chunk.layers) for chunk in chunks) * block_bytes_per_token(scenario, layout, kernels)[0]
+    return ahead * tokens * (constants.message_saved_bytes * h * in_flight + more * per_microbatch)
+
+
+def tokens_of(scenario: Scenario, layout: Layout) -> float:
+    """Tokens of a microbatch on one cp rank."""
+    return layout.micro_batch * scenario.batch.seq_len / layout.cp
+
+
+def activation_size(scenario: Scenario) -> int:
+    """Bytes of an activation: bf16, or what an fsdp2 engine is told."""
+    return BYTES[scenario.precision.compute] if scenario.engine.habits.sharding == "fsdp2" else 2

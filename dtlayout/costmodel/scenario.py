@@ -1,0 +1,66 @@
+"""Scenario: what stays the same while layouts are compared, and how an engine cuts its model into stages for one."""
+
+from dataclasses import dataclass, field
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster
+from dtlayout.costmodel.engine import Engine
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.pipelining.partition import (
+    LayerCosts,
+    StageSlice,
+    layer_costs,
+    partition,
+    share_out,
+    share_out_by_threshold,
+)
+from dtlayout.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A model, a batch, the GPUs and the program that trains."""
+
+    model: ModelShape
+    """What is trained."""
+    batch: Batch
+    """What a step sees."""
+    cluster: Cluster
+    """Where it runs."""
+    engine: Engine
+    """Which program runs it."""
+    precision: Precision = field(default_factory=Precision)
+    """Number formats; engines other than fsdp2 ones keep bf16 weights and fp32 masters whatever it says."""
+
+
+def cut(scenario: Scenario, layout: Layout) -> list[StageSlice]:
+    """The stages of a layout as the engine cuts them, where the layout does not say so itself."""
+    if layout.stage_layers:
+        return partition(layer_costs(scenario.model, scenario.batch), layout)
+    counts = count_stage_layers(scenario, layout.num_stages)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    last = len(counts) - 1
+    return [
+        StageSlice(stage=i, layers=range(start, start + count), embedding=i == 0, head=i == last)
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+
+
+def count_stage_layers(scenario: Scenario, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage by the engine's rule."""
+    model = scenario.model
+    match scenario.engine.habits.stage_split:
+        case "cost":
+            return share_out(layer_costs(model, scenario.batch), num_stages)
+        case "parameters":
+            return share_out(_parameter_costs(model, with_embedding=True), num_stages)
+        case "threshold":
+            return share_out_by_threshold(_parameter_costs(model, with_embedding=False), num_stages)
+
+
+def _parameter_costs(model: ModelShape, *, with_embedding: bool) -> LayerCosts:
+    ends = float(count_embedding_parameters(model))
+    blocks = (float(count_block_parameters(model)),) * model.num_layers
+    return LayerCosts(blocks=blocks, embedding=ends * with_embedding, head=ends)

@@ -1,0 +1,126 @@
+"""Scores of predictions against measured runs.
+
+| score | over | what |
+|---|---|---|
+| fit | ok and oom | balanced accuracy of fits / does not fit |
+| mape, median_ape | ran with mfu >= 0.05 | mean and median of abs(predicted MFU / measured - 1) |
+| tau | ran, per table | Kendall's tau-b of predicted against measured MFU; the mean over tables |
+| top1 | per table | measured MFU of the best predicted to fit (0 if it did not run) / best measured; the mean |
+| memory | peak given | median of abs(predicted peak / measured - 1) on pipeline rank 0 |
+| false_oom | ran | share that is predicted not to fit |
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from statistics import mean, median
+
+from dtlayout.costmodel.estimate import Estimate
+from dtlayout.planner.runs import Run
+
+LOWEST_MFU = 0.05
+"""Runs below are stalled or bound by the host; their speed is not scored."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run and what was predicted for it."""
+
+    run: Run
+    estimate: Estimate
+
+    @property
+    def mfu_error(self) -> float:
+        """Predicted over measured MFU, less 1."""
+        assert self.run.mfu is not None, "only of runs with a speed"
+        return self.estimate.mfu / self.run.mfu - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted over measured peak of pipeline rank 0, less 1."""
+        assert self.run.peak_bytes is not None, "only of runs with a peak"
+        return self.estimate.memory[0].total / self.run.peak_bytes - 1
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Fractions; None where a score has no rows."""
+
+    fit: float | None
+    mape: float | None
+    median_ape: float | None
+    tau: float | None
+    top1: float | None
+    memory: float | None
+    false_oom: float | None
+    rows: int
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """As JSON has them."""
+        return asdict(self)
+
+
+def score(predictions: Sequence[Prediction]) -> Scores:
+    """The scores of one table, or pooled over several."""
+    tables = list(by_table(predictions).values())
+    ran = [p for p in predictions if p.run.ran]
+    errors = [abs(p.mfu_error) for p in ran if (p.run.mfu or 0) >= LOWEST_MFU]
+    peaks = [abs(p.memory_error) for p in predictions if p.run.status == "ok" and p.run.peak_bytes]
+    taus = [tau for table in tables if (tau := _score_ranking(table)) is not None]
+    top = [found for table in tables if (found := _score_best(table)) is not None]
+    return Scores(
+        fit=_score_fit(predictions),
+        mape=mean(errors) if errors else None,
+        median_ape=median(errors) if errors else None,
+        tau=mean(taus) if taus else None,
+        top1=mean(top) if top else None,
+        memory=median(peaks) if peaks else None,
+        false_oom=mean(not p.estimate.fits for p in ran) if ran else None,
+        rows=len(predictions),
+    )
+
+
+def by_table(predictions: Iterable[Prediction]) -> dict[str, list[Prediction]]:
+    """Table → its predictions, tables in their first order."""
+    tables: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        tables.setdefault(prediction.run.table, []).append(prediction)
+    return tables
+
+
+def kendall_tau_b(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Kendall's tau-b, ties counted in neither order; None where one of the two is constant.
+
+    >>> kendall_tau_b([1, 2, 3], [1, 3, 2])
+    0.3333333333333333
+    """
+    agreeing = pairs_x = pairs_y = 0
+    for (x1, y1), (x2, y2) in combinations(zip(x, y, strict=True), 2):
+        agreeing += _sign(x1 - x2) * _sign(y1 - y2)
+        pairs_x += x1 != x2
+        pairs_y += y1 != y2
+    return float(agreeing / (pairs_x * pairs_y) ** 0.5) if pairs_x and pairs_y else None
+
+
+def _score_fit(predictions: Iterable[Prediction]) -> float | None:
+    fitted = [p.estimate.fits for p in predictions if p.run.status == "ok"]
+    failed = [not p.estimate.fits for p in predictions if p.run.status == "oom"]
+    return (mean(fitted) + mean(failed)) / 2 if fitted and failed else None
+
+
+def _score_ranking(table: Iterable[Prediction]) -> float | None:
+    ran = [p for p in table if p.run.ran]
+    return kendall_tau_b([p.estimate.mfu for p in ran], [p.run.mfu or 0.0 for p in ran])
+
+
+def _score_best(table: Sequence[Prediction]) -> float | None:
+    candidates = [p for p in table if p.run.status in ("ok", "oom", "crashed_or_oom") and p.estimate.fits]
+    best = max((p.run.mfu or 0.0 for p in table if p.run.ran), default=0.0)
+    if not candidates or not best:
+        return None
+    picked = max(candidates, key=lambda p: p.estimate.mfu)
+    return (picked.run.mfu or 0.0) / best if picked.run.ran else 0.0
+
+
+def _sign(difference: float) -> int:
+    return (difference > 0) - (difference < 0)
