@@ -1,8 +1,8 @@
 """Sharded checkpoints: tensors through torch.distributed.checkpoint, everything else as JSON.
 
 RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and both Adam moments under their names in the whole model,
-so that any layout can load them) and `state.json` (step, model and origin). It is written under another name and renamed when
-it is whole: a folder with that name is a whole checkpoint.
+so that any layout can load them) and `state.json` (step, model and origin). It is written under another name and
+renamed when it is whole: a folder with that name is a whole checkpoint.
 """
 
 import json

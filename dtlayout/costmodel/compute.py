@@ -13,7 +13,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 
 _WIDTH_TRAFFIC_BYTES = 60.0
-"""Moved for each token and unit of width by fused norms, residual adds and their backward: 30 reads and writes of bf16."""
+"""Moved for each token and unit of width by fused norms, residual adds and their backward: 30 bf16 passes."""
 _ROPE_TRAFFIC_BYTES = 20.0
 """The same by the rotary embedding, over t."""
 _FFN_TRAFFIC_BYTES = 12.0
