@@ -17,6 +17,8 @@ class Link:
 
     bytes_per_s: float
     """Through each rank, one direction."""
+    start_s: float
+    """Of the collective."""
     latency_s: float
     """Of each hop."""
     crosses_nodes: bool
@@ -27,7 +29,8 @@ def half_all_reduce_s(size_bytes: float, num_ranks: int, link: Link) -> float:
     """An all-gather or a reduce-scatter of `size_bytes` over a ring."""
     if num_ranks == 1:
         return 0.0
-    return (num_ranks - 1) / num_ranks * size_bytes / link.bytes_per_s + (num_ranks - 1) * link.latency_s
+    sending_s = (num_ranks - 1) / num_ranks * size_bytes / link.bytes_per_s
+    return link.start_s + sending_s + (num_ranks - 1) * link.latency_s
 
 
 def tp_link(scenario: Scenario, layout: Layout) -> Link:
@@ -35,9 +38,9 @@ def tp_link(scenario: Scenario, layout: Layout) -> Link:
     gpu, constants, per_node = scenario.cluster.gpu, scenario.engine.constants, scenario.cluster.gpus_per_node
     inside = gpu.link_bytes_per_s * constants.link_efficiency
     if per_node % layout.tp == 0:
-        return Link(inside, constants.link_latency_s, crosses_nodes=False)
+        return Link(inside, constants.collective_start_s, constants.link_latency_s, crosses_nodes=False)
     outside = min(layout.tp, per_node) * gpu.network_bytes_per_s * constants.tp_network_efficiency
-    return Link(min(inside, outside), max(constants.link_latency_s, gpu.network_latency_s), crosses_nodes=True)
+    return Link(min(inside, outside), 0.0, constants.tp_network_latency_s, crosses_nodes=True)
 
 
 def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -> Link:
@@ -49,21 +52,23 @@ def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -
     gpu, constants, per_node = scenario.cluster.gpu, scenario.engine.constants, scenario.cluster.gpus_per_node
     inside = gpu.link_bytes_per_s * constants.link_efficiency
     if stride * num_ranks <= per_node:
-        return Link(inside, constants.link_latency_s, crosses_nodes=False)
+        return Link(inside, constants.collective_start_s, constants.link_latency_s, crosses_nodes=False)
     together = max(1, min(num_ranks, per_node // stride))
     nodes = layout.world_size / per_node
     share = (
-        constants.network_efficiency * together**constants.network_sharing / (1 + nodes / constants.network_half_nodes)
+        constants.network_efficiency * together**constants.network_sharing / (1 + nodes * constants.network_congestion)
     )
-    return Link(min(inside, gpu.network_bytes_per_s * share), gpu.network_latency_s, crosses_nodes=True)
+    return Link(min(inside, gpu.network_bytes_per_s * share), 0.0, gpu.network_latency_s, crosses_nodes=True)
 
 
 def message_link(scenario: Scenario, layout: Layout) -> Link:
     """Between neighbouring stages: the network, unless the whole job is in one node."""
     gpu, constants = scenario.cluster.gpu, scenario.engine.constants
     if layout.world_size <= scenario.cluster.gpus_per_node:
-        return Link(gpu.link_bytes_per_s * constants.link_efficiency, constants.link_latency_s, crosses_nodes=False)
-    return Link(gpu.network_bytes_per_s * constants.message_efficiency, gpu.network_latency_s, crosses_nodes=True)
+        return Link(
+            gpu.link_bytes_per_s * constants.link_efficiency, 0.0, constants.link_latency_s, crosses_nodes=False
+        )
+    return Link(gpu.network_bytes_per_s * constants.message_efficiency, 0.0, gpu.network_latency_s, crosses_nodes=True)
 
 
 def message_s(scenario: Scenario, layout: Layout, size_bytes: float) -> float:

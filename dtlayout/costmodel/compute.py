@@ -12,8 +12,6 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 
-_WIDTH_TRAFFIC_BYTES = 60.0
-"""Moved for each token and unit of width by fused norms, residual adds and their backward: 30 bf16 passes."""
 _ROPE_TRAFFIC_BYTES = 20.0
 """The same by the rotary embedding, over t."""
 _FFN_TRAFFIC_BYTES = 12.0
@@ -55,14 +53,15 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     shared = t if layout.shards_sequence else 1
     norm_traffic = constants.norm_traffic_bytes if kernels.norm == "eager" else 0.0
-    traffic = (_WIDTH_TRAFFIC_BYTES + norm_traffic) * h / shared + (
+    traffic = (constants.width_traffic_bytes + norm_traffic) * h / shared + (
         _ROPE_TRAFFIC_BYTES * h + _FFN_TRAFFIC_BYTES * f
     ) / t
     elementwise_s = traffic * tokens / _memory_bytes_per_s(scenario)
+    launch_s = constants.norm_launch_s if kernels.norm == "eager" else 0.0
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     return BlockTime(
-        forward_s=matmuls + attention_forward_s + elementwise_s / 3,
-        backward_s=2 * matmuls + attention_backward_s + 2 * elementwise_s / 3,
+        forward_s=matmuls + attention_forward_s + elementwise_s / 3 + launch_s,
+        backward_s=2 * (matmuls + elementwise_s / 3 + launch_s) + attention_backward_s,
         forward_tp_s=forward_tp_s,
         backward_tp_s=backward_tp_s,
         host_s=host_s(scenario, layout),

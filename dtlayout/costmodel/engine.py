@@ -61,8 +61,8 @@ class Constants:
 
     matmul_efficiency: float = _constant(0.8, 0.4, 0.95, "share")
     """What a large matmul reaches of the peak."""
-    matmul_fill: float = _constant(200.0, 0.0, 400.0, "elements")
-    """A matmul takes as long as if each of its sizes were this much larger: tiles and pipelines that run empty."""
+    matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
+    """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
     flash2_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
     """What FlashAttention-2 reaches of the peak, the half that the mask hides not counted."""
     flash1_efficiency: float = _constant(0.28, 0.1, 0.7, "share")
@@ -73,8 +73,12 @@ class Constants:
     """Moved for each attention score by mask, scale and softmax as separate operations, in forward."""
     fused_softmax_traffic_bytes: float = _constant(2.0, 0.0, 20.0, "byte/score")
     """The same where one kernel does them."""
+    width_traffic_bytes: float = _constant(60.0, 30.0, 250.0, "byte/width")
+    """Moved by fused norms, residual adds and their backward for each token and unit of width: 30 bf16 passes or more."""
     norm_traffic_bytes: float = _constant(300.0, 40.0, 400.0, "byte/width")
     """Moved by both norms of a block as separate operations, forward and backward, for each token and unit of width."""
+    norm_launch_s: float = _constant(0.0, 0.0, 1e-3, "s")
+    """Start of both norms' separate operations in a block's forward; twice that in backward."""
     logit_traffic_bytes: float = _constant(54.0, 10.0, 100.0, "byte/logit")
     """Moved by the loss for each logit, forward and backward."""
     layer_host_s: float = _constant(0.0, 0.0, 8e-3, "s")
@@ -87,6 +91,8 @@ class Constants:
     """Fixed time of a step: data, metrics, norm of the gradients."""
     link_efficiency: float = _constant(0.7, 0.2, 1.0, "share")
     """What collectives inside a node reach of the links' bandwidth."""
+    collective_start_s: float = _constant(2e-5, 0.0, 4e-4, "s")
+    """Until all ranks of a collective inside a node have met."""
     link_latency_s: float = _constant(5e-6, 0.0, 5e-5, "s")
     """Each hop of a collective inside a node."""
     tp_exposed: float = _constant(1.0, 0.2, 1.0, "share")
@@ -95,10 +101,12 @@ class Constants:
     """What one ring reaches of a GPU's share of the network, on few nodes."""
     network_sharing: float = _constant(0.5, 0.0, 1.0, "exponent")
     """k ranks of a ring in one node together reach k to this power times as much."""
-    network_half_nodes: float = _constant(1e6, 2.0, 1e6, "nodes")
-    """Nodes at which congestion halves it."""
+    network_congestion: float = _constant(0.0, 0.0, 0.3, "1/node")
+    """Share of its first speed by which each node of the job makes the network slower."""
     tp_network_efficiency: float = _constant(0.36, 0.02, 1.0, "share")
     """What tp's collectives across nodes reach of a whole node's network."""
+    tp_network_latency_s: float = _constant(2e-5, 0.0, 2e-4, "s")
+    """Each hop of them, the host's part included."""
     message_efficiency: float = _constant(0.5, 0.05, 1.0, "share")
     """What a pipeline's message reaches of a GPU's share of the network."""
     overlap: float = _constant(0.8, 0.0, 1.0, "share")
@@ -111,6 +119,8 @@ class Constants:
     """Kept by the first FlashAttention beside q, k and v: their packed copy."""
     norm_saved_bytes: float = _constant(16.0, 8.0, 30.0, "byte/width")
     """Kept by both norms of a block as separate operations: copies in fp32."""
+    block_saved_bytes: float = _constant(0.0, 0.0, 4.0, "byte/width")
+    """Kept by a block for each token beside what its formula counts: masks, copies in another format."""
     logit_bytes: float = _constant(12.0, 4.0, 30.0, "byte/logit")
     """Needed for each logit at the loss's peak."""
     gathered_logit_bytes: float = _constant(6.0, 0.0, 16.0, "byte/logit")
@@ -173,7 +183,10 @@ def known_engines() -> list[str]:
 
 
 def find_engine(name: str, gpu: str) -> Engine:
-    """The engine called `name` on a GPU type; InvalidConfig names them all if there is none."""
+    """The engine called `name` on a GPU type; InvalidConfig names them all if there is none.
+
+    Its constants are general ones, then those of the GPU type, then its own, then those fitted to its runs there.
+    """
     if name not in _read_engines():
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(_read_engines())}")
     table = _read_engines()[name]
@@ -183,10 +196,16 @@ def find_engine(name: str, gpu: str) -> Engine:
         name=name,
         gpu=gpu,
         habits=Habits(**table.get("habits", {})),
-        constants=Constants(**{**table.get("constants", {}), **values}),
+        constants=Constants(**{**_reached_on(gpu), **table.get("constants", {}), **values}),
         fitted=tuple(values),
         source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
     )
+
+
+def _reached_on(gpu: str) -> dict[str, float]:
+    """Constants of a GPU type whatever the engine."""
+    tables = toml.loads((files("dtlayout") / "constants" / "reached.toml").read_text(encoding="utf-8"))
+    return {key: value for key, value in tables.get(gpu, {}).items() if key != "source"}
 
 
 @cache

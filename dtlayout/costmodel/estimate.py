@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 _OPTIMIZER_TRAFFIC_BYTES = 28
 """Read and written for each parameter of a shard: gradient, master and moments in fp32, the last three back."""
+_THRASH_RAMP = 0.05
+"""Share of the memory over which an allocator that is short of it comes to its full cost."""
 _GRADIENT_TRAFFIC_BYTES = 12
 """The same for each parameter of the stage: gradients cast and their norm, weights cast back."""
 
@@ -97,8 +99,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak is within the capacity."""
-        return self.peak_bytes <= self.capacity_bytes
+        """Whether what every rank needs is within the capacity."""
+        return max(rank.needed for rank in self.memory) <= self.capacity_bytes
 
     @property
     def step_time_s(self) -> float:
@@ -154,8 +156,8 @@ class Estimator:
         """The step of the rank that ends last."""
         work = [self.stage_work(stage, layout, kernels) for stage in self.stages(layout)]
         m = max(1, layout.num_microbatches(self.scenario.batch))
-        pipeline = self._play(layout, m, work)
-        fixed_s = self.scenario.engine.constants.step_host_s + self._thrashing_s(memory) * m
+        pipeline = self.play(layout, m, work)
+        fixed_s = self.fixed_s(m, max(rank.total for rank in memory))
         ranks = [
             _split_time(rank, work[rank :: layout.pp], m, pipeline, *self.update_s(rank, layout, m, work), fixed_s)
             for rank in range(layout.pp)
@@ -219,7 +221,7 @@ class Estimator:
         return exposed
 
     def _stage_work(self, stage: StageSlice, layout: Layout, kernels: Kernels) -> "StageWork":
-        block = self._block(layout, kernels)
+        block = self.block(layout, kernels)
         recompute = Recompute.parse(layout.recompute)
         covered, num_layers = sum(recompute.covers(layer) for layer in stage.layers), len(stage.layers)
         again_s = covered * block.forward_s * self._recomputed_share(recompute)
@@ -249,9 +251,9 @@ class Estimator:
         """Share of a block's forward that is computed again; selective ones keep what is dear."""
         return 0.1 if recompute.selective else 1.0
 
-    def _play(self, layout: Layout, m: int, work: Sequence["StageWork"]) -> PipelineTime:
-        blocking = self.scenario.engine.habits.blocking_messages
-        delay = 0.0 if blocking else self._message_s(layout)
+    def play(self, layout: Layout, m: int, work: Sequence["StageWork"]) -> PipelineTime:
+        """The pipeline of a step, from the work of each stage."""
+        delay = self.delay_s(layout)
         times = StageTimes(
             forward_s=tuple(w.forward_s for w in work),
             backward_s=tuple(w.backward_s for w in work),
@@ -260,18 +262,25 @@ class Estimator:
         key = ("play", layout.schedule, layout.pp, layout.virtual_stages, m, times)
         return self._remember(key, lambda: time_pipeline(layout.schedule, layout.pp, layout.virtual_stages, m, times))
 
+    def delay_s(self, layout: Layout) -> float:
+        """What a stage waits for a message beside its own work; blocking ones are part of the sender's."""
+        return 0.0 if self.scenario.engine.habits.blocking_messages else self._message_s(layout)
+
+    def fixed_s(self, m: int, peak_bytes: float) -> float:
+        """What a step of m microbatches takes beside its work: fixed time, and an allocator short of memory."""
+        constants = self.scenario.engine.constants
+        share = peak_bytes / self.scenario.cluster.gpu.memory_bytes
+        shortage = min(1.0, max(0.0, (share - constants.thrash_share) / _THRASH_RAMP))
+        return constants.step_host_s + shortage * constants.thrash_s * m
+
     def _message_s(self, layout: Layout) -> float:
         habits = self.scenario.engine.habits
         split = layout.tp if layout.shards_sequence or habits.scatters_messages else 1
         size = tokens_of(self.scenario, layout) * self.scenario.model.hidden_size * activation_size(self.scenario)
         return message_s(self.scenario, layout, size / split)
 
-    def _thrashing_s(self, memory: Sequence[MemoryEstimate]) -> float:
-        constants = self.scenario.engine.constants
-        threshold = constants.thrash_share * self.scenario.cluster.gpu.memory_bytes
-        return constants.thrash_s if max(rank.total for rank in memory) > threshold else 0.0
-
-    def _block(self, layout: Layout, kernels: Kernels) -> BlockTime:
+    def block(self, layout: Layout, kernels: Kernels) -> BlockTime:
+        """A block of one microbatch, without recomputation."""
         crosses = layout.pp > 1 and layout.world_size > self.scenario.cluster.gpus_per_node
         key = ("block", layout.tp, layout.cp, layout.shards_sequence, layout.micro_batch, kernels, crosses)
         return self._remember(key, lambda: block_time(self.scenario, layout, kernels))

@@ -15,6 +15,7 @@ from dtlayout.pipelining.partition import (
     partition,
     share_out,
     share_out_by_threshold,
+    share_out_from_front,
 )
 from dtlayout.precision import Precision
 
@@ -55,7 +56,7 @@ def count_stage_layers(scenario: Scenario, num_stages: int) -> tuple[int, ...]:
         case "cost":
             return share_out(layer_costs(model, scenario.batch), num_stages)
         case "parameters":
-            return share_out(_parameter_costs(model, with_embedding=True), num_stages)
+            return share_out_from_front(_parameter_costs(model, with_embedding=True), num_stages)
         case "threshold":
             return share_out_by_threshold(_parameter_costs(model, with_embedding=False), num_stages)
 

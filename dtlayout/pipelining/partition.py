@@ -3,8 +3,10 @@
 Costs come in as plain numbers (seconds, FLOPs, bytes: the caller's choice), so that this file needs no cost model.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
@@ -83,6 +85,33 @@ def share_out(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
         return total + cost * cost
 
     return _solve(num_stages, num_blocks, stage_cost, add_square, allowed)[1]
+
+
+@cache
+def share_out_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where the dearest is as cheap as can be, and stages are filled from the first one on.
+
+    DeepSpeed's rule (runtime/utils, partition_balanced). Embedding and head count as layers of their own, so a stage
+    may hold one of them alone, and the last stages may be small.
+
+    >>> share_out_from_front(LayerCosts(blocks=(1.0,) * 10, embedding=1.5, head=1.5), 3)
+    (3, 5, 2)
+    """
+    layers = [costs.embedding, *costs.blocks, costs.head]
+    prefix = [0.0, *accumulate(layers)]
+    caps = sorted({after - before for i, before in enumerate(prefix) for after in prefix[i + 1 :]})
+    cap = caps[bisect_left(caps, True, key=lambda c: _fill(prefix, num_stages, c)[-1] == len(layers))]
+    ends = _fill(prefix, num_stages, cap)
+    return tuple(min(end, len(layers) - 1) - max(start, 1) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _fill(prefix: Sequence[float], num_stages: int, cap: float) -> list[int]:
+    """End of each stage where each takes all the layers that the cap allows; layers are left if it is too small."""
+    ends, allowed = [0], cap * (1 + 1e-12)
+    for _ in range(num_stages):
+        start = ends[-1]
+        ends.append(bisect_right(prefix, prefix[start] + allowed, lo=start) - 1)
+    return ends[1:]
 
 
 def share_out_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:

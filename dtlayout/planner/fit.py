@@ -1,0 +1,135 @@
+"""Fit: an engine's constants on one GPU type, from runs that were measured.
+
+Memory comes first, since nothing of it depends on speed: peaks where they were measured, and on which side of the
+capacity a run fell where only that is known. Then speed: the logarithm of predicted over measured step time, with a
+loss that grows slower than the square, for some runs stall for reasons outside any model. Every constant stays inside
+its bounds (`costmodel.engine.Constants`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from dtlayout.costmodel.engine import BOUNDS, Engine, find_engine
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import DtlayoutError
+from dtlayout.planner.runs import Run
+from dtlayout.planner.scores import LOWEST_MFU
+
+MEMORY_CONSTANTS = frozenset({
+    "score_saved_bytes", "fused_score_saved_bytes", "flash1_saved_bytes", "norm_saved_bytes", "logit_bytes",
+    "gathered_logit_bytes", "overhead_bytes", "context_bytes", "run_ahead_bytes", "message_saved_bytes",
+    "run_ahead_microbatches", "run_ahead_host_s",
+})  # fmt: skip
+"""Constants of memory; the others are of time."""
+
+_MARGIN = 0.02
+"""Relative distance from the capacity at which a run's outcome is no longer a matter of chance."""
+_TIME_SCALE = 0.01
+"""Relative error of a step time from which on the loss grows slower than the square."""
+_MEMORY_SCALE = 0.01
+"""The same for a peak."""
+_SLOW_WEIGHT = 0.3
+"""Weight of runs below the lowest MFU that is scored."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit found."""
+
+    engine: Engine
+    """The engine with the fitted constants."""
+    constants: dict[str, float]
+    """Their values."""
+    at_bounds: tuple[str, ...]
+    """Those that ended at a bound: the runs don't determine them, or the formula is wrong."""
+    loss: float
+    """What was minimised, memory and time together."""
+
+
+def refit(runs: Sequence[Run], engine_name: str, gpu: str, start: Engine | None = None) -> Fit:
+    """Fit the constants that the engine's file names for this GPU type, starting at those of `start` or of the file."""
+    engine = start or find_engine(engine_name, gpu)
+    if not engine.fitted:
+        raise DtlayoutError(f"engine {engine_name} has no constants to fit on {gpu}: its file has no [fitted.{gpu}]")
+    runs = [run for run in runs if run.scenario.engine.name == engine_name and run.scenario.cluster.gpu.name == gpu]
+    if not any(run.ran for run in runs):
+        raise DtlayoutError(f"no run of engine {engine_name} on {gpu} to fit to")
+    memory_names = [name for name in engine.fitted if name in MEMORY_CONSTANTS]
+    time_names = [name for name in engine.fitted if name not in MEMORY_CONSTANTS]
+    engine, memory_loss = _minimise(engine, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_SCALE)
+    ran = [run for run in runs if run.ran]
+    peaks = _predict_memory(ran, engine)
+    engine, time_loss = _minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_SCALE)
+    values = {name: float(getattr(engine.constants, name)) for name in engine.fitted}
+    return Fit(engine, values, tuple(n for n in values if _is_at_bound(n, values[n])), memory_loss + time_loss)
+
+
+def _minimise(
+    engine: Engine, names: Sequence[str], residuals: Callable[[Engine], np.ndarray], scale: float
+) -> tuple[Engine, float]:
+    """Least robust loss of the residuals over the named constants, each scaled by the width of its bounds."""
+    if not names:
+        return engine, 0.0
+    low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
+
+    def apply(shares: np.ndarray) -> Engine:
+        values = np.clip(low + shares * (high - low), low, high).tolist()
+        return engine.with_constants(**dict(zip(names, values, strict=True)))
+
+    start = (np.array([getattr(engine.constants, name) for name in names]) - low) / (high - low)
+    start = np.clip(start, 1e-3, 1 - 1e-3)
+    found = least_squares(
+        lambda shares: residuals(apply(shares)), start, bounds=(0, 1), loss="soft_l1", f_scale=scale, diff_step=1e-4,
+        ftol=1e-5, xtol=1e-5, max_nfev=60,
+    )  # fmt: skip
+    return apply(found.x), float(found.cost)
+
+
+def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:
+    """Logarithms of predicted over measured peaks; for outcomes alone, the root of their logistic loss."""
+    memory = _predict_memory(runs, engine)
+    outcomes = [run.status for run in runs if not run.peak_bytes]
+    weights = {s: 1 / max(1, outcomes.count(s)) for s in ("ok", "oom")}
+    residuals = []
+    for run, ranks in zip(runs, memory, strict=True):
+        if run.peak_bytes:
+            residuals.append(np.log(ranks[0].total / run.peak_bytes))
+        elif run.status in weights:
+            capacity = run.scenario.cluster.gpu.memory_bytes - engine.constants.context_bytes
+            distance = np.log(max(rank.total for rank in ranks) / capacity) / _MARGIN
+            side = distance if run.status == "ok" else -distance
+            residuals.append(np.sqrt(weights[run.status] * np.logaddexp(0, side)))
+    return np.array(residuals)
+
+
+def _time_residuals(runs: Sequence[Run], memory: Sequence[tuple[MemoryEstimate, ...]], engine: Engine) -> np.ndarray:
+    estimators: dict[Scenario, Estimator] = {}
+    residuals = []
+    for run, ranks in zip(runs, memory, strict=True):
+        if run.scenario not in estimators:
+            estimators[run.scenario] = Estimator(replace(run.scenario, engine=engine))
+        estimator = estimators[run.scenario]
+        predicted = estimator.mfu(estimator.time(run.layout, run.kernels, ranks).total, run.layout.world_size)
+        assert run.mfu is not None, "only runs with a speed"
+        residuals.append(np.log(predicted / run.mfu) * (1 if run.mfu >= LOWEST_MFU else _SLOW_WEIGHT))
+    return np.array(residuals)
+
+
+def _predict_memory(runs: Sequence[Run], engine: Engine) -> list[tuple[MemoryEstimate, ...]]:
+    estimators: dict[Scenario, Estimator] = {}
+    memory = []
+    for run in runs:
+        if run.scenario not in estimators:
+            estimators[run.scenario] = Estimator(replace(run.scenario, engine=engine))
+        memory.append(estimators[run.scenario].memory(run.layout, run.kernels))
+    return memory
+
+
+def _is_at_bound(name: str, value: float) -> bool:
+    low, high = BOUNDS[name]
+    return min(value - low, high - value) < 1e-3 * (high - low)
