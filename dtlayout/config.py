@@ -117,6 +117,8 @@ class TrainConfig:
     """auto takes CUDA where there is any."""
     timeout_s: float = 600.0
     """Seconds after which a collective that does not finish ends the run."""
+    force: bool = False
+    """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
 
     def __post_init__(self) -> None:
         _refuse_values("train", self, {"must be at least 1": ("steps",), "must be above 0 and finite": ("timeout_s",)})

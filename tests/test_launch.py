@@ -130,6 +130,26 @@ def test_a_refusal_of_the_data_leaves_a_summary_too(files, capsys):
     assert (summary["outcome"], summary["exit_code"]) == ("refused", 2)
 
 
+LARGE = ("--model.hidden_size=8192", "--model.ffn_size=28672", "--model.num_layers=80", "--precision.compute=bfloat16")
+"""A model that no GPU holds alone."""
+
+
+def test_a_layout_far_beyond_the_gpus_memory_is_refused_before_the_data_are_opened(files, capsys, monkeypatch):
+    from dtlayout.training import run
+    from dtlayout.training.devices import Device
+
+    monkeypatch.setattr(run, "open_device", lambda *_: Device("cuda", "NVIDIA A100-SXM4-80GB", 312e12))
+    arguments = [str(files.config), *LARGE, "--data.source=nowhere/*.txt"]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert " GiB of a100-80g-sxm, most of it " in said and "--train.force=true" in said
+    assert "Traceback" not in said and "nowhere" not in said
+    summary = json.loads((files.run / "summary.json").read_text())
+    assert (summary["outcome"], summary["exit_code"], summary["problems"]) == ("refused", 2, said.splitlines())
+    assert main([*arguments, "--train.force=true"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_a_finished_folder_refuses_another_experiment(files, capsys):
     end_run(files, '{"outcome": "done", "exit_code": 0, "steps": 1000}')
     (files.run / "config.toml").write_text(load_config(files.config).to_toml())

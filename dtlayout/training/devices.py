@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dtlayout.cluster import find_gpu, find_gpu_by_device
+from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
 from dtlayout.errors import InvalidConfig
 
 
@@ -35,8 +35,22 @@ def open_device(wanted: str, gpu: str) -> Device:
         return Device("cpu", "cpu", known.peak_flops_per_s if known else None)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     name = torch.cuda.get_device_name()
-    known = find_gpu_by_device(name) if gpu == "auto" else None if gpu == "cpu" else find_gpu(gpu)
+    known = _find_type(name, gpu)
     return Device("cuda", name, known.peak_flops_per_s if known else None)
+
+
+def find_predicted_gpu(device: Device, wanted: str) -> Gpu | None:
+    """The type that predictions are for: what `cluster.gpu` names or the device says it is; None if nobody knows.
+
+    On a CPU it is the CPU: a run there is none of a named GPU, whose name counts for the peak of MFU alone.
+    """
+    return find_gpu("cpu") if device.type == "cpu" else _find_type(device.name, wanted)
+
+
+def _find_type(device_name: str, wanted: str) -> Gpu | None:
+    if wanted == "auto":
+        return find_gpu_by_device(device_name)
+    return None if wanted == "cpu" else find_gpu(wanted)
 
 
 def join_ranks(device: Device, timeout_s: float) -> None:

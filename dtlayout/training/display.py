@@ -1,7 +1,9 @@
 """What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from types import TracebackType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -60,6 +62,31 @@ class Display:
         for name, value in rows:
             table.add_row(name, value)
         self.console.print(table, highlight=False)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def compare(measured: Number | None, predicted: Number | None, show: Callable[[Number], str]) -> str:
+    """A measured number beside its prediction, and how far that is off.
+
+    >>> compare(0.5, 0.6, "{} s".format)
+    '0.5 s, predicted 0.6 s (+20 %)'
+    """
+    text = "n/a" if measured is None else show(measured)
+    if predicted is None:
+        return text
+    text += f", predicted {show(predicted)}"
+    return f"{text} ({100 * (predicted / measured - 1):+.0f} %)" if measured else text
+
+
+def describe_peaks(measured: Sequence[int] | None, predicted: Sequence[int] | None) -> list[tuple[str, str]]:
+    """A row of the table at the end for each pipeline rank.
+
+    A run that ends early has measured none, a GPU that nobody knows has no prediction.
+    """
+    pairs = zip_longest(measured or (), predicted or ())
+    return [(f"peak memory, pipeline rank {rank}", compare(*pair, format_bytes)) for rank, pair in enumerate(pairs)]
 
 
 def format_bytes(count: int) -> str:

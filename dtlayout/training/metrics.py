@@ -43,6 +43,28 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reached:
+    """What a run is predicted to reach, or reached; the same keys for both."""
+
+    step_time_s: float | None
+    """Seconds of a step; measured, the median as in Summary."""
+    mfu: float | None
+    """By the study's convention; None where the peak is not known."""
+    peak_memory_bytes: list[int] | None
+    """Of each pipeline rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted(Reached):
+    """A prediction, and what it rests on."""
+
+    gpu: str
+    """The GPU type that it is for."""
+    calibrated: bool
+    """Whether runs of this trainer on that type stand behind it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """summary.json: how a run ended and what it reached."""
 
@@ -71,6 +93,10 @@ class Summary:
     """None where the peak is not known."""
     peak_memory_bytes_by_pp_rank: list[int] | None = None
     """Largest over the other axes; None if no step was measured."""
+    predicted: Predicted | None = None
+    """Before the first step; None where the GPU type is not known."""
+    measured: Reached | None = None
+    """The same of the run as it was."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused."""
 

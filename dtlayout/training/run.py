@@ -31,11 +31,12 @@ from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.signals import StopRequest
 from dtlayout.training.build import assemble
-from dtlayout.training.devices import Device, join_ranks, open_device
-from dtlayout.training.display import Display, format_bytes
+from dtlayout.training.devices import Device, find_predicted_gpu, join_ranks, open_device
+from dtlayout.training.display import Display, compare, describe_peaks
 from dtlayout.training.memory import MemoryMeter
-from dtlayout.training.metrics import MetricsFile, Speed, StepMetrics, Summary, median_step_time, write_whole
+from dtlayout.training.metrics import MetricsFile, Reached, Speed, StepMetrics, Summary, median_step_time, write_whole
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from dtlayout.training.prediction import describe, predict, refuse_hopeless, to_predicted
 from dtlayout.training.step import StepResult, TrainStep
 
 OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
@@ -45,6 +46,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
     config.kernels.check(config.precision, device.type)
+    refuse_hopeless(config, layout, find_predicted_gpu(device, config.cluster.gpu))
     samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
     join_ranks(device, config.train.timeout_s)
     run = _Run(config, layout, device, samples, stop)
@@ -98,6 +100,9 @@ class _Run:
         console = Console(quiet=not self.is_writer)
         self.display = Display(console, config.train.steps, config.metrics.log_every)
         self.step_times_s: list[float] = []
+        gpu = find_predicted_gpu(device, config.cluster.gpu)
+        estimate = predict(config, layout, gpu)
+        self.prediction_line, self.predicted = describe(estimate, gpu), to_predicted(estimate, gpu)
 
     def execute(self) -> int:
         first_step = self._resume()
@@ -204,6 +209,7 @@ class _Run:
             f"{schedule.num_microbatches} microbatches, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
         )
+        self.display.say(self.prediction_line)
 
     def _report(self, exit_code: int, done: int) -> None:
         """summary.json and the table at the end."""
@@ -211,6 +217,7 @@ class _Run:
             return
         losses = [line["loss"] for line in self.metrics.read()]
         step_time_s = median_step_time(self.step_times_s)
+        speed = self.speed.describe(step_time_s) if step_time_s else {}
         summary = Summary(
             outcome=OUTCOMES[exit_code],
             exit_code=exit_code,
@@ -225,7 +232,11 @@ class _Run:
             attention_kernels=sorted(self.attention.executed),
             step_time_s=step_time_s,
             peak_memory_bytes_by_pp_rank=self.memory.peaks_by_pp_rank,
-            **(self.speed.describe(step_time_s) if step_time_s else {}),  # type: ignore[arg-type]
+            predicted=self.predicted,
+            measured=Reached(
+                step_time_s=step_time_s, mfu=speed.get("mfu"), peak_memory_bytes=self.memory.peaks_by_pp_rank
+            ),
+            **speed,  # type: ignore[arg-type]
         )
         summary.write(self.folder)
         self.display.show_table(f"{summary.outcome} after {done} steps", self._describe(summary))
@@ -234,14 +245,14 @@ class _Run:
         def show(value: float | None, form: str) -> str:
             return "n/a" if value is None else format(value, form)
 
-        peaks = summary.peak_memory_bytes_by_pp_rank or []
+        predicted = summary.predicted or Reached(step_time_s=None, mfu=None, peak_memory_bytes=None)
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
             ("loss, mean of the last 10 steps", show(summary.final_loss, ".4f")),
-            ("step time", f"{show(summary.step_time_s, '.3f')} s"),
+            ("step time", compare(summary.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
             ("tokens/s", show(summary.tokens_per_s, ",.0f")),
-            ("MFU", show(summary.mfu, ".1%")),
-            *((f"peak memory, pipeline rank {rank}", format_bytes(peak)) for rank, peak in enumerate(peaks)),
+            ("MFU", compare(summary.mfu, predicted.mfu, "{:.1%}".format)),
+            *describe_peaks(summary.peak_memory_bytes_by_pp_rank, predicted.peak_memory_bytes),
             ("attention kernels", ", ".join(summary.attention_kernels)),
             ("run folder", str(self.folder)),
         ]

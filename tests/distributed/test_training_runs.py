@@ -56,6 +56,16 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     assert summary["parameters"] == count_parameters(config.model) == count_parameters(SHAPE) - 260 * 32
     assert summary["attention_kernels"] == ["flash"]
     assert summary["peak_memory_bytes_by_pp_rank"] == [max(line["peak_memory_bytes"] or 0 for line in lines)]
+    predicted, measured = summary["predicted"], summary["measured"]
+    assert measured["step_time_s"] == summary["step_time_s"]
+    assert measured["peak_memory_bytes"] == summary["peak_memory_bytes_by_pp_rank"]
+    assert (measured["mfu"], predicted["mfu"], predicted["gpu"], predicted["calibrated"]) == (None, None, "cpu", False)
+    assert predicted["step_time_s"] > 0 and len(predicted["peak_memory_bytes"]) == 1
+    log = (straight.config.parent / "log").read_text()
+    assert (
+        len(re.findall(r"^predicted: step .* s \(uncalibrated: .*\), peak .* MiB on pipeline rank 0$", log, re.M)) == 1
+    )
+    assert re.search(r"step time +│ .* s, predicted .* s \(", log)
     assert (config.layout.tp, config.layout.dp_shard, config.train.steps) == (2, 1, 6)
     assert sorted(path.name for path in (straight.run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 

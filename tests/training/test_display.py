@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dtlayout.training.display import Display, format_bytes
+from dtlayout.training.display import Display, compare, describe_peaks, format_bytes
 from dtlayout.training.metrics import StepMetrics
 
 
@@ -61,6 +61,35 @@ def test_a_table_shows_its_title_and_every_row():
     Display(Console(file=written, width=80), 1, 1).show_table("done", [("MFU", "n/a"), ("loss", "1.5")])
     text = written.getvalue()
     assert text.startswith("done") and re.search(r"MFU +│ n/a", text) and re.search(r"loss +│ 1\.5", text)
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "text"),
+    [
+        (None, None, "n/a"),
+        (0.5, None, "0.50 s"),
+        (None, 0.6, "n/a, predicted 0.60 s"),
+        (0.5, 0.6, "0.50 s, predicted 0.60 s (+20 %)"),
+        (0.5, 0.4, "0.50 s, predicted 0.40 s (-20 %)"),
+        (0.0, 0.4, "0.00 s, predicted 0.40 s"),
+    ],
+)
+def test_a_measured_number_stands_beside_its_prediction(measured, predicted, text):
+    assert compare(measured, predicted, "{:.2f} s".format) == text
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "texts"),
+    [
+        (None, None, []),
+        ([2048, 1024], None, ["2.00 KiB", "1.00 KiB"]),
+        (None, [2048], ["n/a, predicted 2.00 KiB"]),
+        ([2048, 1024], [1024, 1024], ["2.00 KiB, predicted 1.00 KiB (-50 %)", "1.00 KiB, predicted 1.00 KiB (+0 %)"]),
+    ],
+)
+def test_every_pipeline_rank_has_a_row_measured_or_predicted(measured, predicted, texts):
+    rows = [(f"peak memory, pipeline rank {rank}", text) for rank, text in enumerate(texts)]
+    assert describe_peaks(measured, predicted) == rows
 
 
 @given(st.integers(0, 1 << 50))

@@ -12,7 +12,16 @@ from tiny import SHAPE
 from dtlayout.batch import Batch
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.presets import PRESETS
-from dtlayout.training.metrics import MetricsFile, Speed, StepMetrics, Summary, median_step_time, write_whole
+from dtlayout.training.metrics import (
+    MetricsFile,
+    Predicted,
+    Reached,
+    Speed,
+    StepMetrics,
+    Summary,
+    median_step_time,
+    write_whole,
+)
 
 CONTRACT = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
@@ -101,6 +110,18 @@ def test_a_summary_makes_its_folder_and_is_one_json_document(tmp_path):
     written = json.loads((tmp_path / "a" / "run" / "summary.json").read_text())
     assert list(written) == [field.name for field in fields(Summary)]
     assert (written["outcome"], written["exit_code"], written["problems"]) == ("refused", 2, ["tp=3"])
+
+
+def test_a_summary_holds_predicted_and_measured_under_the_same_keys(tmp_path):
+    measured = Reached(step_time_s=0.5, mfu=None, peak_memory_bytes=[3, 4])
+    predicted = Predicted(step_time_s=0.4, mfu=None, peak_memory_bytes=[2, 3], gpu="cpu", calibrated=False)
+    Summary(outcome="done", predicted=predicted, measured=measured).write(tmp_path)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["measured"] == {"step_time_s": 0.5, "mfu": None, "peak_memory_bytes": [3, 4]}
+    assert written["predicted"] == {
+        "step_time_s": 0.4, "mfu": None, "peak_memory_bytes": [2, 3], "gpu": "cpu", "calibrated": False,
+    }  # fmt: skip
+    assert list(written["predicted"])[:3] == list(written["measured"])
 
 
 @pytest.mark.parametrize(

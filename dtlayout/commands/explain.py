@@ -1,0 +1,208 @@
+"""dtlayout explain: a layout's memory and time by component, what binds it, and what would make it fit or faster."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from dtlayout.cluster import find_gpu, known_gpus
+from dtlayout.commands.arguments import add_config
+from dtlayout.config import Config, check_layout, load_config
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.estimate import Estimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import InvalidConfig
+from dtlayout.layout import Layout
+from dtlayout.planner.explain import Change, Explanation, explain
+from dtlayout.training.prediction import OWN_ENGINE, make_scenario
+
+EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
+
+_GIB = 2**30
+_BAR_WIDTH = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The config, the GPUs and the engine."""
+    add_config(parser)
+    parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
+    parser.add_argument(
+        "--gpus", "--world", type=int, dest="world", metavar="N", help="the fewest that the layout needs by default"
+    )
+    parser.add_argument("--engine", default=OWN_ENGINE, metavar="NAME", help="training program; %(default)s by default")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the explanation of a legal layout, or refuse it."""
+    config = load_config(options.config, options.overrides)
+    gpu = find_gpu(_choose_gpu(config, options.gpu))
+    engine = find_engine(options.engine, gpu.name)
+    world_size = config.layout.smallest_world_size if options.world is None else options.world
+    layout = _check(config, world_size, engine.name, "cpu" if gpu.name == "cpu" else "cuda")
+    scenario = make_scenario(config, gpu, world_size, engine)
+    explanation = explain(scenario, layout, config.kernels)
+    if options.json:
+        print(json.dumps(_to_document(scenario, explanation), indent=2))
+    else:
+        print("\n".join(_describe(scenario, explanation)))
+    return 0
+
+
+def _choose_gpu(config: Config, asked: str | None) -> str:
+    name = asked or config.cluster.gpu
+    if name == "auto":
+        raise InvalidConfig(
+            f"cluster.gpu='auto' asks the device of a run, and nothing runs here; give --gpu with one of cpu, "
+            f"{', '.join(known_gpus())}"
+        )
+    return name
+
+
+def _check(config: Config, world_size: int, engine: str, device_type: str) -> Layout:
+    """The layout on so many ranks; what only our trainer lacks is no problem of another engine."""
+    if engine == OWN_ENGINE:
+        layout = check_layout(config, world_size)
+        config.kernels.check(config.precision, device_type)
+        return layout
+    layout = config.layout.resolve(world_size)
+    layout.check(config.model, config.batch)
+    return layout
+
+
+def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
+    """All that a person reads."""
+    now, limit = explanation.estimate, explanation.limit
+    gpu, engine = scenario.cluster.gpu, scenario.engine
+    peak, capacity = now.peak_bytes / _GIB, now.capacity_bytes / _GIB
+    state = "calibrated" if engine.is_calibrated else "uncalibrated"
+    where = f"pipeline rank {now.busiest_rank}"
+    if limit.kind == "memory":
+        bound = f"memory: {limit.component}, {limit.share:.1%} of the peak on {where}"
+    else:
+        bound = f"{limit.component}: {limit.share:.1%} of the step"
+    mfu = "n/a" if gpu.name == "cpu" else f"{now.mfu:.1%}"
+    return [
+        f"{'layout':<14}{now.layout} on {now.layout.world_size} x {gpu.name}",
+        f"{'engine':<14}{engine.name}, {state}",
+        f"{'fits':<14}{'yes' if now.fits else 'no'}: {peak:.2f} of {capacity:.2f} GiB on {where}",
+        f"{'step':<14}{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}",
+        f"{'bound by':<14}{bound}",
+        "",
+        *_format_memory(now),
+        "",
+        *_format_time(now),
+        "",
+        *_format_changes(explanation),
+    ]
+
+
+def _format_memory(estimate: Estimate) -> list[str]:
+    names = list(estimate.memory[0].as_dict())
+    unit, size = ("GiB", _GIB) if estimate.peak_bytes >= _GIB else ("MiB", 2**20)
+    header = ["memory, " + unit, *names, "total"]
+    rows = [
+        [f"rank {rank}", *(f"{value / size:.2f}" for value in (*memory.as_dict().values(), memory.total))]
+        for rank, memory in enumerate(estimate.memory)
+    ]
+    fullest = estimate.busiest_rank
+    return [*_align([header, *rows]), "", f"rank {fullest}  {_draw_bar(estimate)}"]
+
+
+def _draw_bar(estimate: Estimate) -> str:
+    """The fullest rank's components, their first letters, against the capacity, where `|` stands.
+
+    The whole bar is as long as the larger of the two.
+    """
+    memory = estimate.memory[estimate.busiest_rank]
+    scale = _BAR_WIDTH / max(memory.total, estimate.capacity_bytes)
+    bar, reached = "", 0.0
+    for name, size in memory.as_dict().items():
+        reached += size
+        bar += name[0] * (round(reached * scale) - len(bar))
+    end = round(estimate.capacity_bytes * scale)
+    bar = bar.ljust(end, ".")
+    share = memory.total / estimate.capacity_bytes
+    return f"{bar[:end]}|{bar[end:]} {share:.0%} of {estimate.capacity_bytes / _GIB:.2f} GiB"
+
+
+def _format_time(estimate: Estimate) -> list[str]:
+    parts = {**estimate.time.as_dict(), "total": estimate.step_time_s}
+    rows = [[name, f"{seconds:.4f}", f"{seconds / estimate.step_time_s:.1%}"] for name, seconds in parts.items()]
+    return _align([["step", "seconds", "share"], *rows])
+
+
+def _format_changes(explanation: Explanation) -> list[str]:
+    now, growth = explanation.estimate, explanation.growth
+    if explanation.changes:
+        return _align([["change", "step, s", "faster", "peak, GiB"], *(_row(c, now) for c in explanation.changes)])
+    if now.fits:
+        return ["no single change is predicted to be faster"]
+    component = explanation.limit.component
+    size = now.memory[now.busiest_rank].as_dict()[component] / _GIB
+    lines = [f"no single change fits; the largest component is {component}, {size:.1f} GiB"]
+    if growth is None:
+        return [*lines, "no number of GPUs that was tried fits either; take a smaller micro-batch, sequence or model"]
+    text = f"{growth.estimate.layout.world_size} GPUs would do, as {growth.estimate.layout}:"
+    return [*lines, text, *_align([["change", "step, s", "faster", "peak, GiB"], _row(growth, now)])]
+
+
+def _row(change: Change, now: Estimate) -> list[str]:
+    after = change.estimate
+    return [
+        " ".join(change.overrides),
+        f"{after.step_time_s:.3f}",
+        f"{change.saved_s / now.step_time_s:+.1%}",
+        f"{after.peak_bytes / _GIB:.2f}",
+    ]
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
+    now, gpu = explanation.estimate, scenario.cluster.gpu
+    growth = explanation.growth
+    return {
+        "ok": True,
+        "gpu": gpu.name,
+        "gpus": now.layout.world_size,
+        "engine": scenario.engine.name,
+        "calibrated": scenario.engine.is_calibrated,
+        "layout": asdict(now.layout),
+        "kernels": asdict(now.kernels),
+        **_numbers(now, has_peak=gpu.name != "cpu"),
+        "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
+        "capacity_bytes": now.capacity_bytes,
+        "time_s": now.time.as_dict(),
+        "limit": asdict(explanation.limit),
+        "changes": [_change_entry(change, has_peak=gpu.name != "cpu") for change in explanation.changes],
+        "growth": None if growth is None else _change_entry(growth, has_peak=gpu.name != "cpu"),
+    }
+
+
+def _change_entry(change: Change, *, has_peak: bool) -> dict[str, object]:
+    return {
+        "knob": change.knob,
+        "overrides": list(change.overrides),
+        "gpus": change.estimate.layout.world_size,
+        "layout": asdict(change.estimate.layout),
+        "kernels": asdict(change.estimate.kernels),
+        **_numbers(change.estimate, has_peak=has_peak),
+        "saved_s": change.saved_s,
+        "saved_bytes": change.saved_bytes,
+    }
+
+
+def _numbers(estimate: Estimate, *, has_peak: bool) -> dict[str, object]:
+    return {
+        "fits": estimate.fits,
+        "step_time_s": estimate.step_time_s,
+        "mfu": estimate.mfu if has_peak else None,
+        "peak_memory_bytes": estimate.peak_bytes,
+    }

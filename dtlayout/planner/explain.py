@@ -1,0 +1,243 @@
+"""Explain: what binds a layout, and which single changes would make it fit or faster.
+
+A change sets one knob: a degree, traded against another so that the world stays, the micro-batch, the schedule, ZeRO,
+recomputation or a kernel. All that are legal are predicted; of each knob the fastest that fits is kept, if it is faster
+than the layout or the layout does not fit. If none fits, more GPUs are tried.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, Literal, get_args
+
+from dtlayout.batch import Batch
+from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Attention, Kernels, Norm
+from dtlayout.layout import Layout
+from dtlayout.model_shape import divisors
+
+LEAST_GAIN = 0.01
+"""Share of the step that a change must save to be worth a word; less is within what measured steps vary."""
+MOST_CHANGES = 5
+"""Changes that are named."""
+MOST_GPUS = 1 << 16
+"""Where the search for a number of GPUs that would do ends."""
+
+_TRADES = (
+    ("tp", "dp_shard"), ("tp", "dp_replicate"), ("tp", "pp"), ("pp", "dp_shard"), ("pp", "dp_replicate"),
+    ("dp_replicate", "dp_shard"),
+)  # fmt: skip
+"""The knob, and the degree that gives what it takes."""
+_ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+_RECOMPUTE = ("none", "selective", "every-4", "every-2", "full")
+_MOST_VIRTUAL_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What keeps a layout from more: memory that it lacks, or what most of its step is spent on."""
+
+    kind: str
+    """memory or time."""
+    component: str
+    """The largest component of the fullest rank's memory, or of the step."""
+    share: float
+    """Of that rank's peak, or of the step."""
+    pipeline_rank: int | None
+    """The fullest pipeline rank; None where time is the limit."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One knob set otherwise, and what is predicted then."""
+
+    knob: str
+    """What is set; another degree may have to follow."""
+    overrides: tuple[str, ...]
+    """What train.py takes to do the same."""
+    estimate: Estimate
+    """Of the changed layout."""
+    saved_s: float
+    """Seconds that a step gets shorter by."""
+    saved_bytes: float
+    """Bytes that the highest peak gets lower by."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """An estimate, what binds it and what would help."""
+
+    estimate: Estimate
+    """Of the layout as it is."""
+    limit: Limit
+    """What binds it."""
+    changes: tuple[Change, ...]
+    """Fastest first."""
+    growth: Change | None
+    """On more GPUs, where no single change fits on these; None where one does, or where no number would do."""
+
+
+def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
+    """Explain a legal layout."""
+    estimator = Estimator(scenario)
+    now = estimator.estimate(layout, kernels)
+    changes = find_changes(estimator, now)
+    growth = None if now.fits or changes else find_growth(estimator, now)
+    return Explanation(now, find_limit(now), changes, growth)
+
+
+def find_limit(estimate: Estimate) -> Limit:
+    """Memory where a rank has too little, else what the step is mostly spent on."""
+    if estimate.fits:
+        component, seconds = max(estimate.time.as_dict().items(), key=lambda item: item[1])
+        return Limit("time", component, seconds / estimate.step_time_s, None)
+    fullest = estimate.memory[estimate.busiest_rank]
+    component = largest_component(fullest)
+    return Limit("memory", component, fullest.as_dict()[component] / fullest.total, estimate.busiest_rank)
+
+
+def largest_component(memory: MemoryEstimate) -> str:
+    """The component that takes most of a rank's peak."""
+    parts = memory.as_dict()
+    return max(parts, key=lambda name: parts[name])
+
+
+def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
+    """Of each knob the fastest setting that fits and gains, fastest first."""
+    fitting = _try_moves(estimator, now)
+    gaining = [c for c in fitting if not now.fits or c.saved_s > LEAST_GAIN * now.step_time_s]
+    best: dict[str, Change] = {}
+    for change in sorted(gaining, key=lambda c: c.estimate.step_time_s):
+        best.setdefault(change.knob, change)
+    return tuple(best.values())[:MOST_CHANGES]
+
+
+def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
+    """The fastest that fits on the fewest GPUs: degrees doubled, any ZeRO and recomputation, micro-batch as it is or 1.
+
+    None if nothing fits on MOST_GPUS. All are bounded by the work of their busiest rank, and only those are predicted
+    whose bound is below the best.
+    """
+    factor = 2
+    while factor * now.layout.world_size <= MOST_GPUS:
+        grown = [g for g in set(_grow(estimator.scenario, now.layout, factor)) if _fits(estimator, g, now.kernels)]
+        best: Change | None = None
+        bounds = {layout: estimator.lower_bound_s(layout, now.kernels) for layout in grown}
+        for layout, bound_s in sorted(bounds.items(), key=lambda item: (item[1], str(item[0]))):
+            if best is not None and bound_s >= best.estimate.step_time_s:
+                break
+            change = _to_change(estimator, now, "GPUs", layout, now.kernels)
+            if best is None or change.estimate.step_time_s < best.estimate.step_time_s:
+                best = change
+        if best is not None:
+            return best
+        factor *= 2
+    return None
+
+
+def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[str, Layout]]:
+    """Knob and layout of each single change on the same world, legal or not; some come twice."""
+    for knob, partner in _TRADES:
+        both = getattr(layout, knob) * getattr(layout, partner)
+        for degree in divisors(both):
+            yield knob, _settle(layout, {knob: degree, partner: both // degree})
+    settings: dict[str, Iterable[Any]] = {
+        "micro_batch": divisors(max(1, batch.global_batch // layout.dp)),
+        "zero": _ZERO,
+        "recompute": _RECOMPUTE,
+        "sequence_parallel": (False, True) if layout.tp > 1 else (),
+        "stage_layers": ((),),
+    }
+    for knob, values in settings.items():
+        for value in values:
+            yield knob, replace(layout, **{knob: value})
+    if layout.pp > 1:
+        yield "schedule", _settle(layout, {"schedule": "gpipe", "virtual_stages": 1})
+        yield "schedule", _settle(layout, {"schedule": "1f1b", "virtual_stages": 1})
+        for v in range(2, min(_MOST_VIRTUAL_STAGES, num_layers // layout.pp) + 1):
+            yield "schedule", _settle(layout, {"schedule": "interleaved-1f1b", "virtual_stages": v})
+
+
+def find_overrides(old: tuple[Layout, Kernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
+    """What train.py takes to run the new layout and kernels where the config has the old ones."""
+    return (*_find_differing("layout", old[0], new[0]), *_find_differing("kernels", old[1], new[1]))
+
+
+def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
+    """Every legal single change that fits, with its prediction."""
+    model, batch = estimator.scenario.model, estimator.scenario.batch
+    tried = {now.layout}
+    for knob, moved in find_moves(now.layout, batch, model.num_layers):
+        if moved not in tried and moved.is_legal(model, batch) and _fits(estimator, moved, now.kernels):
+            yield _to_change(estimator, now, knob, moved, now.kernels)
+        tried.add(moved)
+    for knob, others in _other_kernels(estimator.scenario, now.kernels):
+        if _fits(estimator, now.layout, others):
+            yield _to_change(estimator, now, knob, now.layout, others)
+
+
+def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
+    """Legal layouts on `factor` (a power of 2) times the GPUs; tp stays inside a node."""
+    powers = [1 << i for i in range(factor.bit_length())]
+    most_tp = max(layout.tp, scenario.cluster.gpus_per_node)
+    for tp, pp in product(powers, powers):
+        if factor % (tp * pp) or layout.tp * tp > most_tp:
+            continue
+        degrees = {"tp": layout.tp * tp, "pp": layout.pp * pp, "dp_shard": layout.dp_shard * (factor // (tp * pp))}
+        for micro_batch in {1, layout.micro_batch}:
+            grown = _settle(layout, {**degrees, "micro_batch": micro_batch})
+            if grown.is_legal(scenario.model, scenario.batch):  # whatever ZeRO and recomputation
+                yield from (replace(grown, zero=z, recompute=r) for z, r in product(_ZERO, _RECOMPUTE))
+
+
+def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
+    """Whether every rank's peak is within the capacity; time, which takes longer, is not looked at."""
+    return max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+
+
+def _other_kernels(scenario: Scenario, kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
+    """Each kernel set otherwise, as far as our trainer has it for this precision and device."""
+    device_type = "cpu" if scenario.cluster.gpu.name == "cpu" else "cuda"
+    for knob, values in (("norm", get_args(Norm)), ("attention", get_args(Attention))):
+        for value in values:
+            others = replace(kernels, **{knob: value})
+            try:
+                others.check(scenario.precision, device_type)
+            except InvalidConfig:
+                continue
+            if others != kernels:
+                yield knob, others
+
+
+def _to_change(estimator: Estimator, now: Estimate, knob: str, layout: Layout, kernels: Kernels) -> Change:
+    after = estimator.estimate(layout, kernels)
+    return Change(
+        knob=knob,
+        overrides=find_overrides((now.layout, now.kernels), (layout, kernels)),
+        estimate=after,
+        saved_s=now.step_time_s - after.step_time_s,
+        saved_bytes=now.peak_bytes - after.peak_bytes,
+    )
+
+
+def _settle(layout: Layout, changes: dict[str, Any]) -> Layout:
+    """The changed layout without what only made sense before: a stage split, or a pipeline's schedule at pp = 1."""
+    changed = replace(layout, **changes)
+    if changed.pp == 1:
+        changed = replace(changed, schedule="1f1b", virtual_stages=1)
+    return changed if changed.num_stages == layout.num_stages else replace(changed, stage_layers=())
+
+
+def _find_differing(section: str, old: Layout | Kernels, new: Layout | Kernels) -> tuple[str, ...]:
+    names = [f.name for f in fields(old) if getattr(old, f.name) != getattr(new, f.name)]
+    return tuple(f"--{section}.{name}={_show(getattr(new, name))}" for name in names)
+
+
+def _show(value: Any) -> str:
+    """As an override takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,140 @@
+"""dtlayout explain: numbers that add up, on stdout for people or for programs, without torch."""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from tiny import ROOT, TinyFiles, write_tiny
+
+from dtlayout.cli import main
+from dtlayout.commands.explain import EXAMPLE
+from dtlayout.costmodel.memory import MemoryEstimate
+
+LLAMA = str(ROOT / "configs" / "llama-13b-64xa100.toml")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TinyFiles:
+    return write_tiny(tmp_path)
+
+
+def explain(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    assert main(["explain", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def test_the_memory_of_each_pipeline_rank_and_the_step_add_up(capsys):
+    document = json.loads(explain(capsys, LLAMA, "--gpus", "64", "--layout.pp=4", "--layout.tp=2", "--json"))
+    assert (document["ok"], document["gpu"], document["gpus"], document["engine"]) == (
+        True, "a100-80g-sxm", 64, "dtlayout",
+    )  # fmt: skip
+    assert len(document["memory_bytes"]) == document["layout"]["pp"] == 4
+    for rank in document["memory_bytes"]:
+        total = rank.pop("total")
+        assert total == pytest.approx(sum(rank.values()))
+        assert total <= document["peak_memory_bytes"]
+    assert sum(document["time_s"].values()) == pytest.approx(document["step_time_s"])
+    assert document["fits"] == (document["peak_memory_bytes"] <= document["capacity_bytes"])
+    assert 0 < document["mfu"] < 1
+
+
+def test_each_change_is_an_override_that_explains_to_what_was_promised(capsys):
+    arguments = (LLAMA, "--gpus", "64", "--layout.pp=4", "--layout.tp=2", "--layout.recompute=full")
+    document = json.loads(explain(capsys, *arguments, "--json"))
+    assert 0 < len(document["changes"]) <= 5 and document["growth"] is None
+    for change in document["changes"]:
+        after = json.loads(explain(capsys, *arguments, *change["overrides"], "--json"))
+        for key in ("layout", "kernels", "step_time_s", "mfu", "peak_memory_bytes", "fits"):
+            assert after[key] == change[key]
+        assert change["saved_s"] == pytest.approx(document["step_time_s"] - after["step_time_s"])
+
+
+def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):
+    text = explain(capsys, LLAMA, "--gpus", "64", "--layout.pp=4", "--layout.recompute=full")
+    lines = text.splitlines()
+    head = {line[:14].strip(): line[14:] for line in lines[:5]}
+    assert head.keys() == {"layout", "engine", "fits", "step", "bound by"}
+    assert head["layout"] == "pp4·dp16 mb1 1f1b zero1 recompute=full on 64 x a100-80g-sxm"
+    assert head["engine"].startswith("dtlayout, ") and head["fits"].startswith("yes: ")
+    assert head["bound by"].endswith("of the step")
+    table = lines[6:11]
+    assert table[0].split()[2:] == [*(field.name for field in fields(MemoryEstimate)), "total"]
+    assert len({len(line) for line in table}) == 1
+    assert [line.split()[1] for line in table[1:]] == ["0", "1", "2", "3"]
+    assert lines[12].count("|") == 1 and "% of " in lines[12]
+    assert any(line.startswith("change ") for line in lines)
+    assert "--layout.recompute=none" in text
+
+
+def test_a_bar_beyond_the_capacity_goes_on_behind_it(capsys):
+    text = explain(capsys, LLAMA, "--gpus", "1")
+    bar = next(line for line in text.splitlines() if line.startswith("rank 0  p")).split()[2]
+    inside, _, outside = bar.partition("|")
+    assert "." not in inside and len(outside) > len(inside)
+    assert "no: " in text and "if it did fit" in text and "bound by      memory: optimizer, " in text
+
+
+def test_where_nothing_single_fits_the_component_and_the_gpus_are_named(capsys):
+    text = explain(capsys, LLAMA, "--gpus", "1")
+    assert "no single change fits; the largest component is optimizer, " in text
+    assert " GPUs would do, as " in text
+    document = json.loads(explain(capsys, LLAMA, "--gpus", "1", "--json"))
+    assert document["changes"] == [] and not document["fits"]
+    assert document["growth"]["fits"] and f"{document['growth']['gpus']} GPUs would do" in text
+    hopeless = explain(capsys, LLAMA, "--gpus", "1", "--batch.global_batch=1", "--model.hidden_size=655360")
+    assert "no number of GPUs that was tried fits either; take a smaller" in hopeless
+
+
+def test_a_layout_that_nothing_improves_says_so(files, capsys):
+    arguments = (str(files.config), "--gpu", "h100-80g-sxm", "--precision.compute=bfloat16", "--layout.micro_batch=8")
+    assert "no single change is predicted to be faster" in explain(capsys, *arguments)
+
+
+def test_the_cpu_has_no_mfu(files, capsys):
+    assert "MFU n/a" in explain(capsys, str(files.config), "--gpu", "cpu")
+    assert json.loads(explain(capsys, str(files.config), "--gpu", "cpu", "--json"))["mfu"] is None
+
+
+def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
+    own = json.loads(explain(capsys, LLAMA, "--world", "64", "--json"))
+    other = json.loads(
+        explain(capsys, LLAMA, "--world", "64", "--engine", "megatron", "--kernels.attention=flash1", "--json")
+    )
+    assert other["engine"] == "megatron"
+    assert own["memory_bytes"] != other["memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "cluster.gpu='auto' asks the device of a run, and nothing runs here; give --gpu with one of cpu, a100"),
+        (("--gpu", "voodoo2"), "GPU type 'voodoo2' is unknown; use one of "),
+        (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
+        (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),
+        (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=2"), "cp=2: context parallelism is not there yet"),
+        (("--gpu", "h100-80g-sxm"), "kernels.attention=sdpa-flash does not compute in precision.compute=float32"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_with_what_works(files, capsys, arguments, problem):
+    assert main(["explain", str(files.config), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(problem)
+
+
+def test_the_example_works_and_imports_nothing_heavy():
+    code = (
+        "import sys; from dtlayout.cli import main; code = main(sys.argv[1:]);"
+        "print(sorted({'torch', 'datasets', 'tokenizers', 'rich'} & set(sys.modules))); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *shlex.split(EXAMPLE)[1:]],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "[]"

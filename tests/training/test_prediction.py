@@ -1,0 +1,146 @@
+"""What is predicted before the first step: of every legal layout, and refused where no step would be seen."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tiny import SHAPE
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import find_gpu, known_gpus
+from dtlayout.config import ClusterConfig, Config, TrainConfig, parse_config
+from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.models.presets import PRESETS
+from dtlayout.precision import Precision
+from dtlayout.training.devices import Device, find_predicted_gpu
+from dtlayout.training.prediction import HOPELESS_SHARE, describe, predict, refuse_hopeless, to_predicted
+
+A100 = find_gpu("a100-80g-sxm")
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Config, Layout]:
+    """A config that training takes, and its layout."""
+    pp, tp = draw(st.sampled_from((1, 2, 3, 4, 8, 16))), draw(st.sampled_from((1, 2, 4, 8)))
+    schedule = draw(st.sampled_from(("1f1b", "gpipe", "interleaved-1f1b")))
+    layout = Layout(
+        pp=pp, tp=tp, dp_replicate=draw(st.integers(1, 5)), dp_shard=draw(st.integers(1, 70)),
+        sequence_parallel=draw(st.booleans()), micro_batch=draw(st.integers(1, 9)), schedule=schedule,
+        virtual_stages=draw(st.integers(2, 4)) if schedule == "interleaved-1f1b" else 1,
+        zero=draw(st.sampled_from((1, 2, 3))),
+        recompute=draw(st.sampled_from(("none", "full", "selective", "every-2", "every-7"))),
+    )  # fmt: skip
+    num_microbatches = pp * draw(st.integers(1, 40))
+    batch = Batch(
+        global_batch=layout.dp * layout.micro_batch * num_microbatches, seq_len=8 * draw(st.integers(1, 20_000))
+    )
+    model = draw(st.sampled_from((SHAPE, *PRESETS.values())))
+    assume(layout.is_legal(model, batch))
+    try:
+        precision = Precision(
+            **{
+                name: draw(st.sampled_from(("float64", "float32", "bfloat16")))
+                for name in ("params", "compute", "reduce")
+            }
+        )
+    except InvalidConfig:
+        assume(False)
+    config = Config(
+        model=model, batch=batch, train=TrainConfig(steps=1), precision=precision,
+        kernels=Kernels(
+            attention=draw(st.sampled_from(("sdpa-flash", "sdpa-math"))), norm=draw(st.sampled_from(("eager", "fused")))
+        ),
+        cluster=ClusterConfig(gpus_per_node=draw(st.integers(1, 17))),
+    )  # fmt: skip
+    return config, layout
+
+
+@given(run=runs(), gpu=st.sampled_from((find_gpu("cpu"), *known_gpus().values())))
+@settings(deadline=None, max_examples=200)
+def test_every_legal_layout_has_a_prediction_of_finite_positive_numbers(run, gpu):
+    config, layout = run
+    found = predict(config, layout, gpu)
+    parts = [*found.time.as_dict().values(), *(v for rank in found.memory for v in rank.as_dict().values())]
+    assert all(math.isfinite(part) and part >= 0 for part in parts)
+    for number in (found.step_time_s, found.mfu, found.capacity_bytes, *(rank.total for rank in found.memory)):
+        assert math.isfinite(number) and number > 0
+    assert len(found.memory) == layout.pp
+    assert describe(found, gpu).startswith("predicted: step ")
+    assert to_predicted(found, gpu).peak_memory_bytes == [round(rank.total) for rank in found.memory]
+
+
+def make_config(*, force: bool = False, **layout: object) -> Config:
+    return parse_config(
+        {
+            "model": {"name": "llama-13b"}, "batch": {"global_batch": 64, "seq_len": 2048}, "layout": layout,
+            "train": {"steps": 1, "force": force},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "name"),
+    [
+        (Device("cpu", "cpu", None), "auto", "cpu"),
+        (Device("cpu", "cpu", 312e12), "a100-80g-sxm", "cpu"),
+        (Device("cuda", "NVIDIA H100 80GB HBM3", 989e12), "auto", "h100-80g-sxm"),
+        (Device("cuda", "NVIDIA H100 80GB HBM3", 312e12), "a100-80g-sxm", "a100-80g-sxm"),
+        (Device("cuda", "NVIDIA H100 80GB HBM3", None), "cpu", None),
+        (Device("cuda", "NVIDIA GeForce GTX 970", None), "auto", None),
+    ],
+)
+def test_the_prediction_is_for_the_device_that_runs(device, wanted, name):
+    found = find_predicted_gpu(device, wanted)
+    assert (found.name if found else None) == name
+
+
+def test_an_unknown_gpu_has_no_prediction_and_refuses_nothing():
+    config = make_config()
+    assert predict(config, Layout(), None) is None and to_predicted(None, None) is None
+    assert describe(None, None) == "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
+    refuse_hopeless(config, Layout(), None)
+
+
+def test_a_layout_far_beyond_the_memory_is_refused_with_what_would_work():
+    with pytest.raises(InvalidLayout) as caught:
+        refuse_hopeless(make_config(), Layout(dp_shard=8, micro_batch=8), A100)
+    (problem,) = caught.value.problems
+    assert problem.startswith("layout dp8 mb8 zero1 is predicted to need ")
+    assert re.search(r"rank 0 of the 7\d\.\d GiB of a100-80g-sxm, most of it activations; use --layout\.", problem)
+    assert problem.endswith(" or --train.force=true to try it anyway")
+
+
+def test_where_nothing_on_these_gpus_works_the_refusal_says_how_many_would():
+    with pytest.raises(InvalidLayout, match=r"most of it optimizer; use \d+ GPUs with --layout\..* GiB\), or --train"):
+        refuse_hopeless(make_config(), Layout(), A100)
+
+
+def test_force_the_cpu_and_a_layout_that_is_nearly_small_enough_pass():
+    refuse_hopeless(make_config(force=True), Layout(), A100)
+    refuse_hopeless(make_config(), Layout(), find_gpu("cpu"))
+    config, layout = make_config(), Layout(dp_shard=16)
+    predicted = predict(config, layout, A100)
+    for share, passes in ((HOPELESS_SHARE - 0.01, True), (HOPELESS_SHARE + 0.01, False)):
+        context_bytes = A100.memory_bytes - predicted.capacity_bytes
+        gpu = replace(A100, memory_bytes=int(predicted.peak_bytes / share + context_bytes))
+        assert describe(predict(config, layout, gpu), gpu).endswith(": it may not fit")
+        if passes:
+            refuse_hopeless(config, layout, gpu)
+        else:
+            with pytest.raises(InvalidLayout, match="is predicted to need"):
+                refuse_hopeless(config, layout, gpu)
+
+
+def test_a_prediction_is_one_line_and_says_how_much_it_is_worth():
+    config, layout = make_config(), Layout(dp_shard=64, micro_batch=1)
+    line = describe(predict(config, layout, A100), A100)
+    state = "calibrated" if to_predicted(predict(config, layout, A100), A100).calibrated else "uncalibrated"
+    assert f"% ({state}), MFU " in line and re.search(r" GiB on pipeline rank 0 of 7\d\.\d", line)
+    cpu = describe(predict(config, layout, find_gpu("cpu")), find_gpu("cpu"))
+    assert "(uncalibrated: an order of magnitude)" in cpu and "MFU" not in cpu
+    assert to_predicted(predict(config, layout, find_gpu("cpu")), find_gpu("cpu")).mfu is None
