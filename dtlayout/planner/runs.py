@@ -31,8 +31,7 @@ KERNELS = {
 
 Status = Literal["ok", "oom", "crashed_or_oom", "unavailable", "error"]
 _NUMBERS = (
-    "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "gpus_per_node", "global_batch",
-    "micro_batch", "dp", "tp", "pp",
+    "hidden", "layers", "heads", "ffn", "vocab", "seq_len", "gpus", "global_batch", "micro_batch", "dp", "tp", "pp",
 )  # fmt: skip
 _REQUIRED = ("table", "row", "model", "gpu", "kernel", "status", *_NUMBERS)
 
@@ -94,8 +93,10 @@ def _read_table(path: Path, engine: str | None) -> list[Run]:
 
 
 def _parse(row: dict[str, str], engine: str | None) -> Run:
-    n = {name: int(row[name]) for name in _NUMBERS}
     gpu, kernel = find_gpu(row["gpu"]), row["kernel"]
+    n = {name: int(float(row[name])) for name in _NUMBERS}
+    n["kv_heads"] = _whole(row, "kv_heads", n["heads"])
+    n["gpus_per_node"] = _whole(row, "gpus_per_node", gpu.gpus_per_node)
     if kernel not in KERNELS:
         raise InvalidConfig(f"kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
     peak_gib = _optional(row, "peak_memory_gb")
@@ -131,13 +132,13 @@ def _parse_model(row: dict[str, str], n: dict[str, int]) -> ModelShape:
 
 
 def _parse_layout(row: dict[str, str], n: dict[str, int]) -> Layout:
-    zero, virtual_stages = int(row.get("zero") or 1), int(row.get("virtual_stages") or 1)
+    zero, virtual_stages = _whole(row, "zero", 1), _whole(row, "virtual_stages", 1)
     is_replicated = zero == 0
     return Layout(
         pp=n["pp"],
         dp_replicate=n["dp"] if is_replicated else 1,
         dp_shard=1 if is_replicated else n["dp"],
-        cp=int(row.get("cp") or 1),
+        cp=_whole(row, "cp", 1),
         tp=n["tp"],
         sequence_parallel=_is_true(row.get("sequence_parallel")),
         micro_batch=n["micro_batch"],
@@ -146,6 +147,10 @@ def _parse_layout(row: dict[str, str], n: dict[str, int]) -> Layout:
         zero=max(1, zero),  # type: ignore[arg-type]
         recompute=row.get("recompute") or "none",
     )
+
+
+def _whole(row: dict[str, str], name: str, default: int) -> int:
+    return int(float(row[name])) if row.get(name) else default
 
 
 def _optional(row: dict[str, str], name: str) -> float | None:

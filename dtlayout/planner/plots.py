@@ -1,0 +1,106 @@
+"""Plots of predicted against measured MFU and peak memory: one picture each, a colour a table, log axes.
+
+Only rows with both numbers are drawn. The full line is equality, the band within 10 % of it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks for a display
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.planner.runs import GIB
+from dtlayout.planner.scores import Prediction, by_table
+
+_MOST_NAMED = 20
+"""Tables in the legend; more of them share its last line's colour."""
+_TICKS = (1, 1.5, 2, 3, 5, 7)
+"""Of each decade."""
+_FEWER_TICKS = (1, 2, 5)
+"""The same where more than a decade is drawn."""
+
+_COLOURS = [colour for shade in (0, 1) for colour in plt.get_cmap("tab20").colors[shade::2]]  # type: ignore[attr-defined]
+"""Ten strong ones, then the same ten pale."""
+_LEFT, _SIDE = 0.75, 6.0
+"""Inches: room for the numbers, and the square."""
+
+Points = dict[str, list[tuple[float, float]]]
+"""Table → measured and predicted."""
+
+
+def write_plots(predictions: Sequence[Prediction], folder: str | Path) -> list[Path]:
+    """Write mfu.png and memory.png, each only if some row has its number; the files that were written."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidConfig(f"--plots={folder} cannot be made a folder: {error.strerror}") from None
+    mfu: Points = {}
+    memory: Points = {}
+    for table, rows in by_table(predictions).items():
+        mfu[table] = [(100 * p.run.mfu, 100 * p.estimate.mfu) for p in rows if p.run.ran and p.run.mfu]
+        memory[table] = [
+            (p.run.peak_bytes / GIB, p.estimate.memory[0].total / GIB)
+            for p in rows
+            if p.run.status == "ok" and p.run.peak_bytes
+        ]
+    written = []
+    for name, title, unit, points in (
+        ("mfu", "MFU", "%", mfu),
+        ("memory", "Peak memory of pipeline rank 0", "GiB", memory),
+    ):
+        if any(points.values()):
+            written.append(folder / f"{name}.png")
+            _draw(points, title, unit, written[-1])
+    return written
+
+
+def _draw(points: Points, title: str, unit: str, path: Path) -> None:
+    """A square with the legend below it; sizes are in inches, so that a long legend takes nothing from the square."""
+    drawn = {table: pairs for table, pairs in points.items() if pairs}
+    values = np.array([value for pairs in drawn.values() for pair in pairs for value in pair])
+    low, high = float(values.min()) / 1.15, float(values.max()) * 1.15
+    below = 0.75 + 0.175 * (min(len(drawn), _MOST_NAMED) + 2)
+    figure = plt.figure(figsize=(_LEFT + _SIDE + 0.2, below + _SIDE + 0.4))
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((_LEFT / width, below / height, _SIDE / width, _SIDE / height))
+    ends = np.array([low, high])
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
+    axes.plot(ends, ends, color="0.35", linewidth=1, label="predicted = measured")
+    for i, (table, pairs) in enumerate(drawn.items()):
+        measured, predicted = zip(*pairs, strict=True)
+        colour = _COLOURS[min(i, _MOST_NAMED - 1)]
+        label = f"{table}, {len(pairs)} rows" if i < _MOST_NAMED else None
+        axes.scatter(measured, predicted, s=14, color=colour, alpha=0.75, linewidth=0, label=label)
+    _scale(axes, low, high)
+    axes.set_title(title, loc="left")
+    axes.set_xlabel(f"measured, {unit}")
+    axes.set_ylabel(f"predicted, {unit}")
+    anchor = (_LEFT / width, (below - 0.5) / height)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=anchor, bbox_transform=figure.transFigure, fontsize=8, frameon=False,
+        markerscale=1.6, borderaxespad=0,
+    )  # fmt: skip
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _scale(axes: Axes, low: float, high: float) -> None:
+    """The same log scale on both axes, with round ticks as plain numbers."""
+    of_decade = _TICKS if high / low < 20 else _FEWER_TICKS
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in of_decade]
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)

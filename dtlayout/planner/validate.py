@@ -1,0 +1,179 @@
+"""Validation: predictions for measured runs, with the shipped constants or with some that never saw a run.
+
+`predict` answers for each row of a table, also where no schedule of ours plays the layout, see `make_playable`.
+`leave_one_out` scores a model with constants fitted to the others; `ablate` asks what each fitted constant is worth. A
+*group* is the runs of one engine on one GPU type: constants belong to a group.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dtlayout.costmodel.engine import Engine, find_engine
+from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import DtlayoutError
+from dtlayout.planner.runs import Run
+from dtlayout.planner.scores import Prediction, Scores, score
+
+Progress = Callable[[str], None]
+"""Told what is being fitted, since a fit takes minutes."""
+
+
+def predict(runs: Iterable[Run]) -> list[Prediction]:
+    """A prediction for every run; runs of one scenario share an `Estimator`.
+
+    MFU is over the tokens and the GPUs that the table gives, as the measured one is, whatever the layout leaves idle
+    (over more GPUs only if the layout needs more).
+    """
+    estimators: dict[Scenario, Estimator] = {}
+
+    def find(scenario: Scenario) -> Estimator:
+        return estimators.setdefault(scenario, Estimator(scenario))
+
+    return [Prediction(run, _estimate(run, find)) for run in runs]
+
+
+def make_playable(run: Run) -> Run:
+    """The nearest run that the cost model can play, most often the run itself.
+
+    * Degrees that do not multiply to the GPUs: dp is what tp, pp and cp leave of them, if that is whole.
+    * More stages than blocks: fewer virtual stages. More ranks than blocks: as many blocks as ranks, since stages with
+      one block or none have the pace and the highest peak of one block; MFU credits the real ones alone.
+    * Virtual stages on one pipeline rank are none.
+    * A batch that makes no whole microbatches: the last one counts as whole, and there is at least one.
+    * Interleaved stages go in rounds of pp microbatches: the last round counts as whole, see `_estimate`.
+    """
+    layout, scenario = run.layout, run.scenario
+    dp, left = divmod(scenario.cluster.num_gpus, layout.pp * layout.cp * layout.tp)
+    if dp and not left and dp != layout.dp:
+        is_sharded = layout.dp_shard > 1 or layout.dp_replicate == 1
+        layout = replace(layout, dp_shard=dp if is_sharded else 1, dp_replicate=1 if is_sharded else dp)
+    num_layers = scenario.model.num_layers
+    virtual_stages = 1 if layout.pp == 1 else max(1, min(layout.virtual_stages, num_layers // layout.pp))
+    if virtual_stages != layout.virtual_stages:
+        schedule = layout.schedule if virtual_stages > 1 else "1f1b"
+        layout = replace(layout, virtual_stages=virtual_stages, schedule=schedule)
+    if layout.pp > num_layers and scenario.engine.habits.stage_split != "threshold":  # which may leave stages empty
+        scenario = replace(scenario, model=replace(scenario.model, num_layers=layout.pp))
+    rounds_of = layout.pp if layout.virtual_stages > 1 else 1
+    unit = layout.dp * layout.micro_batch
+    m = math.ceil(scenario.batch.global_batch / (unit * rounds_of)) * rounds_of
+    if m * unit != scenario.batch.global_batch:
+        scenario = replace(scenario, batch=replace(scenario.batch, global_batch=m * unit))
+    if layout is run.layout and scenario is run.scenario:
+        return run
+    return replace(run, layout=layout, scenario=scenario)
+
+
+def _estimate(run: Run, find: Callable[[Scenario], Estimator]) -> Estimate:
+    """Of the playable run, with the time of as many microbatches as there are and the table's tokens and GPUs."""
+    playable = make_playable(run)
+    layout, scenario = playable.layout, playable.scenario
+    estimate = find(scenario).estimate(layout, run.kernels)
+    if scenario is run.scenario and layout.world_size == scenario.cluster.num_gpus:
+        return estimate
+    unit = layout.dp * layout.micro_batch
+    missing = scenario.batch.global_batch // unit - math.ceil(run.scenario.batch.global_batch / unit)
+    time = estimate.time
+    if missing:  # of the last round: each takes off what it would add in a further round
+        one_round_more = scenario.batch.global_batch + unit * layout.pp
+        longer = replace(scenario, batch=replace(scenario.batch, global_batch=one_round_more))
+        added_s = (find(longer).time(layout, run.kernels, estimate.memory).total - time.total) / layout.pp
+        share = max(0.0, 1 - missing * added_s / time.total)
+        time = TimeEstimate(**{name: share * seconds for name, seconds in time.as_dict().items()})
+    num_gpus = max(layout.world_size, scenario.cluster.num_gpus)
+    return replace(estimate, time=time, mfu=find(run.scenario).mfu(time.total, num_gpus))
+
+
+# Fits.
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What the predictions lose without one fitted constant."""
+
+    constant: str
+    """Its name."""
+    neutral: float
+    """The value that it has where nothing was measured, and has now."""
+    scores: Scores
+    """Of all runs, with the other constants fitted again."""
+
+
+def group_runs(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Engine and GPU type → runs, in their first order."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.scenario.engine.name, run.scenario.cluster.gpu.name), []).append(run)
+    return groups
+
+
+def with_engine(runs: Iterable[Run], engine: Engine) -> list[Run]:
+    """The same runs with other constants."""
+    return [replace(run, scenario=replace(run.scenario, engine=engine)) for run in runs]
+
+
+def fit_engine(runs: Sequence[Run], start: Engine) -> tuple[Engine, tuple[str, ...]]:
+    """The engine with its fitted constants fitted to these runs alone, and the names of those that ended at a bound.
+
+    Runs that had to be made playable in batch or stages are left out: what they measured is not quite what is played.
+    """
+    from dtlayout.planner.fit import refit  # only now: it imports scipy
+
+    played = [make_playable(run) for run in runs]
+    usable = [new for new, run in zip(played, runs, strict=True) if new.scenario == run.scenario and run.mfu != 0]
+    fit = refit(usable, start.name, start.gpu, start=start)
+    return fit.engine, fit.at_bounds
+
+
+def without_fit(engine: Engine) -> Engine:
+    """The engine before any run was seen: general values, with the names of the constants that are fitted."""
+    return replace(engine, constants=find_engine(engine.name, gpu="none").constants)
+
+
+def leave_one_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> dict[str, list[Prediction]]:
+    """Model → predictions for its runs, with constants that were fitted to the other models' runs of the same group.
+
+    A fit starts at general values, so that nothing of the shipped ones, which saw all runs, is left in it. An engine
+    without fitted constants is scored as it is. DtlayoutError if a group with some has one model alone.
+    """
+    groups = group_runs(runs)
+    for (name, gpu), group in groups.items():
+        models = sorted({run.scenario.model.name for run in group})
+        if len(models) == 1 and group[0].scenario.engine.fitted:
+            raise DtlayoutError(
+                f"--leave-one-out needs runs of two models, but those of engine {name} on {gpu} are all of {models[0]}"
+            )
+    left_out: dict[str, list[Prediction]] = {}
+    for group in groups.values():
+        engine = group[0].scenario.engine
+        for model in dict.fromkeys(run.scenario.model.name for run in group):
+            own = [run for run in group if run.scenario.model.name == model]
+            others = [run for run in group if run.scenario.model.name != model]
+            fitted = engine
+            if engine.fitted:
+                progress(f"fitting {engine.name} on {engine.gpu} without {model}")
+                fitted, _ = fit_engine(others, start=without_fit(engine))
+            left_out.setdefault(model, []).extend(predict(with_engine(own, fitted)))
+    return left_out
+
+
+def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line: None) -> list[Ablation]:
+    """For each fitted constant of `engine`, which is fitted to these runs: the scores with its neutral value instead.
+
+    The others of its kind, memory or time, are fitted again; those of the other kind don't see it, and stay.
+    """
+    from dtlayout.planner.fit import MEMORY_CONSTANTS
+
+    neutral = without_fit(engine).constants
+    ablations = []
+    for name in engine.fitted:
+        progress(f"fitting {engine.name} on {engine.gpu} without {name}")
+        is_memory = name in MEMORY_CONSTANTS
+        kind = tuple(n for n in engine.fitted if n != name and (n in MEMORY_CONSTANTS) == is_memory)
+        value = float(getattr(neutral, name))
+        start = replace(engine.with_constants(**{name: value}), fitted=kind)
+        fitted = fit_engine(runs, start)[0] if kind else start
+        ablations.append(Ablation(name, value, score(predict(with_engine(runs, fitted)))))
+    return ablations

@@ -1,0 +1,330 @@
+"""dtlayout validate: scores for people and for programs, fits as TOML, pictures, and refusals by name."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import ROOT
+
+from dtlayout import toml
+from dtlayout.cli import main
+from dtlayout.costmodel.engine import BOUNDS, find_engine
+from dtlayout.planner import validate as planner_validate
+from dtlayout.planner.runs import GIB
+from dtlayout.planner.tables import read_tables
+from dtlayout.planner.validate import predict
+
+COMMON = {
+    "layers": 8, "vocab": 32000, "tied": False, "seq_len": 2048, "engine": "nanotron", "gpu": "h100-80g-sxm", "gpus": 8,
+    "gpus_per_node": 8, "global_batch": 64, "cp": 1, "virtual_stages": 1, "sequence_parallel": True, "zero": 1,
+    "recompute": "none", "kernel": "flash2+rmsnorm", "status": "ok", "step_time_s": "", "mfu": "", "peak_memory_gb": "",
+}  # fmt: skip
+MODELS = {
+    "narrow": {"hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 5632},
+    "wide": {"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 11008},
+}
+KEYS = {"fit", "mape", "median_ape", "tau", "top1", "memory", "false_oom", "rows"}
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(
+            file, ["table", "row", "model", *MODELS["wide"], *COMMON, "micro_batch", "dp", "tp", "pp"]
+        )
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def make_rows(**cells) -> list[dict]:
+    """Layouts of two models on 8 GPUs, a table each."""
+    degrees = [(tp, pp, mb) for tp in (1, 2, 4) for pp in (1, 2) for mb in (1, 2)]
+    return [
+        COMMON | sizes | {"table": f"sweep/{name}", "row": row, "model": name, "micro_batch": mb}
+        | {"dp": 8 // tp // pp, "tp": tp, "pp": pp} | cells
+        for name, sizes in MODELS.items() for row, (tp, pp, mb) in enumerate(degrees)
+    ]  # fmt: skip
+
+
+def write_measured(path: Path, rows: list[dict], factor: float = 1.0) -> Path:
+    """The rows with what is predicted for them as measured, MFU times `factor`."""
+    for row, found in zip(rows, predict(read_tables([write_rows(path, rows)])), strict=True):
+        estimate = found.estimate
+        row |= {"mfu": estimate.mfu * factor, "step_time_s": estimate.step_time_s / factor}
+        row |= {"peak_memory_gb": estimate.memory[0].total / GIB}
+    return write_rows(path, rows)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    return write_measured(tmp_path / "runs.csv", make_rows(), factor=0.8)
+
+
+@pytest.fixture
+def few_constants(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Two fitted constants instead of all, which would take longer to fit."""
+    names = ("matmul_efficiency", "logit_bytes")
+
+    def fit_few(runs, start):
+        return fit_engine(runs, replace(start, fitted=names))
+
+    fit_engine = planner_validate.fit_engine
+    monkeypatch.setattr(planner_validate, "fit_engine", fit_few)
+    monkeypatch.setattr("dtlayout.commands.validate.fit_engine", fit_few)
+    return names
+
+
+def run_json(capsys, *arguments) -> dict:
+    assert main(["validate", *map(str, arguments), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads(printed.out)
+
+
+def refuse(capsys, *arguments) -> str:
+    assert main(["validate", *map(str, arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+def test_json_has_the_scores_of_each_table_and_of_all(measured, capsys):
+    document = run_json(capsys, measured)
+    assert document.keys() == {"tables", "pooled"}
+    assert list(document["tables"]) == ["sweep/narrow", "sweep/wide"]
+    for scores in (document["pooled"], *document["tables"].values()):
+        assert scores.keys() == KEYS
+        assert scores["mape"] == pytest.approx(0.25)
+        assert scores["median_ape"] == pytest.approx(0.25)
+        assert scores["tau"] == pytest.approx(1.0)
+        assert (scores["fit"], scores["top1"], scores["false_oom"]) == (None, 1.0, 0.0)
+        assert scores["memory"] == pytest.approx(0.0, abs=1e-12)
+    assert [scores["rows"] for scores in document["tables"].values()] == [12, 12]
+    assert document["pooled"]["rows"] == 24
+
+
+def test_several_tables_are_pooled_and_a_score_without_rows_is_null(measured, tmp_path, capsys):
+    failed = write_rows(tmp_path / "failed.csv", make_rows(table="failed", status="oom"))
+    document = run_json(capsys, measured, failed)
+    assert document["pooled"]["rows"] == 48
+    assert document["pooled"]["fit"] is not None
+    assert document["tables"]["failed"] == dict.fromkeys(KEYS, None) | {"rows": 24}
+
+
+def test_leaving_out_adds_scores_of_each_model(measured, few_constants, capsys):
+    document = run_json(capsys, measured, "--leave-one-out")
+    assert document.keys() == {"tables", "pooled", "left_out"}
+    assert list(document["left_out"]) == ["narrow", "wide"]
+    assert all(scores.keys() == KEYS for scores in document["left_out"].values())
+    assert document["pooled"]["mape"] == pytest.approx(0.25)  # the shipped constants still
+
+
+def test_leaving_out_the_only_model_is_refused(tmp_path, capsys):
+    path = write_measured(tmp_path / "runs.csv", make_rows()[:12])
+    message = (
+        "--leave-one-out needs runs of two models, but those of engine nanotron on h100-80g-sxm are all of narrow\n"
+    )
+    assert refuse(capsys, path, "--leave-one-out") == message
+
+
+def test_people_see_scores_and_the_worst_rows_in_120_columns(measured, capsys):
+    assert main(["validate", str(measured), "--worst", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[0].startswith("nanotron on h100-80g-sxm, 24 rows: constants from ")
+    (heading,) = (line for line in lines if line.startswith("table "))
+    (pooled,) = (line for line in lines if line.startswith("all "))
+    assert heading.split() == ["table", "rows", "fit", "MAPE", "median", "tau", "top-1", "memory", "false", "OOM"]
+    assert pooled.split() == ["all", "24", "–", "25.0", "%", "25.0", "%", "1.000", "1.000", "0.0", "%", "0.0", "%"]
+    assert len(heading) == len(pooled)
+    text = "\n".join(lines)
+    assert "worst by MFU, of " in text and "worst by peak memory, of 24" in text
+    assert text.count("(+25.0%)") == 4  # two rows of either kind
+    assert "worst by outcome" not in text
+
+
+def test_rows_of_a_wrong_outcome_are_shown_with_components(tmp_path, capsys):
+    path = write_rows(tmp_path / "runs.csv", make_rows(status="oom", dp=2, gpus=2, tp=1, pp=1)[:1])
+    assert main(["validate", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "worst by outcome, of 1 misjudged\n  sweep/narrow row 0: dp2 mb1 zero1 flash2+rmsnorm, oom\n" in printed
+    assert "compute" in printed and "parameters" in printed and "optimizer" in printed
+
+
+def test_no_rows_of_the_worst_are_shown_if_none_are_asked_for(measured, capsys):
+    assert main(["validate", str(measured), "--worst", "0"]) == 0
+    assert "worst" not in capsys.readouterr().out
+
+
+def test_a_gpu_without_calibration_is_marked(measured, tmp_path, capsys):
+    path = write_rows(tmp_path / "other.csv", make_rows(gpu="h200-141g-sxm"))
+    assert main(["validate", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("nanotron on h200-141g-sxm, 24 rows: uncalibrated; ")
+    assert main(["validate", str(measured), "--engine", "torchtitan"]) == 0
+    assert capsys.readouterr().out.startswith("torchtitan on h100-80g-sxm, 24 rows: uncalibrated; ")
+
+
+def test_a_table_without_rows_has_no_scores(tmp_path, capsys):
+    path = write_rows(tmp_path / "empty.csv", [])
+    assert run_json(capsys, path) == {"tables": {}, "pooled": dict.fromkeys(KEYS, None) | {"rows": 0}}
+    assert main(["validate", str(path)]) == 0
+
+
+# Fits.
+
+
+def test_a_fit_is_a_piece_of_an_engines_file(measured, few_constants, capsys):
+    assert main(["validate", str(measured), "--fit", "--worst", "0"]) == 0
+    printed = capsys.readouterr().out
+    fragment = printed[printed.index("# nanotron: scores") :]
+    (values,) = toml.loads(fragment)["fitted"].values()
+    assert values.pop("source") == "24 runs of narrow, wide"
+    assert tuple(values) == few_constants
+    assert all(type(value) is float and BOUNDS[name][0] <= value <= BOUNDS[name][1] for name, value in values.items())
+    shipped = find_engine("nanotron", "h100-80g-sxm").constants.matmul_efficiency
+    assert values["matmul_efficiency"] < shipped  # the runs were made slower
+    assert "# mape              25.0 %" in fragment and "# MFU error after: p10 " in fragment
+
+
+def test_a_fit_can_be_written_to_a_file(measured, few_constants, tmp_path, capsys):
+    out = tmp_path / "fitted.toml"
+    document = run_json(capsys, measured, "--fit", "--out", out)
+    fitted = document["fitted"]["h100-80g-sxm"]
+    assert fitted.keys() == {"engine", "constants", "at_bounds", "scores"}
+    written = toml.loads(out.read_text(encoding="utf-8"))["fitted"]["h100-80g-sxm"]
+    assert {name: written[name] for name in few_constants} == fitted["constants"]
+    assert fitted["scores"]["mape"] < document["pooled"]["mape"]
+    assert main(["validate", str(measured), "--fit", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f"written: {out}" in printed and "[fitted" not in printed
+
+
+def test_ablation_shows_what_each_constant_is_worth(measured, few_constants, capsys):
+    document = run_json(capsys, measured, "--ablate")
+    assert [row["constant"] for row in document["ablations"]] == list(few_constants)
+    assert all(row.keys() == KEYS | {"engine", "gpu", "constant", "neutral"} for row in document["ablations"])
+    assert main(["validate", str(measured), "--ablate", "--worst", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if "without one constant" in line)
+    assert [line.split()[0] for line in lines[start + 1 :]] == ["constant", "(all", *few_constants]
+    assert len({len(line) for line in lines[start + 1 :]}) == 1
+
+
+def test_constants_of_two_engines_cannot_be_fitted_at_once(measured, tmp_path, capsys):
+    other = write_rows(tmp_path / "other.csv", make_rows(engine="aa-scaling", gpu="a100-80g-sxm"))
+    message = refuse(capsys, measured, other, "--fit")
+    assert (
+        message == "--fit takes runs of one engine, these are of aa-scaling, nanotron; pass fewer tables or --engine\n"
+    )
+
+
+def test_an_engine_without_constants_to_fit_is_refused(measured, capsys):
+    assert "torchtitan has no constants to fit on h100-80g-sxm" in refuse(
+        capsys, measured, "--engine", "torchtitan", "--fit"
+    )
+
+
+# Pictures.
+
+
+def test_pictures_are_written_of_what_was_measured(measured, tmp_path, capsys):
+    folder = tmp_path / "plots" / "here"
+    run_json(capsys, measured, "--plots", folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["memory.png", "mfu.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    assert main(["validate", str(measured), "--plots", str(folder)]) == 0
+    assert f"written: {folder / 'mfu.png'}" in capsys.readouterr().out
+
+
+def test_there_is_no_picture_of_nothing(tmp_path, capsys):
+    path = write_rows(tmp_path / "runs.csv", make_rows(status="oom"))
+    assert main(["validate", str(path), "--plots", str(tmp_path / "plots")]) == 0
+    assert "no picture: no row has a measured number" in capsys.readouterr().out
+    assert list((tmp_path / "plots").iterdir()) == []
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--worst", "-1"], "--worst=-1 must not be negative"),
+        (["--out", "fitted.toml"], "--out names the file that --fit writes; add --fit"),
+        (["--engine", "steam"], "--engine=steam is unknown; use one of aa-scaling, dtlayout, megatron, nanotron"),
+        (["--plots", "{file}"], "--plots={file} cannot be made a folder: "),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(measured, capsys, arguments, problem):
+    arguments = [argument.format(file=measured) for argument in arguments]
+    assert refuse(capsys, measured, *arguments).startswith(problem.format(file=measured))
+
+
+def test_a_file_that_cannot_be_written_is_refused(measured, few_constants, tmp_path, capsys):
+    out = tmp_path / "none" / "fitted.toml"
+    assert (
+        refuse(capsys, measured, "--fit", "--out", out) == f"--out={out} cannot be written: No such file or directory\n"
+    )
+
+
+def test_wrong_cells_are_refused_with_file_line_and_column(tmp_path, capsys):
+    rows = make_rows()
+    rows[1] |= {"tp": "two", "engine": "steam"}
+    path = write_rows(tmp_path / "runs.csv", rows)
+    lines = refuse(capsys, path).splitlines()
+    assert lines[0] == f"table {path}, line 3, column tp: 'two' must be a whole number of at least 1"
+    assert lines[1].startswith(f"table {path}, line 3, column engine: 'steam' is unknown; use one of aa-scaling, ")
+    assert len(lines) == 2
+    assert main(["validate", str(path), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == {"ok": False, "problems": lines}
+
+
+def test_scoring_starts_without_torch_scipy_and_matplotlib(measured):
+    code = (
+        "import sys; from dtlayout.cli import main; code = main(sys.argv[1:]);"
+        "print(sorted({'torch', 'scipy', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "validate", str(measured), "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    json.loads(done.stdout)
+
+
+# The benchmark.
+
+
+def run_benchmark(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "VALIDATE_TABLES"}
+    environment |= {"OUT": str(tmp_path / "report.md"), "PYTHON": sys.executable}
+    return subprocess.run(
+        ["sh", str(ROOT / "benchmarks" / "validate.sh"), *arguments],
+        capture_output=True, text=True, env=environment, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_the_benchmark_skips_without_tables(tmp_path):
+    for arguments in ([], [str(tmp_path)]):
+        done = run_benchmark(tmp_path, *arguments)
+        assert done.returncode == 0
+        assert done.stdout.startswith("skipped: no folder with tables")
+    assert not (tmp_path / "report.md").exists()
+
+
+def test_the_benchmark_writes_a_report_without_paths(tmp_path):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    write_measured(folder / "small.csv", make_rows(engine="torchtitan"))
+    done = run_benchmark(tmp_path, str(folder))
+    assert done.returncode == 0, done.stderr
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| all rows | 24 |" in report
+    assert "worst by MFU" in report and "CPU cores" in report
+    assert str(tmp_path) not in report and str(ROOT) not in report

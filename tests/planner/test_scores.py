@@ -1,0 +1,135 @@
+"""Each score against a value computed by hand, and Kendall's tau-b against scipy's."""
+
+import random
+from dataclasses import fields
+
+import pytest
+from scipy.stats import kendalltau
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.estimate import Estimate, TimeEstimate
+from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.planner.runs import Run
+from dtlayout.planner.scores import Prediction, by_table, kendall_tau_b, score
+
+GPU = find_gpu("a100-80g-sxm")
+SCENARIO = Scenario(
+    model=ModelShape(name="m", hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_size=8),
+    batch=Batch(global_batch=8, seq_len=8),
+    cluster=Cluster(gpu=GPU, num_gpus=1, gpus_per_node=8),
+    engine=find_engine("megatron", GPU.name),
+)
+
+
+def predict(status="ok", measured=None, predicted=0.4, *, fits=True, peaks=(None, (10.0,)), table="t") -> Prediction:
+    """`measured` and `predicted` MFU; `peaks`: measured on rank 0, predicted on each rank."""
+    measured_peak, predicted_peaks = peaks
+    run = Run(
+        table=table, row="0", scenario=SCENARIO, layout=Layout(), kernels=Kernels(), status=status,
+        step_time_s=None, mfu=measured, peak_bytes=measured_peak,
+    )  # fmt: skip
+    nothing = dict.fromkeys([f.name for f in fields(MemoryEstimate)], 0.0)
+    estimate = Estimate(
+        layout=Layout(), kernels=Kernels(), stage_layers=(2,),
+        capacity_bytes=max(predicted_peaks) * (1 if fits else 0.9),
+        memory=tuple(MemoryEstimate(**nothing | {"parameters": peak}) for peak in predicted_peaks),
+        time=TimeEstimate(**dict.fromkeys([f.name for f in fields(TimeEstimate)], 1.0)), mfu=predicted,
+    )  # fmt: skip
+    return Prediction(run, estimate)
+
+
+def test_fit_is_the_mean_of_the_shares_that_are_right_among_ok_and_among_oom():
+    rows = [predict("ok", 0.4, fits=fits) for fits in (True, True, True, False)]
+    rows += [predict("oom", fits=fits) for fits in (True, False)]
+    assert score(rows).fit == (3 / 4 + 1 / 2) / 2
+
+
+def test_fit_needs_both_outcomes_and_crashes_are_neither():
+    crashed = [predict("crashed_or_oom", fits=False), predict("error"), predict("unavailable")]
+    assert score([predict("ok", 0.4), *crashed]).fit is None
+    assert score([predict("oom"), *crashed]).fit is None
+
+
+def test_mfu_errors_are_shares_of_the_measured_one_and_slow_runs_are_left_out():
+    rows = [
+        predict("ok", 0.4, 0.5),  # + 25 %
+        predict("ok", 0.5, 0.4),  # - 20 %
+        predict("ok", 0.05, 0.05),  # 0
+        predict("ok", 0.049, 0.4),  # stalled
+        predict("oom", None, 0.4),
+        predict("ok", None, 0.4),  # the table does not say
+    ]
+    found = score(rows)
+    assert found.mape == pytest.approx(0.15)
+    assert found.median_ape == pytest.approx(0.20)
+    assert found.rows == 6
+
+
+def test_tau_is_over_all_that_ran_in_each_table_and_the_mean_of_tables():
+    right = [predict("ok", mfu, mfu + 0.1, table="right") for mfu in (0.01, 0.3, 0.5)]
+    wrong = [predict("ok", mfu, 1 - mfu, table="wrong") for mfu in (0.3, 0.5)]
+    constant = [predict("ok", mfu, 0.4, table="constant") for mfu in (0.3, 0.5)]
+    assert score(right).tau == 1.0
+    assert score(wrong).tau == -1.0
+    assert score(constant).tau is None
+    assert score([*right, *wrong, *constant]).tau == 0.0
+
+
+def test_top1_is_what_the_recommended_layout_reached_of_the_best():
+    rows = [predict("ok", 0.5, 0.40), predict("ok", 0.4, 0.45), predict("ok", 0.1, 0.90, fits=False)]
+    assert score(rows).top1 == pytest.approx(0.4 / 0.5)
+    assert score([*rows, predict("oom", None, 0.46)]).top1 == 0.0
+    assert score([*rows, predict("crashed_or_oom", None, 0.46)]).top1 == 0.0
+    assert score([*rows, predict("unavailable", None, 0.46)]).top1 == pytest.approx(0.8)
+    elsewhere = predict("ok", 0.3, 0.3, table="other")
+    assert score([*rows, elsewhere]).top1 == pytest.approx((0.8 + 1.0) / 2)
+
+
+def test_top1_is_none_where_nothing_ran_or_nothing_is_predicted_to_fit():
+    assert score([predict("oom")]).top1 is None
+    assert score([predict("ok", 0.5, fits=False)]).top1 is None
+
+
+def test_memory_is_the_median_error_of_the_first_pipeline_rank():
+    rows = [predict("ok", 0.4, peaks=(measured, (10.0, 99.0))) for measured in (8.0, 10.0, 20.0)]
+    assert score(rows).memory == 0.25  # of 0.25, 0 and 0.5
+    assert score([predict("ok", 0.4), predict("oom", peaks=(1.0, (10.0,)))]).memory is None
+
+
+def test_false_oom_is_the_share_of_what_ran_that_is_predicted_not_to_fit():
+    rows = [predict("ok", 0.4, fits=fits) for fits in (True, False, True, True)]
+    assert score([*rows, predict("oom", fits=False)]).false_oom == 0.25
+    assert score([predict("oom", fits=False)]).false_oom is None
+
+
+def test_no_rows_have_no_scores():
+    assert score([]).as_dict() == {
+        "fit": None, "mape": None, "median_ape": None, "tau": None, "top1": None, "memory": None, "false_oom": None,
+        "rows": 0,
+    }  # fmt: skip
+
+
+def test_tables_keep_the_order_in_which_they_come_first():
+    rows = [predict(table=table) for table in ("b", "a", "b")]
+    assert {table: len(found) for table, found in by_table(rows).items()} == {"b": 2, "a": 1}
+    assert list(by_table(rows)) == ["b", "a"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tau_b_is_that_of_scipy_also_with_ties(seed):
+    chance = random.Random(seed)
+    x, y = ([chance.randrange(chance.choice((3, 50))) for _ in range(30)] for _ in range(2))
+    assert kendall_tau_b(x, y) == pytest.approx(kendalltau(x, y).statistic, abs=1e-12)
+
+
+def test_tau_b_of_a_constant_is_none():
+    assert kendall_tau_b([1, 1], [1, 2]) is None
+    assert kendall_tau_b([1, 2], [1, 1]) is None
+    assert kendall_tau_b([], []) is None
+    assert kendall_tau_b([1], [1]) is None
