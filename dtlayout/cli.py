@@ -15,7 +15,10 @@ from dtlayout.errors import DtlayoutError
 
 COMMANDS = {
     "check": "Say whether a config can train on so many ranks, and what it would do.",
+    "explain": "Show a layout's memory and time by component, what binds it and what would help.",
     "prepare": "Tokenize the data of a config once, as training would.",
+    "recommend": "Find the fastest layouts of a model that fit on a cluster, and say what stands against the others.",
+    "validate": "Score predictions against tables of measured runs, and fit the constants to them.",
 }
 
 

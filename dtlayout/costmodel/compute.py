@@ -12,10 +12,8 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 
-_ROPE_TRAFFIC_BYTES = 20.0
-"""The same by the rotary embedding, over t."""
 _FFN_TRAFFIC_BYTES = 12.0
-"""The same for each unit of the FFN by the activation function, over t."""
+"""Moved by the activation function and its backward for each token and unit of the FFN, over t."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     shared = t if layout.shards_sequence else 1
     norm_traffic = constants.norm_traffic_bytes if kernels.norm == "eager" else 0.0
     traffic = (constants.width_traffic_bytes + norm_traffic) * h / shared + (
-        _ROPE_TRAFFIC_BYTES * h + _FFN_TRAFFIC_BYTES * f
+        constants.rope_traffic_bytes * h + _FFN_TRAFFIC_BYTES * f
     ) / t
     elementwise_s = traffic * tokens / _memory_bytes_per_s(scenario)
     launch_s = constants.norm_launch_s if kernels.norm == "eager" else 0.0

@@ -74,7 +74,9 @@ class Constants:
     fused_softmax_traffic_bytes: float = _constant(2.0, 0.0, 20.0, "byte/score")
     """The same where one kernel does them."""
     width_traffic_bytes: float = _constant(60.0, 30.0, 250.0, "byte/width")
-    """Moved by fused norms, residual adds and their backward for each token and unit of width: 30 bf16 passes or more."""
+    """Moved by fused norms, residual adds and their backward, for each token and unit of width: 30 bf16 passes."""
+    rope_traffic_bytes: float = _constant(20.0, 10.0, 300.0, "byte/width")
+    """Moved by the rotary embedding and its backward, for each token and unit of width; by default one kernel's."""
     norm_traffic_bytes: float = _constant(300.0, 40.0, 400.0, "byte/width")
     """Moved by both norms of a block as separate operations, forward and backward, for each token and unit of width."""
     norm_launch_s: float = _constant(0.0, 0.0, 1e-3, "s")

@@ -150,7 +150,8 @@ class Estimator:
 
     def memory(self, layout: Layout, kernels: Kernels) -> tuple[MemoryEstimate, ...]:
         """Peak of each pipeline rank."""
-        return estimate_memory(self.scenario, layout, kernels, self.stages(layout))
+        key = ("memory", layout, kernels)
+        return self._remember(key, lambda: estimate_memory(self.scenario, layout, kernels, self.stages(layout)))
 
     def time(self, layout: Layout, kernels: Kernels, memory: Sequence[MemoryEstimate]) -> TimeEstimate:
         """The step of the rank that ends last."""
@@ -212,12 +213,15 @@ class Estimator:
         copy_link = data_link(self.scenario, layout, stride * shards, copies)
         copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
         reductions = m if layout.zero > 1 and (habits.sharding == "fsdp2" or layout.pp == 1) else 1
-        exposed = (reductions - 1) * max(0.0, reduce_s - hidden * backward_s)
-        exposed += max(0.0, reduce_s + copy_s - hidden * backward_s)
-        if layout.zero == 3:
-            exposed += m * (max(0.0, gather_s - hidden * forward_s) + max(0.0, gather_s - hidden * backward_s))
-        else:
-            exposed += max(0.0, gather_s - hidden * forward_s)
+        again_s = gather_s if layout.zero == 3 else 0.0  # behind the same backward as the reduction, on the same link
+
+        def exposed_s(sending_s: float, computing_s: float) -> float:
+            return max(0.0, sending_s - hidden * computing_s)
+
+        exposed = (reductions - 1) * exposed_s(reduce_s + again_s, backward_s)
+        exposed += (m - reductions) * exposed_s(again_s, backward_s)
+        exposed += exposed_s(reduce_s + copy_s + again_s, backward_s)
+        exposed += (m if layout.zero == 3 else 1) * exposed_s(gather_s, forward_s)
         return exposed
 
     def _stage_work(self, stage: StageSlice, layout: Layout, kernels: Kernels) -> "StageWork":

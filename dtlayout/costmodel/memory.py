@@ -1,5 +1,7 @@
 """Peak bytes of each pipeline rank, one function a component; docs/memory-model.md derives every formula.
 
+Here with a distributed optimizer; under FSDP2 components are what they are at one moment (fsdp2_memory.py).
+
 n parameters of a stage on one tp rank, S = dp_shard, t = tp, T tokens of a microbatch on one cp rank, h hidden, f FFN,
 V vocabulary, a heads, e bytes of an activation. The tp, dp and cp ranks of a pipeline rank hold the same. The peak is
 that of the fullest moment of the schedule; what an optimizer step or a reduction needs beside it is not added, because
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 from dtlayout.costmodel.engine import Constants, Habits
+from dtlayout.costmodel.fsdp2_memory import fullest_bytes, resident_bytes
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -39,7 +42,9 @@ class MemoryEstimate:
     logits: float
     """Logits, loss and their gradient on the last stage."""
     buffers: float
-    """Communication: reduction buckets, units that are gathered for use, collectives in flight."""
+    """Communication: reduction buckets, units that are gathered for use."""
+    run_ahead: float
+    """Collectives that the host started early: it starts fewer where memory is short."""
     overhead: float
     """What the allocator holds whatever the layout."""
 
@@ -48,19 +53,45 @@ class MemoryEstimate:
         """All components: the allocator's peak."""
         return sum(astuple(self))
 
+    @property
+    def needed(self) -> float:
+        """What the rank cannot run without."""
+        return self.total - self.run_ahead
+
     def as_dict(self) -> dict[str, float]:
         """Component → bytes."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def estimate_memory(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
+    scenario: Scenario,
+    layout: Layout,
+    kernels: Kernels,
+    stages: Sequence[StageSlice],
+    ranks: Sequence[int] | None = None,
 ) -> tuple[MemoryEstimate, ...]:
-    """Peak of each pipeline rank; `stages` as `scenario.cut` gives them."""
+    """Peak of each pipeline rank, or of some of them; `stages` as `scenario.cut` gives them."""
+    ranks = range(layout.pp) if ranks is None else ranks
+    if scenario.engine.habits.sharding == "fsdp2":
+        fullest = fullest_bytes(scenario, layout, kernels, stages, ranks)
+        return tuple(_estimate_fsdp2_rank(scenario, layout, rank) for rank in fullest)
     m = max(1, layout.num_microbatches(scenario.batch))
     peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
-    return tuple(
-        _estimate_rank(scenario, layout, kernels, stages[r :: layout.pp], peaks[r], m) for r in range(layout.pp)
+    return tuple(_estimate_rank(scenario, layout, kernels, stages[r :: layout.pp], peaks[r], m) for r in ranks)
+
+
+def _estimate_fsdp2_rank(scenario: Scenario, layout: Layout, fullest: Sequence[float]) -> MemoryEstimate:
+    parameters, gradients, optimizer, activations, logits, buffers = fullest
+    resident = resident_bytes(scenario, layout)
+    return MemoryEstimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        logits=logits,
+        buffers=buffers,
+        run_ahead=0.0,
+        overhead=resident + scenario.engine.constants.overhead_bytes,
     )
 
 
@@ -81,7 +112,8 @@ def _estimate_rank(
         optimizer=optimizer_bytes(scenario, layout, n),
         activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
         logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
-        buffers=gathered_bytes(scenario, layout, n, unit) + run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
+        buffers=gathered_bytes(scenario, layout, n, unit),
+        run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
         overhead=constants.overhead_bytes,
     )
 
@@ -101,41 +133,24 @@ def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int) -> fl
 
 
 def parameter_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """fsdp2: masters over S, and a copy to compute with, whole except under ZeRO-3; else 2·n, over S under ZeRO-3."""
-    shards = layout.dp_shard
-    if scenario.engine.habits.sharding == "distributed-optimizer":
-        return 2 * n / (shards if layout.zero == 3 else 1)
-    compute = BYTES[scenario.precision.compute]
-    return n * BYTES[scenario.precision.params] / shards + (n * compute if layout.zero < 3 else 0.0)
+    """bf16 weights, over S under ZeRO-3."""
+    return 2 * n / (layout.dp_shard if layout.zero == 3 else 1)
 
 
 def gradient_bytes(scenario: Scenario, layout: Layout, n: float, num_microbatches: int) -> float:
     """Whole while they accumulate; over S where each microbatch's are reduced at once (ZeRO-2 and -3)."""
-    shards, habits = layout.dp_shard, scenario.engine.habits
-    if habits.sharding == "distributed-optimizer":
-        return habits.gradient_bytes * n / (shards if layout.zero > 1 and layout.pp == 1 else 1)
-    if layout.zero > 1 or num_microbatches == 1:
-        return BYTES[scenario.precision.params] * n / shards
-    return BYTES[scenario.precision.reduce] * n
+    return scenario.engine.habits.gradient_bytes * n / (layout.dp_shard if layout.zero > 1 and layout.pp == 1 else 1)
 
 
 def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """Two moments (fsdp2), or the master with them, over S."""
-    if scenario.engine.habits.sharding == "distributed-optimizer":
-        return _MIXED_PRECISION_STATE_BYTES * n / layout.dp_shard
-    return 2 * BYTES[scenario.precision.params] * n / layout.dp_shard
+    """Masters and both moments, over S."""
+    return _MIXED_PRECISION_STATE_BYTES * n / layout.dp_shard
 
 
 def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> float:
-    """Reduction buckets, and the units that FSDP2 or ZeRO-3 has gathered or is reducing: one in use, one on its way."""
-    habits = scenario.engine.habits
-    if habits.sharding == "distributed-optimizer":
-        bucket = habits.bucket_bytes * n if layout.dp > 1 else 0.0
-        return bucket + (2 * 2 * unit if layout.zero == 3 else 0.0)
-    compute, reduce = BYTES[scenario.precision.compute], BYTES[scenario.precision.reduce]
-    gathered = 2 * compute * unit if layout.zero == 3 else 0.0
-    reducing = (compute + reduce * (1 + 1 / layout.dp_shard)) * unit if layout.zero > 1 else 0.0
-    return gathered + reducing
+    """Reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way."""
+    bucket = scenario.engine.habits.bucket_bytes * n if layout.dp > 1 else 0.0
+    return bucket + (2 * 2 * unit if layout.zero == 3 else 0.0)
 
 
 def activation_bytes(
@@ -172,7 +187,8 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     projections = e * (2 * h + 2 * kv) / t + habits.rope_saved_bytes * h / t
     scores = score_bytes(scenario, layout, kernels)
     ffn = e * f * (4 if model.gated_ffn else 2) / t
-    whole = norms + norm_copies + projections + scores + ffn
+    beside = scenario.engine.constants.block_saved_bytes * h
+    whole = norms + beside + norm_copies + projections + scores + ffn
     recompute = Recompute.parse(layout.recompute)
     if not recompute.selective:
         return whole, e * h / shared

@@ -102,7 +102,8 @@ def share_out_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     caps = sorted({after - before for i, before in enumerate(prefix) for after in prefix[i + 1 :]})
     cap = caps[bisect_left(caps, True, key=lambda c: _fill(prefix, num_stages, c)[-1] == len(layers))]
     ends = _fill(prefix, num_stages, cap)
-    return tuple(min(end, len(layers) - 1) - max(start, 1) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+    starts = [0, *ends[:-1]]
+    return tuple(max(0, min(end, len(layers) - 1) - max(start, 1)) for start, end in zip(starts, ends, strict=True))
 
 
 def _fill(prefix: Sequence[float], num_stages: int, cap: float) -> list[int]:

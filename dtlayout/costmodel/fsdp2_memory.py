@@ -1,0 +1,229 @@
+"""Peak bytes of a pipeline rank under FSDP2: its schedule played in phases, the fullest moment taken.
+
+What a block holds is in fsdp2_blocks.py, what a unit of FSDP2 does in fsdp2_units.py. Here they become a stage's
+forward and backward, of which the first gathers parameters and finds no gradients, and the last reduces them; and those
+are played in the schedule's order. The optimizer needs nothing
+beside what the last backward leaves.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import groupby
+
+from dtlayout.costmodel.fsdp2_blocks import (
+    Sizes,
+    block_backward,
+    block_forward,
+    embedding_backward,
+    head_backward,
+    head_forward,
+    loss_backward,
+    sizes_of,
+)
+from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
+from dtlayout.costmodel.phase import IDLE, Bytes, Part, Phase, changes, fullest_of, sequence
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.schedule import Kind, make_orders
+from dtlayout.precision import BYTES
+from dtlayout.recompute import Recompute
+
+_P, _A, _B = Part.PARAMETERS, Part.ACTIVATIONS, Part.BUFFERS
+_STEP_BYTES = 4
+"""Adam's step counter of a tensor."""
+_TOKEN_BYTES = 16
+"""A token and its target, int64."""
+_SENDS_IN_FLIGHT = 2
+"""Messages to one neighbour that the runtime keeps until they have gone."""
+
+
+def fullest_bytes(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
+) -> Iterator[Bytes]:
+    """What each of these pipeline ranks holds at its fullest moment, by part."""
+    size, sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
+    m = max(1, layout.num_microbatches(scenario.batch))
+    all_stages = [_Stage(scenario.model, layout, stage, size, sharding) for stage in stages]
+    alike: dict[tuple[object, ...], _Stage] = {}  # most stages are like others
+    all_stages = [alike.setdefault(stage.key, stage) for stage in all_stages]
+    for rank in ranks:
+        own = all_stages[rank :: layout.pp]
+        phases = _play_gpipe(own[0], m) if layout.schedule == "gpipe" else _play_1f1b(own, layout, m, rank)
+        yield fullest_of(sequence(stage.state for stage in own).left, list(phases))
+
+
+def resident_bytes(scenario: Scenario, layout: Layout) -> float:
+    """RoPE's exact tables, which each stage of a rank has, and the step's tokens."""
+    model, batch = scenario.model, scenario.batch
+    tables = 2 * batch.seq_len * model.head_dim * max(4, BYTES[scenario.precision.params])
+    return layout.virtual_stages * tables + _TOKEN_BYTES * batch.num_tokens / (layout.dp * layout.cp)
+
+
+def _play_gpipe(stage: "_Stage", m: int) -> Iterator[Phase]:
+    """All forwards, then all backwards."""
+    message = changes((_B, stage.size.share))
+    yield stage.forward(is_first=True)
+    yield stage.forward(is_first=False).times(m - 1)
+    yield message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_forward else 0)
+    yield stage.backward(is_first=True, is_last=m == 1)
+    yield message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_backward else 0)
+    if m > 1:
+        yield stage.backward(is_first=False, is_last=False).times(m - 2)
+        yield stage.backward(is_first=False, is_last=True)
+
+
+def _play_1f1b(stages: Sequence["_Stage"], layout: Layout, m: int, rank: int) -> Iterator[Phase]:
+    """Plain or interleaved, with the messages that have not gone yet."""
+    message = changes((_B, stages[0].size.share))
+    num_sent: dict[int, int] = {}
+    for stage, kind, is_first, is_last in _orders(layout.schedule, layout.pp, layout.virtual_stages, m)[rank]:
+        is_forward = kind is Kind.FORWARD
+        if is_forward:
+            yield stages[stage].forward(is_first=is_first)
+        else:
+            yield stages[stage].backward(is_first=is_first, is_last=is_last)
+        if stages[stage].sends_forward if is_forward else stages[stage].sends_backward:
+            peer = (rank + (1 if is_forward else -1)) % layout.pp
+            num_sent[peer] = num_sent.get(peer, 0) + 1
+            if num_sent[peer] <= _SENDS_IN_FLIGHT:
+                yield message
+
+
+@lru_cache(maxsize=256)
+def _orders(schedule: str, p: int, v: int, m: int) -> list[list[tuple[int, Kind, bool, bool]]]:
+    """Each rank's actions: which of its stages, forward or backward, and whether it is the stage's first or last.
+
+    Of a long step a part is enough: once every stage has had a backward, a pipeline that goes on holds again what it
+    held, after one microbatch more (1f1b) or a round of p (interleaved-1f1b).
+    """
+    m = min(m, p + 2 if schedule == "1f1b" else 3 * p)
+    return [
+        [(a.stage // p, a.kind, a.microbatch == 0, a.microbatch == m - 1) for a in actions]
+        for actions in make_orders(schedule, p, v, m)
+    ]
+
+
+class _Stage:
+    """One stage's forward and backward."""
+
+    def __init__(self, model: ModelShape, layout: Layout, chunk: StageSlice, size: Sizes, sharding: Sharding):
+        recompute = Recompute.parse(layout.recompute)
+        self.has_embedding, self.has_head = chunk.embedding, chunk.head
+        self.sends_forward, self.sends_backward = not chunk.head, not chunk.embedding
+        self.size = size
+        self.sharding = sharding
+        self.units = stage_units(model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head)
+        amounts = ((size.kept(recompute, layer), size.recomputed(recompute, layer)) for layer in chunk.layers)
+        self.runs = [(kept, again, len(list(run))) for (kept, again), run in groupby(amounts)]
+        is_kept = size.keeps_stream or any(recompute.covers(layer) for layer in chunk.layers[:1])
+        self.received = 0.0 if chunk.embedding or is_kept else size.share
+        ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
+        self.all_units = [*ends, *[self.units.block] * len(chunk.layers)]
+        self.key = (self.has_embedding, self.has_head, tuple(self.runs), self.received)
+        self._known: dict[tuple[str, bool, bool], Phase] = {}
+
+    @cached_property
+    def _blocks(self) -> dict[float, Phase]:
+        """A block's forward by what it keeps."""
+        return {kept: block_forward(self.size, kept) for kept, _, _ in self.runs}
+
+    @property
+    def state(self) -> Phase:
+        """Masters and what Adam keeps of them."""
+        shards = self.sharding.params * sum(unit.count(self.sharding.shards) for unit in self.all_units)
+        steps = _STEP_BYTES * sum(unit.num_tensors for unit in self.all_units)
+        return changes((_P, shards), (Part.OPTIMIZER, 2 * shards + steps))
+
+    def forward(self, *, is_first: bool) -> Phase:
+        """One microbatch; the first one gathers what ZeRO-1 and -2 keep."""
+        gathers = is_first or self.sharding.zero == 3
+        key = ("forward", gathers, False)
+        if key not in self._known:
+            self._known[key] = sequence(self._gather_and_forward() if gathers else self._forward())
+        return self._known[key]
+
+    def backward(self, *, is_first: bool, is_last: bool) -> Phase:
+        """One microbatch; gradients are there from the first one on, the last one leaves shards."""
+        key = ("backward", is_first, is_last)
+        if key not in self._known:
+            self._known[key] = sequence(self._backward(is_first=is_first, is_last=is_last))
+        return self._known[key]
+
+    def _forward(self) -> Iterator[Phase]:
+        yield changes((_A, self.received))
+        yield from (self._blocks[kept].times(count) for kept, _, count in self.runs)
+        if self.has_head:
+            yield head_forward(self.size)
+
+    def _gather_and_forward(self) -> Iterator[Phase]:
+        sharding, units = self.sharding, self.units
+
+        def run(unit: Unit, work: Phase, before: Unit | None) -> Phase:
+            return sharding.gather(unit, before).then(work).then(sharding.drop(unit) if sharding.zero == 3 else IDLE)
+
+        before = units.root
+        if units.root:
+            yield sharding.gather(units.root, None)
+        yield changes((_A, self.received))
+        if units.embedding:
+            yield run(units.embedding, IDLE, before)
+            before = units.embedding
+        for kept, _, count in self.runs:
+            work = self._blocks[kept]
+            yield run(units.block, work, before)
+            yield run(units.block, work, units.block).times(count - 1)
+            before = units.block
+        if self.has_head:
+            work = head_forward(self.size)
+            yield run(units.head, work, before) if units.head else work
+        yield changes((_B, -sharding.buffer(units.head or before)))
+        if units.root and sharding.zero == 3:
+            yield sharding.drop(units.root)
+
+    def _backward(self, *, is_first: bool, is_last: bool) -> Iterator[Phase]:
+        size, sharding, units = self.size, self.sharding, self.units
+        reduces = sharding.zero > 1 or is_last
+
+        def run(unit: Unit, work: Phase, ahead: Unit | None, reduced: Unit | None) -> Phase:
+            begin = sharding.begin_backward(unit, ahead) if sharding.zero == 3 else IDLE
+            finish = sharding.finish_backward(unit, reduced if reduces else None, is_first=is_first, is_last=is_last)
+            return begin.then(work).then(finish)
+
+        reduced = (units.root or units.embedding or units.block) if sharding.zero > 1 and not is_first else None
+        if sharding.zero == 3:
+            ahead = units.head or units.block
+            yield changes((_P, sharding.gathered(units.root) if units.root else 0), (_B, sharding.buffer(ahead)))
+        if self.has_head:
+            yield loss_backward(size)
+            work = head_backward(size, sharding.gradients_of(units.with_head, is_first=is_first))
+            yield run(units.head, work, units.block, reduced) if units.head else work
+            reduced = units.head or reduced
+        else:
+            yield changes((_B, size.share))  # the gradient that is received
+        weights = sharding.gradients_of(units.block, is_first=is_first)
+        blocks = {(kept, again): block_backward(size, weights, kept, again) for kept, again, _ in self.runs}
+        for i, (kept, again, count) in enumerate(reversed(self.runs), start=1):
+            work = blocks[kept, again]
+            after = units.embedding if i == len(self.runs) else units.block
+            yield run(units.block, work, units.block if count > 1 else after, reduced)
+            if i == 1 and not self.has_head:
+                yield changes((_A, size.share))  # from here on there is a gradient of its own
+            yield run(units.block, work, units.block, units.block).times(count - 2)
+            if count > 1:
+                yield run(units.block, work, after, units.block)
+            reduced = units.block
+        if self.has_embedding:
+            work = embedding_backward(size, sharding.embedding_gradient(units.with_embedding, is_first=is_first))
+            yield run(units.embedding, work, None, reduced) if units.embedding else work
+            reduced = units.embedding or reduced
+        if units.root:
+            yield sharding.finish_backward(units.root, reduced if reduces else None, is_first=is_first, is_last=is_last)
+            reduced = units.root
+        yield changes(
+            (_B, -sharding.reduction(reduced) - sum(map(sharding.summed, self.all_units)) if is_last else 0.0),
+            (_B, 0.0 if self.has_head else -size.share),
+            (_A, 0.0 if self.has_embedding else -size.share - self.received),
+        )

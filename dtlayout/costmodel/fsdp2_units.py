@@ -1,0 +1,208 @@
+"""FSDP2's units: their parameters on one rank, and what gathering and reducing them holds.
+
+A unit is what FSDP2 gathers together: a block, the embedding, final norm with head; what is tied belongs to the root.
+Legend: S = dp_shard, t = tp; p, e, r bytes of the master, compute and reduce formats; a unit has n parameters on a tp
+rank, and N ≥ n with the padding to S equal shards. Read off plans/fsdp.py and torch's fsdp/_fully_shard.
+
+[Note: a unit's reduction]
+Weight gradients come in the compute format. When a unit's backward is over they are, under ZeRO-1 before the last
+backward, added to whole gradients in the reduce format (r·n); else they are reduced. That fills a buffer of r·N from
+them, lets them go (but for the last, which a loop variable holds), and writes r·N/S; one rank copies the buffer to
+divide it, and gloo to sum it up. The buffer stays until the next unit of the stage has its own, or the last backward is
+over. Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last backward, which sums them over the
+replicas; where masters have another format, what was summed stays beside the gradients until that is over. Under tp an
+embedding's gradient is a partial sum of all rows, as DTensor leaves it; before its reduction each rank gets its own.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from dtlayout.costmodel.fsdp2_blocks import WeightGradients
+from dtlayout.costmodel.phase import Part, Phase, changes
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.precision import BYTES
+
+_P, _G, _B = Part.PARAMETERS, Part.GRADIENTS, Part.BUFFERS
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What FSDP2 gathers and reduces together, on one tp rank."""
+
+    weights: dict[str, tuple[Shape, ...]]
+    """Local rows and columns by name, in FSDP2's order."""
+    partial: int = 0
+    """Parameters of which every tp rank has a gradient, one part of a sum, until it is reduced: all of an embedding."""
+
+    def count(self, shards: int = 1) -> int:
+        """Parameters of the largest shard: rows are split over the ranks."""
+        return _count_shard(self, shards)
+
+    def count_last(self) -> int:
+        """Parameters of the last weight."""
+        return sum(rows * columns for rows, columns in list(self.weights.values())[-1])
+
+    @property
+    def num_tensors(self) -> int:
+        """Parameter tensors."""
+        return sum(map(len, self.weights.values()))
+
+
+@lru_cache(maxsize=1024)
+def _count_shard(unit: Unit, shards: int) -> int:
+    return sum(ceil(rows / shards) * columns for shapes in unit.weights.values() for rows, columns in shapes)
+
+
+@dataclass(frozen=True)
+class StageUnits:
+    """The units of a stage; a stage without embedding or head has none of it."""
+
+    block: Unit
+    """Each of its blocks."""
+    embedding: Unit | None
+    """Where it is not tied."""
+    head: Unit | None
+    """Final norm and head, where they are not tied."""
+    root: Unit | None
+    """What is tied of them."""
+
+    @property
+    def with_embedding(self) -> Unit:
+        """The unit that has the embedding's weight."""
+        unit = self.embedding or self.root
+        assert unit is not None, "this stage has an embedding"
+        return unit
+
+    @property
+    def with_head(self) -> Unit:
+        """The unit that has the head's weight."""
+        unit = self.head or self.root
+        assert unit is not None, "this stage has a head"
+        return unit
+
+
+@lru_cache(maxsize=256)
+def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool) -> StageUnits:
+    """Units of a stage. tp splits matrices by rows, o and down by columns; norms are whole."""
+    h, kv, f = model.hidden_size, model.num_kv_heads * model.head_dim // tp, model.ffn_size // tp
+    block: dict[str, tuple[Shape, ...]] = {
+        "norms": ((h, 1), (h, 1)), "q": ((h // tp, h),), "k": ((kv, h),), "v": ((kv, h),), "o": ((h, h // tp),),
+        "gate": ((f, h),), "up": ((f, h),), "down": ((h, f),),
+    }  # fmt: skip
+    if not model.gated_ffn:
+        del block["gate"]
+    table, norm = ((model.vocab_size // tp, h),), ((h, 1),)
+    embedding = Unit({"embedding": table}, partial=model.vocab_size * h if tp > 1 else 0) if has_embedding else None
+    head = Unit({"final norm": norm, "head": table}) if has_head else None
+    if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
+        return StageUnits(Unit(block), None, None, Unit({"head": table, "final norm": norm}))
+    if model.tied_embeddings:
+        return StageUnits(Unit(block), None, None, head or embedding)
+    return StageUnits(Unit(block), embedding, head, None)
+
+
+class Sharding:
+    """What FSDP2 holds beside the shards, for one layout."""
+
+    def __init__(self, scenario: Scenario, layout: Layout):
+        """Formats from the scenario, ZeRO stage and degrees from the layout."""
+        precision = scenario.precision
+        self.params, self.compute, self.reduce = (
+            BYTES[each] for each in (precision.params, precision.compute, precision.reduce)
+        )
+        self.zero, self.shards, self.tp = layout.zero, layout.dp_shard, layout.tp
+        self.is_hybrid = layout.dp_replicate > 1
+        self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
+        self.copies_buffer = self.shards == 1 or scenario.cluster.gpu.name == "cpu"
+
+    def padded(self, unit: Unit) -> int:
+        """Parameters of a unit with the padding of its shards."""
+        return self.shards * unit.count(self.shards)
+
+    def gathered(self, unit: Unit) -> int:
+        """Bytes of a unit's parameters to compute with."""
+        return self.compute * self.padded(unit)
+
+    def buffer(self, unit: Unit | None) -> int:
+        """Bytes of the buffer through which a unit is gathered; one rank needs none."""
+        return self.gathered(unit) if unit and self.shards > 1 else 0
+
+    def gather(self, unit: Unit, before: Unit | None) -> Phase:
+        """In forward: into its buffer, which stays until the next one is there, and out of it."""
+        size = self.buffer(unit)
+        flat = size / self.shards
+        return changes((_B, size + flat), (_B, -flat - self.buffer(before)), (_P, self.gathered(unit)))
+
+    def begin_backward(self, unit: Unit, ahead: Unit | None) -> Phase:
+        """Under ZeRO-3: out of its buffer, which was filled ahead; the next one is filled."""
+        return changes((_P, self.gathered(unit)), (_B, self.buffer(ahead) - self.buffer(unit)))
+
+    def drop(self, unit: Unit) -> Phase:
+        """Gathered parameters go."""
+        return changes((_P, -self.gathered(unit)))
+
+    def gradients_of(self, unit: Unit, *, is_first: bool) -> WeightGradients:
+        """Those of one backward; later ones are taken up at once where whole ones of their format are there."""
+        num_bytes = {
+            name: float(self.compute * sum(rows * columns for rows, columns in shapes))
+            for name, shapes in unit.weights.items()
+        }
+        if unit.partial:
+            num_bytes["embedding"] = self.compute * unit.partial
+        adds_at_once = self.zero == 1 and not is_first and self.compute == self.reduce
+        return WeightGradients(num_bytes, pile_up=not adds_at_once)
+
+    def embedding_gradient(self, unit: Unit, *, is_first: bool) -> WeightGradients:
+        """That of the unit's embedding; where a head in the same stage shares the weight it is added to that one's."""
+        if "embedding" in unit.weights:
+            return self.gradients_of(unit, is_first=is_first)
+        ((rows, columns),) = unit.weights["head"]
+        return WeightGradients({"embedding": float(self.compute * rows * columns * self.tp)}, pile_up=False)
+
+    def finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
+        """What becomes of a unit's gradients, [Note: a unit's reduction]; `before` has the buffer of the reduction."""
+        key = (unit, before, is_first, is_last)
+        if key not in self._known:
+            self._known[key] = self._finish_backward(unit, before, is_first=is_first, is_last=is_last)
+        return self._known[key]
+
+    def _finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
+        weights = self.gradients_of(unit, is_first=is_first)
+        accumulated = self.reduce * float(unit.partial or unit.count())
+        if self.zero == 1 and not is_last:
+            if not is_first:
+                return changes((_G, -weights.left))
+            last = 0.0 if self.compute == self.reduce else list(weights.num_bytes.values())[-1]
+            return changes((_G, accumulated - weights.left + last), (_G, -last))  # one by one they become copies
+        takes_up = self.zero == 1 and not is_first
+        unreduced, size = (accumulated, self.reduce) if takes_up else (weights.left, self.compute)
+        local, last = size * unit.count(), size * unit.count_last() if self.shards > 1 else 0
+        buffer = self.reduce * self.padded(unit)
+        copy = buffer if self.copies_buffer else 0
+        out, shard = buffer / self.shards, self.params * self.padded(unit) / self.shards
+        waits = self.is_hybrid and not is_last
+        left = out if waits else shard
+        had = 0.0 if is_first or self.zero == 1 else out if self.is_hybrid else shard
+        cast = 0.0 if self.reduce == self.params or waits else shard
+        return changes(
+            (_G, -weights.left if takes_up else 0.0),
+            (_P, -self.gathered(unit) if is_last or self.zero == 3 else 0),
+            *([(_G, local), (_G, -unreduced)] if unit.partial else []),
+            (_B, -self.reduction(before)), (_B, buffer), (_G, last - local),
+            (_G, out), (_B, copy), (_B, -copy), (_G, cast), (_G, left - had - out - cast - last),
+            (_B, self.summed(unit) if is_last else 0),
+        )  # fmt: skip
+
+    def summed(self, unit: Unit) -> float:
+        """Bytes of a unit's shard, summed over replicas, that stay until the last backward is over."""
+        is_cast = self.is_hybrid and self.reduce != self.params
+        return self.reduce * unit.count(self.shards) if is_cast else 0
+
+    def reduction(self, unit: Unit | None) -> int:
+        """Bytes of the buffer through which a unit is reduced."""
+        return self.reduce * self.padded(unit) if unit else 0

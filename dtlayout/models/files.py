@@ -1,0 +1,120 @@
+"""A model's sizes from wherever a user has them: a preset's name, a Hugging Face config.json, or a TOML file.
+
+A TOML file has a section [model] with the fields of `ModelShape`, on top of the preset that its `name` names, if any;
+a training config is such a file. Of a config.json only Llamas are taken. No torch, no pydantic.
+"""
+
+import difflib
+import json
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+from dtlayout import toml
+from dtlayout.errors import InvalidConfig
+from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.models.presets import PRESETS
+
+_HF_NAMES = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+}
+"""Field of ModelShape → key of config.json."""
+_TYPES = {f.name: f.type if isinstance(f.type, type) else type(f.default) for f in fields(ModelShape)}
+
+
+def find_model(text: str) -> ModelShape:
+    """The model that `text` names; InvalidConfig if it is no preset and no file, or what the file says is no Llama."""
+    if text in PRESETS:
+        return PRESETS[text]
+    path = Path(text)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix not in (".json", ".toml"):
+        near = difflib.get_close_matches(text, PRESETS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
+        raise InvalidConfig(f"model {text!r} is no preset, config.json or TOML file; {advice}")
+    try:
+        content = path.read_text(encoding="utf-8")
+        return parse_hf(json.loads(content), path.parent.name) if path.suffix == ".json" else parse_toml(content)
+    except OSError as error:
+        raise InvalidConfig(f"model {path} cannot be read: {error.strerror}") from None
+    except InvalidConfig as error:
+        raise InvalidConfig([f"model {path}: {problem}" for problem in error.problems]) from None
+    except ValueError as error:  # not JSON, not TOML or not UTF-8
+        raise InvalidConfig(f"model {path} is not {path.suffix[1:].upper()}: {error}") from None
+
+
+def parse_hf(config: Any, name: str = "") -> ModelShape:
+    """The sizes of a parsed config.json."""
+    if not isinstance(config, dict):
+        raise InvalidConfig("it is no table of sizes")
+    problems = []
+    if config.get("model_type", "llama") != "llama":
+        problems.append(f"model_type={config['model_type']!r} is no Llama; only llama is known")
+    problems += [f"{key}=true is not known" for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    values = {ours: config[theirs] for ours, theirs in _HF_NAMES.items() if config.get(theirs) is not None}
+    values.setdefault("num_kv_heads", values.get("num_heads"))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "rope_theta" in rope:
+        values["rope_theta"] = rope["rope_theta"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        names = {f.name: f.name for f in fields(RopeScaling)}
+        names["original_context"] = "original_max_position_embeddings"
+        missing = [theirs for theirs in names.values() if theirs not in rope]
+        problems += [f"rope_scaling.{key} is missing" for key in missing]
+        if not missing:
+            values["rope_scaling"] = {ours: rope[theirs] for ours, theirs in names.items()}
+    elif kind != "default":
+        problems.append(f"rope_scaling of type {kind!r} is not known; use default or llama3")
+    missing = [_HF_NAMES[f.name] for f in fields(ModelShape) if f.name in _HF_NAMES and f.default is MISSING
+               and values.get(f.name) is None]  # fmt: skip
+    problems += [f"{key} is missing" for key in missing]
+    head_dim = config.get("head_dim")
+    if not missing and head_dim and head_dim * values["num_heads"] != values["hidden_size"]:
+        problems.append(f"head_dim={head_dim} is not hidden_size / num_attention_heads, which is all that is known")
+    if problems:
+        raise InvalidConfig(problems)
+    return _make({"name": name or "own", **values})
+
+
+def parse_toml(content: str) -> ModelShape:
+    """The sizes of a TOML file's [model]."""
+    table = toml.loads(content).get("model")
+    if not isinstance(table, dict):
+        raise InvalidConfig("it has no section [model]")
+    preset = PRESETS.get(str(table.get("name")))
+    return _make({**(asdict(preset) if preset else {}), "name": "own", **table})
+
+
+def _make(values: dict[str, Any]) -> ModelShape:
+    """The shape with every value of the type that it should have."""
+    problems = []
+    for key, value in values.items():
+        wanted = _TYPES.get(key)
+        if wanted is None:
+            near = difflib.get_close_matches(key, _TYPES, n=1, cutoff=0.5)
+            problems.append(f"model.{key} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
+        elif key != "rope_scaling" and not (type(value) is wanted or (wanted is float and type(value) is int)):
+            problems.append(f"model.{key}={value!r} must be of type {wanted.__name__}")
+    required = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in values]
+    problems += [f"model.{name} is missing" for name in required]
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, dict):
+        if scaling.keys() != {f.name for f in fields(RopeScaling)}:
+            problems.append(f"model.rope_scaling needs {', '.join(f.name for f in fields(RopeScaling))}")
+        else:
+            values = {**values, "rope_scaling": RopeScaling(**scaling)}
+    elif scaling is not None and not isinstance(scaling, RopeScaling):
+        problems.append(f"model.rope_scaling={scaling!r} must be a table")
+    if problems:
+        raise InvalidConfig(problems)
+    return ModelShape(**values)

@@ -1,0 +1,176 @@
+"""Baselines: the layouts that two well-known procedures would choose, to see what the search is worth.
+
+`choose_by_thumb`: data parallel with a distributed optimizer; if that does not fit, tensor and sequence parallel inside
+a node; then pipeline stages (the order of arXiv:2104.04473, sec. 5, as most recipes shorten it). Nothing is computed
+again where it need not be.
+
+`choose_by_playbook`: the procedure of the Ultra-Scale Playbook, "Finding the best training configuration": fit a step
+in memory by the size of the model and the number of GPUs, reach the global batch, then raise the throughput.
+
+Both try micro-batches from the largest on and take the first layout that is legal and fits; None if there is none.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import divisors
+from dtlayout.models.counting import count_parameters
+from dtlayout.planner.search import needed_bytes
+from dtlayout.planner.space import Space
+
+_MICRO_BATCHES = (8, 4, 2, 1)
+_GAIN = 0.002
+"""Relative gain of a change below which the Playbook's last step stops."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A layout and how a procedure came to it."""
+
+    estimate: Estimate
+    """What it costs."""
+    steps: tuple[str, ...]
+    """What the procedure did, one line each."""
+
+
+@dataclass(frozen=True)
+class _Chooser:
+    """Estimates the layouts that a procedure tries; None for one that is illegal or does not fit."""
+
+    space: Space
+    estimator: Estimator
+    allowed_bytes: float
+
+    def spread(self, **fields: Any) -> Layout | None:
+        """The layout with data parallelism over all GPUs that are left, or None where they don't come out even."""
+        layout, num_gpus = Layout(**fields), self.space.scenario.cluster.num_gpus
+        return replace(layout, dp_shard=num_gpus // layout.world_size) if num_gpus % layout.world_size == 0 else None
+
+    def try_(self, layout: Layout | None) -> Estimate | None:
+        scenario = self.space.scenario
+        if layout is None or not layout.is_legal(scenario.model, scenario.batch):
+            return None
+        kernels = next((k for k in self.space.kernels if self.space.allows_kernels(k)), Kernels())
+        found = self.estimator.estimate(layout, kernels)
+        return found if needed_bytes(found) <= self.allowed_bytes else None
+
+    def first(self, candidates: Iterable[dict[str, Any]]) -> Estimate | None:
+        """The first that works, each with the largest micro-batch that does."""
+        for fields in candidates:
+            for micro_batch in _MICRO_BATCHES:
+                if found := self.try_(self.spread(**fields, micro_batch=micro_batch)):
+                    return found
+        return None
+
+
+def choose_by_thumb(space: Space, estimator: Estimator, allowed_bytes: float) -> Baseline | None:
+    """Data parallel; else tp with sequence parallelism in a node; else pp; else recompute everything as well."""
+    chooser = _Chooser(space, estimator, allowed_bytes)
+    cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
+    in_node = divisors(min(cluster.gpus_per_node, cluster.num_gpus))
+    stages = [pp for pp in divisors(cluster.num_gpus) if 1 < pp <= layers]
+    for recompute in ("none", "full"):
+        steps = [f"recompute {recompute}"] * (recompute != "none")
+        found = chooser.first([{"recompute": recompute}])
+        if found:
+            return Baseline(found, (*steps, "data parallel with a distributed optimizer fits"))
+        if found := chooser.first({"tp": tp, "recompute": recompute} for tp in in_node[1:]):
+            return Baseline(found, (*steps, f"data parallel alone does not fit; tp={found.layout.tp} in a node does"))
+        pairs = ({"tp": tp, "pp": pp, "recompute": recompute} for pp in stages for tp in reversed(in_node))
+        if found := chooser.first(pairs):
+            layout = found.layout
+            return Baseline(found, (*steps, f"no tp in a node fits; tp={layout.tp} with pp={layout.pp} does"))
+    return None
+
+
+def choose_by_playbook(space: Space, estimator: Estimator, allowed_bytes: float) -> Baseline | None:
+    """Fit in memory, reach the batch, raise the throughput."""
+    chooser = _Chooser(space, estimator, allowed_bytes)
+    started = chooser.first(_fit_by_size(space))
+    if not started:
+        return None
+    steps = [f"1. a step fits with {started.layout}", f"2. {_describe_batch(space, started.layout)}"]
+    best = started
+    for name, changes in (("tp", _raise_tp), ("dp", _raise_dp), ("pp", _raise_pp), ("micro_batch", _try_micro_batches)):
+        improved = _improve(chooser, best, changes)
+        if improved is not best:
+            gain = best.step_time_s / improved.step_time_s - 1
+            steps.append(f"3. {name}: {improved.layout} is {gain:.1%} faster")
+            best = improved
+    return Baseline(best, tuple(steps))
+
+
+def _fit_by_size(space: Space) -> Iterator[dict[str, Any]]:
+    """The Playbook's step 1: what it tries for a model of this size on so many GPUs, in its order."""
+    cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
+    num_parameters, num_gpus = count_parameters(space.scenario.model), cluster.num_gpus
+    tensor = [tp for tp in divisors(min(cluster.gpus_per_node, num_gpus)) if tp > 1]
+    full = max([tp for tp in tensor if space.allows_tensor(tp, True)], default=1)
+    stages = [pp for pp in divisors(num_gpus) if 1 < pp <= layers]
+    sharded = {"zero": 3, "recompute": "full"}
+    pipelines = [{"tp": full, "pp": pp} for pp in stages]
+    if num_gpus >= 1024:
+        yield from ({"tp": full, "zero": 2, **({"pp": pp} if pp > 1 else {})} for pp in [*stages, 1])
+    if num_gpus >= 512:
+        yield from ({"tp": tp} for tp in [1, *tensor])
+        yield from pipelines
+    if num_parameters < 10e9:
+        yield {}
+        yield from ({"tp": tp} for tp in tensor)
+        yield {"zero": 3}
+        yield sharded
+    elif num_gpus > 8:
+        yield from pipelines
+        yield {"tp": full, "zero": 3}
+        yield {"zero": 3}
+    # "GPU poor": what is left is to recompute everything and to shard whatever can be.
+    yield sharded
+    yield {"tp": full, **sharded}
+    yield from ({**pipeline, "recompute": "full"} for pipeline in pipelines)
+
+
+def _describe_batch(space: Space, layout: Layout) -> str:
+    m = layout.num_microbatches(space.scenario.batch)
+    return f"the global batch is {layout.dp} dp ranks times {m} microbatches of {layout.micro_batch}"
+
+
+def _improve(
+    chooser: _Chooser, best: Estimate, changes: Callable[[Space, Layout], Iterable[dict[str, Any]]]
+) -> Estimate:
+    """Take each change as long as the step gets shorter."""
+    for change in changes(chooser.space, best.layout):
+        base = {name: getattr(best.layout, name) for name in ("tp", "pp", "zero", "recompute", "micro_batch")}
+        if (found := chooser.try_(chooser.spread(**{**base, **change}))) is None:
+            continue
+        if found.step_time_s >= best.step_time_s * (1 - _GAIN):
+            continue
+        best = found
+    return best
+
+
+def _raise_tp(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
+    """Up to the size of a node."""
+    return [{"tp": tp} for tp in divisors(space.scenario.cluster.gpus_per_node) if tp > layout.tp]
+
+
+def _raise_dp(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
+    """More data parallelism with ZeRO-3, or with fewer stages, at the same batch."""
+    fewer = [{"pp": pp} for pp in reversed(divisors(layout.pp)) if pp < layout.pp]
+    return [*fewer, *({"pp": 1, "zero": 3, "recompute": r} for r in (layout.recompute, "full"))]
+
+
+def _raise_pp(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
+    """Where data-parallel communication is what is waited for."""
+    stages = divisors(space.scenario.cluster.num_gpus)
+    return [
+        {"pp": pp, "zero": min(layout.zero, 2)} for pp in stages if layout.pp < pp <= space.scenario.model.num_layers
+    ]
+
+
+def _try_micro_batches(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
+    """Others than the one that was found first."""
+    return [{"micro_batch": n} for n in _MICRO_BATCHES if n != layout.micro_batch]

@@ -1,0 +1,203 @@
+"""Peaks: the least that many layouts need, from what they share, and what one of them needs exactly.
+
+What a rank *holds* (activations, logits) depends on the microbatch, recomputation and the schedule; its *state*
+(parameters, gradients, optimizer) on how data-parallel ranks share it. So h ways to hold and s ways to share cost h + s
+evaluations. Their sum is a lower bound of the rank's need: the need itself where `costmodel.memory` adds components up
+(distributed optimizer), and what is there at the end of a forward where it plays the step (fsdp2). Pipeline ranks with
+the same blocks are one group: of a group the first rank, which warms up longest, holds most.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dtlayout.costmodel import memory
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.fsdp2_blocks import sizes_of
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.timing import in_flight_peaks
+from dtlayout.precision import BYTES
+from dtlayout.recompute import Recompute
+
+T = TypeVar("T")
+StageClass = tuple[int, int, bool, bool]
+"""Blocks, those of them that are recomputed, embedding, head: stages of one class take the same time."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Pipeline ranks whose stages are of the same classes."""
+
+    ranks: tuple[int, ...]
+    """The ranks, first to last."""
+    chunks: tuple[StageSlice, ...]
+    """The stages of the first of them."""
+    classes: tuple[StageClass, ...]
+    """Of each chunk."""
+    before: tuple[tuple[StageClass, int], ...]
+    """Classes of the first chunks of all ranks before the last of these, and how many of each."""
+    recomputes: bool
+    """Whether any of its blocks are computed again."""
+    has_head: bool
+    """Whether it holds the head."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a pipeline, and which of its ranks are alike; `Peaks` keeps one of a kind, told apart by id."""
+
+    slices: tuple[StageSlice, ...]
+    """Stage by stage."""
+    classes: tuple[StageClass, ...]
+    """Of each."""
+    groups: tuple[RankGroup, ...]
+    """Of all ranks."""
+    examples: tuple[tuple[StageSlice, ...], tuple[StageClass, ...]]
+    """A stage of each class, and the classes."""
+
+
+def group_stages(slices: Sequence[StageSlice], pp: int, recompute: Recompute) -> Stages:
+    """Put the ranks of a pipeline into groups."""
+    classes = tuple((len(s.layers), sum(map(recompute.covers, s.layers)), s.embedding, s.head) for s in slices)
+    ranks: dict[tuple[StageClass, ...], list[int]] = {}
+    for rank in range(pp):
+        ranks.setdefault(classes[rank::pp], []).append(rank)
+    groups = []
+    for group, members in ranks.items():
+        above = classes[: members[-1]]
+        counts = tuple((c, above.count(c)) for c in dict.fromkeys(above))
+        recomputes, has_head = any(c[1] for c in group), any(c[3] for c in group)
+        chunks = tuple(slices[members[0] :: pp])
+        groups.append(RankGroup(tuple(members), chunks, group, counts, recomputes, has_head))
+    examples = dict(zip(reversed(classes), reversed(slices), strict=True))
+    return Stages(tuple(slices), classes, tuple(groups), (tuple(examples.values()), tuple(examples)))
+
+
+class Peaks:
+    """Peak bytes of many layouts of one scenario."""
+
+    def __init__(self, estimator: Estimator):
+        """`estimator` says how the model is cut."""
+        self.estimator = estimator
+        self.scenario = estimator.scenario
+        self._is_fsdp2 = self.scenario.engine.habits.sharding == "fsdp2"
+        self._known: dict[Hashable, Any] = {}
+
+    def stages(self, layout: Layout) -> Stages:
+        """The stages of a layout in groups."""
+        recompute = self.remember(layout.recompute, lambda: Recompute.parse(layout.recompute))
+        key = ("stages", layout.pp, layout.num_stages, layout.stage_layers, recompute.every)
+        return self.remember(key, lambda: group_stages(self.estimator.stages(layout), layout.pp, recompute))
+
+    def block_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, float]:
+        """What a block keeps of a microbatch, whole and where it is recomputed."""
+        key = ("block", layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        return self.remember((*key, kernels.attention, kernels.norm), lambda: self._block_bytes(layout, kernels))
+
+    def _block_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, float]:
+        if self._is_fsdp2:
+            size, recompute = sizes_of(self.scenario, layout, kernels), Recompute.parse(layout.recompute)
+            return size.block, size.kept(recompute, recompute.every - 1) if recompute.every else size.block
+        tokens = memory.tokens_of(self.scenario, layout)
+        whole, kept = memory.block_bytes_per_token(self.scenario, layout, kernels)
+        return tokens * whole, tokens * kept
+
+    def held_bytes(self, layout: Layout, kernels: Kernels, stages: Stages, m: int) -> tuple[float, ...]:
+        """What each group of ranks holds at least beside its state."""
+        whole, kept = self.block_bytes(layout, kernels)
+        blocks = self.remember(("blocks", layout.schedule, m, id(stages)), lambda: _count_blocks(layout, stages, m))
+        logits = 0.0
+        if not self._is_fsdp2:
+            key = ("logits", layout.tp, layout.micro_batch)
+            logits = self.remember(key, lambda: memory.logit_bytes(self.scenario, layout))
+        held = []
+        for group, moments in zip(stages.groups, blocks, strict=True):
+            in_flight = max([n * whole + covered * kept for n, covered in moments])
+            working_set = whole - kept if group.recomputes and not self._is_fsdp2 else 0.0
+            held.append(in_flight + working_set + (logits if group.has_head else 0.0))
+        return tuple(held)
+
+    def state_bytes(self, layouts: Sequence[Layout], stages: Stages, phase: int) -> list[tuple[float, ...]]:
+        """For each of several layouts with these stages what each group of ranks has at least whatever it computes.
+
+        `phase` is the `gradient_phase` of the schedule that they share, whatever these examples say.
+        """
+        sizes = [self._sizes(layouts[0], group) for group in stages.groups] if layouts else []
+        overhead = self.scenario.engine.constants.overhead_bytes
+        found = []
+        for layout in layouts:
+            own = []
+            for size in sizes:
+                key = (layout.tp, layout.pp, layout.dp_shard, layout.dp_replicate, layout.zero, phase, size)
+                if key not in self._known:
+                    self._known[key] = overhead + self._state(layout, *size, phase)
+                own.append(self._known[key])
+            found.append(tuple(own))
+        return found
+
+    def _sizes(self, layout: Layout, group: RankGroup) -> tuple[float, float]:
+        """Parameters of a rank, and of its largest unit."""
+
+        def count() -> tuple[float, float]:
+            model = self.scenario.model
+            n = sum(memory.count_stage_parameters(model, chunk, layout.tp) for chunk in group.chunks)
+            return n, memory.largest_unit(model, group.chunks, layout.tp)
+
+        return self.remember(("sizes", layout.tp, id(group)), count)
+
+    def exact(self, layout: Layout, kernels: Kernels, stages: Stages) -> tuple[float, float]:
+        """What the fullest rank needs, and its peak."""
+        if not self._is_fsdp2:
+            found = self.estimator.memory(layout, kernels)
+        else:
+            firsts = [group.ranks[0] for group in stages.groups]
+            found = memory.estimate_memory(self.scenario, layout, kernels, stages.slices, firsts)
+        return max(rank.needed for rank in found), max(rank.total for rank in found)
+
+    def _state(self, layout: Layout, n: float, unit: float, phase: int) -> float:
+        """Under fsdp2 masters with their moments, what is computed with where it stays, and accumulated gradients."""
+        if self._is_fsdp2:
+            precision, shards = self.scenario.precision, layout.dp_shard
+            params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
+            gradients = reduce * n if layout.zero == 1 else min(reduce, params) * n / shards
+            state = 3 * params * n / shards + (compute * n if layout.zero < 3 else 0.0)
+            return state + (gradients if phase == 2 else 0.0)
+        return (
+            memory.parameter_bytes(self.scenario, layout, n)
+            + memory.gradient_bytes(self.scenario, layout, n, num_microbatches=1 if phase == 0 else 2)
+            + memory.optimizer_bytes(self.scenario, layout, n)
+            + memory.gathered_bytes(self.scenario, layout, n, unit)
+        )
+
+    def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """What was computed for this key before, or is now."""
+        if key not in self._known:
+            self._known[key] = compute()
+        found: T = self._known[key]
+        return found
+
+
+def gradient_phase(layout: Layout, m: int) -> int:
+    """0: one microbatch, nothing accumulates; 2: gradients of all stages are there when most is in flight; else 1.
+
+    That is a round after every stage had its first backward; for interleaved-1f1b five rounds are enough.
+    """
+    warm_up = {"gpipe": m, "1f1b": layout.pp, "interleaved-1f1b": 5 * layout.pp}[layout.schedule]
+    return 0 if m == 1 else 2 if m > warm_up else 1
+
+
+def _count_blocks(layout: Layout, stages: Stages, m: int) -> list[list[tuple[int, int]]]:
+    """For each group, at each of its fullest moments, blocks in flight that keep all and that are recomputed."""
+    peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
+    return [
+        [
+            (
+                sum(n * (c[0] - c[1]) for n, c in zip(moment, group.classes, strict=True)),
+                sum(n * c[1] for n, c in zip(moment, group.classes, strict=True)),
+            )
+            for moment in peaks[group.ranks[0]]
+        ]
+        for group in stages.groups
+    ]

@@ -1,0 +1,73 @@
+"""Sizing: the smallest cluster that trains a model, and what more GPUs gain on the same batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dtlayout.costmodel.estimate import Estimate
+from dtlayout.costmodel.memory import gradient_bytes, optimizer_bytes, parameter_bytes
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import InvalidLayout
+from dtlayout.layout import Layout
+from dtlayout.model_shape import divisors
+from dtlayout.models.counting import count_block_parameters
+from dtlayout.planner.search import Search
+from dtlayout.planner.space import Space
+
+MOST_NODES = 512
+"""Nodes up to which the smallest cluster is looked for."""
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """The best layout on so many GPUs."""
+
+    num_gpus: int
+    """GPUs in all."""
+    estimate: Estimate | None
+    """None if nothing is legal and fits."""
+    efficiency: float | None
+    """Tokens a second and GPU, as a share of the first row that has any."""
+
+
+def scale(spaces: Sequence[Space], max_memory: float) -> list[ScaleRow]:
+    """The best layout of each space, spaces differing in their GPUs alone."""
+    rows: list[ScaleRow] = []
+    first: float | None = None
+    for space in spaces:
+        best = next(iter(Search(space, max_memory).run(top=1).ranked), None)
+        num_gpus = space.scenario.cluster.num_gpus
+        gpu_seconds = best.step_time_s * num_gpus if best else None
+        first = first or gpu_seconds
+        rows.append(ScaleRow(num_gpus, best, first / gpu_seconds if first and gpu_seconds else None))
+    return rows
+
+
+def find_smallest(make_space: Callable[[int], Space], gpus_per_node: int, max_memory: float) -> Space:
+    """The space with the fewest GPUs in which anything is legal and fits; InvalidLayout if none is found."""
+    for num_gpus in cluster_sizes(gpus_per_node):
+        space = make_space(num_gpus)
+        if _may_fit(space.scenario, num_gpus) and Search(space, max_memory).finds_any():
+            return space
+    raise InvalidLayout(
+        f"no layout fits on any cluster of up to {MOST_NODES} nodes of {gpus_per_node} GPUs; "
+        f"use a larger global batch, a shorter sequence, GPUs with more memory, or fewer --fix and --avoid"
+    )
+
+
+def cluster_sizes(gpus_per_node: int) -> Iterator[int]:
+    """Divisors of a node, then whole nodes.
+
+    >>> [n for n, _ in zip(cluster_sizes(4), range(5))]
+    [1, 2, 4, 8, 12]
+    """
+    yield from divisors(gpus_per_node)
+    yield from range(2 * gpus_per_node, MOST_NODES * gpus_per_node + 1, gpus_per_node)
+
+
+def _may_fit(scenario: Scenario, num_gpus: int) -> bool:
+    """Whether all GPUs together hold the state of the blocks, shared by all: a quick look before the search."""
+    n = scenario.model.num_layers * count_block_parameters(scenario.model)
+    layout = Layout(dp_shard=num_gpus, zero=3)
+    parts = parameter_bytes(scenario, layout, n), optimizer_bytes(scenario, layout, n)
+    least = sum(parts) + gradient_bytes(scenario, layout, n, num_microbatches=1)
+    return least <= scenario.cluster.gpu.memory_bytes

@@ -1,0 +1,215 @@
+"""Space: the layouts and kernels that a search looks at, and what a user fixes or rules out.
+
+N GPUs, n GPUs of a node, L blocks, B global batch.
+
+| axis | values |
+|---|---|
+| tp | divisors of N; beyond a node too, the cost model knows that it is slow there |
+| pp | divisors of N / tp |
+| schedule | 1f1b; for pp > 1 also gpipe, and interleaved-1f1b with the fewest virtual stages for each size of a stage |
+| dp_shard | 1, all of dp, and groups that fill 1, 2, 4, … whole nodes; the rest is dp_replicate (HSDP) |
+| zero | 1, 2, 3; only 1 at dp_shard = 1, where nothing is sharded |
+| micro_batch | divisors of B |
+| sequence_parallel | on; for tp > 1 also off |
+| recompute | none, selective, full, every-2, every-4, every-8 |
+| attention, norm | all that the trainer has |
+
+cp stays 1, which is all that the trainer takes. What is fixed takes the place of an axis's values.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import product
+from typing import Any, TypeVar
+
+from dtlayout import toml
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout, ScheduleName
+from dtlayout.model_shape import divisors
+from dtlayout.recompute import Recompute
+
+T = TypeVar("T")
+Sharding = tuple[int, int]
+"""dp_shard and zero."""
+Order = tuple[ScheduleName, int]
+"""schedule and virtual_stages."""
+
+RECOMPUTE = ("none", "selective", "full", "every-2", "every-4", "every-8")
+_KERNEL_NAMES = [f.name for f in fields(Kernels)]
+CHOICES: dict[str, type] = {f.name: type(getattr(Layout(), f.name)) for f in fields(Layout)}
+CHOICES |= dict.fromkeys(_KERNEL_NAMES, str)
+"""What can be fixed or avoided: name → type."""
+
+
+def parse_choice(text: str) -> tuple[str, Any]:
+    """`name=value` of a layout's field or a kernel, the value as TOML writes it; InvalidConfig says what would work.
+
+    >>> parse_choice("recompute=full"), parse_choice("tp=2")
+    (('recompute', 'full'), ('tp', 2))
+    """
+    name, equals, written = (part.strip() for part in text.partition("="))
+    name = name.removeprefix("layout.").removeprefix("kernels.")
+    if not equals or not written:
+        raise InvalidConfig(f"{text!r} is no choice; write name=value, such as tp=2")
+    if name not in CHOICES:
+        near = difflib.get_close_matches(name, CHOICES, n=1, cutoff=0.5)
+        advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(CHOICES)}"
+        raise InvalidConfig(f"{name} is unknown; {advice}")
+    value: Any = _parse_value(written)
+    value = tuple(value) if isinstance(value, list) else value
+    if type(value) is not CHOICES[name]:
+        kinds: dict[type, str] = {
+            int: "a whole number",
+            bool: "true or false",
+            str: "a word",
+            tuple: "a list such as [3, 3, 2]",
+        }
+        raise InvalidConfig(f"{name}={written} must be {kinds[CHOICES[name]]}")
+    checked: dict[str, Any] = {name: value}
+    Kernels(**checked) if name in _KERNEL_NAMES else Layout(**checked)
+    return name, value
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return toml.loads(f"value = {text}")["value"]
+    except toml.TOMLDecodeError:
+        return text
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Everything of a layout that the batch rules look at, but tp: layouts that share it are legal together."""
+
+    pp: int
+    schedule: ScheduleName
+    virtual_stages: int
+    dp: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts that a search looks at, by axis."""
+
+    scenario: Scenario
+    """Model, batch, cluster and engine."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Name → the only value."""
+    avoided: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Name → values that are left out."""
+
+    def choose(self, name: str, values: Iterable[T]) -> list[T]:
+        """The values of an axis that a user leaves."""
+        values = [self.fixed[name]] if name in self.fixed else values
+        return [value for value in values if value not in self.avoided.get(name, ())]
+
+    @cached_property
+    def degrees(self) -> list[tuple[int, int, int]]:
+        """tp, pp and dp; a degree that is fixed and does not divide the GPUs leaves none."""
+        num_gpus, cp = self.scenario.cluster.num_gpus, self.fixed.get("cp", 1)
+        return [
+            (tp, pp, num_gpus // (cp * tp * pp))
+            for tp in self.choose("tp", divisors(num_gpus))
+            for pp in self.choose("pp", divisors(max(1, num_gpus // (cp * tp))))
+            if num_gpus % (cp * tp * pp) == 0
+        ]
+
+    def orders(self, pp: int) -> list[Order]:
+        """Schedules with their virtual stages."""
+        layers = self.scenario.model.num_layers
+        found: list[Order] = [("1f1b", 1)]
+        if pp > 1:
+            fewest = {-(-layers // (pp * size)) for size in range(1, layers // pp + 1)}
+            virtual_stages = [self.fixed["virtual_stages"]] if "virtual_stages" in self.fixed else sorted(fewest)
+            found += [("gpipe", 1)]
+            found += [("interleaved-1f1b", v) for v in virtual_stages if v > 1 and pp * v <= layers]
+        if "schedule" in self.fixed:  # also one that is not legal here, which is then refused as such
+            wanted = self.fixed["schedule"]
+            found = [order for order in found if order[0] == wanted] or [(wanted, self.fixed.get("virtual_stages", 1))]
+        stages = self.choose("virtual_stages", sorted({v for _, v in found}))
+        schedules = self.choose("schedule", ["1f1b", "gpipe", "interleaved-1f1b"])
+        return [(schedule, v) for schedule, v in found if schedule in schedules and v in stages]
+
+    def shardings(self, tp: int, dp: int) -> list[Sharding]:
+        """dp_shard and zero, the least sharded first."""
+        per_node = self.scenario.cluster.gpus_per_node
+        groups = {1, dp}
+        group = max(1, per_node // tp)
+        while group < dp:
+            groups |= {group} if dp % group == 0 else set()
+            group *= 2
+        if "dp_replicate" in self.fixed:
+            copies = self.fixed["dp_replicate"]
+            groups = {dp // copies} if dp % copies == 0 else set()
+        shards = [n for n in self.choose("dp_shard", sorted(groups)) if dp % n == 0]
+        shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
+        shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
+        return [(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
+
+    @cached_property
+    def micro_batches(self) -> list[int]:
+        """Divisors of the global batch."""
+        return self.choose("micro_batch", divisors(self.scenario.batch.global_batch))
+
+    def sequence_parallel(self, tp: int) -> list[bool]:
+        """On, and off where that makes a difference."""
+        return self.choose("sequence_parallel", (True, False) if tp > 1 else (True,))
+
+    @cached_property
+    def recompute(self) -> list[str]:
+        """How much is computed again."""
+        layers = self.scenario.model.num_layers
+        return self.choose("recompute", [r for r in RECOMPUTE if Recompute.parse(r).every <= layers])
+
+    @cached_property
+    def kernels(self) -> list[Kernels]:
+        """Those that the trainer has; the fast ones first."""
+        attention = self.choose("attention", ("sdpa-flash", "sdpa-math"))
+        return [Kernels(attention=a, norm=n) for a, n in product(attention, self.choose("norm", ("fused", "eager")))]  # type: ignore[arg-type]
+
+    @cached_property
+    def constant(self) -> dict[str, Any]:
+        """Fields of Layout that no axis varies."""
+        return {name: self.fixed[name] for name in ("cp", "stage_layers") if name in self.fixed}
+
+    def allows_kernels(self, kernels: Kernels) -> bool:
+        """Whether the trainer has these kernels on this device in this precision."""
+        device = "cpu" if self.scenario.cluster.gpu.name == "cpu" else "cuda"
+        try:
+            kernels.check(self.scenario.precision, device)
+        except InvalidConfig:
+            return False
+        return True
+
+    def allows_tensor(self, tp: int, sequence_parallel: bool) -> bool:
+        """Whether tp splits the model: `Layout.is_legal`, with every other axis off."""
+        layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+        return layout.is_legal(self.scenario.model, self.scenario.batch)
+
+    def allows_pipeline(self, pipeline: Pipeline) -> bool:
+        """Whether the stages and the microbatches come out even: `Layout.is_legal`, without tp."""
+        if self.scenario.batch.global_batch % (pipeline.dp * pipeline.micro_batch):
+            return False  # by far the most frequent reason, found without building a layout
+        layout = Layout(
+            pp=pipeline.pp, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages,
+            dp_shard=pipeline.dp, micro_batch=pipeline.micro_batch, **self.constant,
+        )  # fmt: skip
+        return layout.is_legal(self.scenario.model, self.scenario.batch)
+
+    def layouts(self) -> Iterator[tuple[Layout, Kernels]]:
+        """All of them one by one, legal or not: slow, for tests and small worlds."""
+        for tp, pp, dp in self.degrees:
+            for (schedule, v), micro_batch, sp, recompute, (shard, zero), kernels in product(
+                self.orders(pp), self.micro_batches, self.sequence_parallel(tp), self.recompute,
+                self.shardings(tp, dp), self.kernels,
+            ):  # fmt: skip
+                layout = Layout(
+                    tp=tp, pp=pp, dp_shard=shard, dp_replicate=dp // shard, zero=zero, micro_batch=micro_batch,  # type: ignore[arg-type]
+                    schedule=schedule, virtual_stages=v, sequence_parallel=sp, recompute=recompute, **self.constant,
+                )  # fmt: skip
+                yield layout, kernels

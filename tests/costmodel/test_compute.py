@@ -1,0 +1,108 @@
+"""Seconds of blocks and heads, against numbers computed by hand; tokens of a microbatch, heads and widths are round."""
+
+import pytest
+from costmodel.small import US, scenario
+
+from dtlayout.costmodel.compute import attention_s, block_time, block_tp_s, head_time, host_s, matmul_s
+from dtlayout.costmodel.engine import Habits
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+
+TP2, TP2_SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2)
+HALF_S = (10 + 20 + 5) * US
+"""start, half of 1000·1000·2 byte at 50 GB/s, one hop"""
+
+
+def test_a_large_matmul_is_bound_by_flops():
+    assert matmul_s(scenario(), 1000, 1000, 1000) == pytest.approx(2e9 / 50e12)
+
+
+def test_a_thin_matmul_is_bound_by_memory():
+    assert matmul_s(scenario(), 1, 1000, 1000) == pytest.approx(2 * (1000 + 1_000_000 + 1000) / 1e12)
+
+
+def test_each_size_of_a_matmul_is_lengthened():
+    assert matmul_s(scenario(matmul_fill=100), 1000, 900, 1900) == pytest.approx(2 * 1100 * 1000 * 2000 / 50e12)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "forward_us", "backward_us"),
+    [
+        ("sdpa-flash", 40, 100),  # 4·T·s·h FLOPs, of which the mask hides half, at half of the peak; 2.5 times backward
+        ("flash1", 100, 250),
+        ("torch", 80 + 200, 160 + 300),  # all FLOPs as matmuls, and 20 byte for each of 10·1000·1000 scores
+        ("sdpa-math", 80 + 200, 160 + 300),
+        ("megatron-softmax", 80 + 20, 160 + 30),
+    ],
+)
+def test_attention(kernel, forward_us, backward_us):
+    kernels = Kernels(attention=kernel)
+    found = attention_s(scenario(), Layout(), kernels)
+    assert found == pytest.approx((forward_us * US, backward_us * US))
+    for split in (Layout(tp=2), Layout(cp=2)):
+        assert attention_s(scenario(), split, kernels) == pytest.approx((forward_us * US / 2, backward_us * US / 2))
+    twice = attention_s(scenario(), Layout(micro_batch=2), kernels)
+    assert twice == pytest.approx((forward_us * US * 2, backward_us * US * 2))
+
+
+def test_a_block_is_matmuls_attention_and_passes_over_memory():
+    """Matmuls 80 (qkv) + 40 (o) + 3 · 80 (FFN); elementwise 104 MB, (80·h + 12·f) · T, a third of it in forward."""
+    found = block_time(scenario(), Layout(), Kernels())
+    assert found.forward_s == pytest.approx((360 + 40 + 104 / 3) * US)
+    assert found.backward_s == pytest.approx((720 + 100 + 208 / 3) * US)
+    assert (found.forward_tp_s, found.backward_tp_s, found.host_s) == (0, 0, 0)
+
+
+def test_an_eager_norm_adds_traffic_and_the_start_of_its_kernels():
+    fused, eager = (block_time(scenario(), Layout(), Kernels(norm=norm)) for norm in ("fused", "eager"))
+    assert eager.forward_s - fused.forward_s == pytest.approx((100 / 3 + 50) * US)
+    assert eager.backward_s - fused.backward_s == pytest.approx((200 / 3 + 100) * US)
+
+
+def test_tp_splits_matmuls_and_attention_and_only_with_sequence_parallelism_the_norms():
+    plain, sharded = (block_time(scenario(), layout, Kernels()) for layout in (TP2, TP2_SP))
+    assert plain.forward_s == pytest.approx((180 + 20 + (60 + 22) / 3) * US)
+    assert sharded.forward_s == pytest.approx((180 + 20 + (30 + 22) / 3) * US)
+
+
+@pytest.mark.parametrize(
+    ("layout", "habits", "forward", "backward"),
+    [
+        (TP2, Habits(), 4, 4),  # two all-reduces each way, of two halves
+        (TP2, Habits(input_reductions=3), 4, 6),  # q, k and v together, gate and up apart
+        (TP2_SP, Habits(), 4, 6),  # gather gradients, scatter sums, gather inputs again: two each
+        (TP2_SP, Habits(regathers_inputs=False), 4, 4),
+        (TP2_SP, Habits(regathers_inputs=False, input_reductions=3), 4, 5),
+    ],
+)
+def test_collectives_of_a_block(layout, habits, forward, backward):
+    found = block_tp_s(scenario(habits=habits), layout)
+    assert found == pytest.approx((forward * HALF_S, backward * HALF_S))
+    hidden = block_tp_s(scenario(habits=habits, tp_exposed=0.4), layout)
+    assert hidden == pytest.approx((0.4 * forward * HALF_S, 0.4 * backward * HALF_S))
+
+
+def test_without_tp_nothing_is_sent():
+    assert block_tp_s(scenario(), Layout(dp_shard=8)) == (0, 0)
+
+
+def test_a_vocabulary_parallel_loss_passes_over_its_share_of_the_logits():
+    """10⁷ logits: 400 µs as a matmul, 50 byte each in the loss."""
+    alone, shared = head_time(scenario(), Layout()), head_time(scenario(), TP2)
+    assert (alone.forward_s, alone.backward_s) == pytest.approx((650 * US, 1050 * US))
+    assert (shared.forward_s, shared.backward_s) == pytest.approx((325 * US, 525 * US))
+    assert (shared.forward_tp_s, shared.backward_tp_s) == pytest.approx((0, 2 * HALF_S))
+
+
+def test_a_replicated_loss_gathers_the_logits_and_passes_over_all_of_them():
+    found = head_time(scenario(habits=Habits(loss="replicated")), TP2)
+    assert (found.forward_s, found.backward_s) == pytest.approx((450 * US, 650 * US))
+    assert found.forward_tp_s == pytest.approx((10 + 200 + 5) * US)  # half of 20 MB at 50 GB/s
+
+
+def test_the_host_starts_collectives_too_and_waits_for_messages_between_nodes():
+    times = {"layer_host_s": 1e-3, "layer_host_tp_s": 4e-3, "layer_host_message_s": 2e-3}
+    assert host_s(scenario(**times), Layout(pp=16)) == pytest.approx(1e-3)
+    assert host_s(scenario(**times), Layout(tp=4)) == pytest.approx(4e-3)
+    assert host_s(scenario(**times), Layout(tp=4, pp=2)) == pytest.approx(4e-3)  # one node
+    assert host_s(scenario(**times), Layout(tp=4, pp=4)) == pytest.approx(12e-3)

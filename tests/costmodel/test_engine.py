@@ -1,0 +1,152 @@
+"""Engines: what their files may say, and which of several values of a constant stands."""
+
+from dataclasses import fields
+from importlib.resources import files
+
+import pytest
+
+from dtlayout import toml
+from dtlayout.cluster import known_gpus
+from dtlayout.costmodel import engine
+from dtlayout.costmodel.engine import BOUNDS, Constants, Habits, find_engine, known_engines
+from dtlayout.errors import InvalidConfig
+
+GPU = "h100-80g-sxm"
+FITTED = [
+    (name, gpu) for name in known_engines() for gpu in (*known_gpus(), "cpu") if find_engine(name, gpu).is_calibrated
+]
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """A package with these constants instead of the shipped ones."""
+
+    def write(text: str, reached: str = "") -> None:
+        folder = tmp_path / "constants" / "engines"
+        folder.mkdir(parents=True)
+        (folder / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
+        (tmp_path / "constants" / "reached.toml").write_text(reached, encoding="utf-8")
+        monkeypatch.setattr(engine, "files", lambda package: tmp_path)
+        engine._read_engines.cache_clear()
+
+    yield write
+    monkeypatch.undo()
+    engine._read_engines.cache_clear()
+
+
+def problems_of(name: str = "mine") -> list[str]:
+    with pytest.raises(InvalidConfig) as caught:
+        find_engine(name, GPU)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("gpu", [*known_gpus(), "cpu"])
+def test_every_engine_loads_for_every_gpu_type(gpu):
+    for name in ("aa-scaling", "dtlayout", "megatron", "nanotron", "torchtitan"):
+        found = find_engine(name, gpu)
+        assert (found.name, found.gpu) == (name, gpu)
+        assert found.is_calibrated == ("uncalibrated" not in found.source)
+
+
+def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
+    for entry in (files("dtlayout") / "constants" / "engines").iterdir():
+        table = toml.loads(entry.read_text(encoding="utf-8"))
+        assert entry.name == table["engine"] + ".toml"
+        assert set(table) <= {"engine", "habits", "constants", "fitted"}
+        assert set(table.get("fitted", {})) <= set(known_gpus())
+    reached = toml.loads((files("dtlayout") / "constants" / "reached.toml").read_text(encoding="utf-8"))
+    assert set(reached) <= set(known_gpus())
+    for table in reached.values():
+        assert table.pop("source") and set(table) <= set(BOUNDS)
+
+
+def test_constants_were_fitted_for_both_published_sweeps():
+    assert set(FITTED) >= {("aa-scaling", "a100-80g-sxm"), ("nanotron", "h100-80g-sxm")}
+
+
+@pytest.mark.parametrize(("name", "gpu"), FITTED)
+def test_fitted_constants_are_few_and_lie_between_their_bounds(name, gpu):
+    found = find_engine(name, gpu)
+    assert len(found.fitted) <= 16
+    for constant in found.fitted:
+        low, high = BOUNDS[constant]
+        assert low < getattr(found.constants, constant) < high, constant
+
+
+def test_every_general_constant_is_within_its_bounds_and_has_a_unit():
+    assert set(BOUNDS) == {f.name for f in fields(Constants)}
+    Constants()
+    assert all(f.metadata["unit"] for f in fields(Constants))
+
+
+def test_an_unknown_engine_is_refused_with_those_there_are():
+    assert problems_of("megatorn") == [
+        "engine 'megatorn' is unknown; use one of aa-scaling, dtlayout, megatron, nanotron, torchtitan"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[habits]\nsharing = 1", "mine.toml: habits.sharing is unknown"),
+        (
+            '[habits]\nloss = "none"',
+            "mine.toml: habits.loss='none' is unknown; use one of ['vocab-parallel', 'replicated']",
+        ),
+        ("[constants]\nspeed = 1.0", "mine.toml: speed is no constant"),
+        ("[constants]\noverlap = 1.5", "mine.toml: overlap=1.5 lies outside [0.0, 1.0]"),
+        (f"[fitted.{GPU}]\nsource = 'runs'\nspeed = 1.0", "mine.toml: speed is no constant"),
+        (f"[fitted.{GPU}]\nmatmul_efficiency = 0.1", "mine.toml: matmul_efficiency=0.1 lies outside [0.4, 0.95]"),
+    ],
+)
+def test_what_a_file_may_not_say_is_refused_with_its_name(install, text, problem):
+    install(text)
+    assert problems_of() == [problem]
+
+
+def test_all_problems_of_a_file_are_told_at_once(install):
+    install("[habits]\nsharing = 1\n[constants]\nspeed = 1.0\noverlap = 2.0")
+    assert len(problems_of()) == 3
+
+
+def test_a_fitted_constant_stands_before_the_engines_and_that_before_the_gpu_types(install):
+    install(
+        f"""
+[constants]
+flash2_efficiency = 0.41
+memory_efficiency = 0.61
+[fitted.{GPU}]
+source = "runs"
+flash2_efficiency = 0.42
+""",
+        reached=f"""
+[{GPU}]
+source = "a benchmark"
+flash2_efficiency = 0.43
+memory_efficiency = 0.63
+link_efficiency = 0.53
+""",
+    )
+    found = find_engine("mine", GPU)
+    assert found.constants.flash2_efficiency == 0.42  # fitted
+    assert found.constants.memory_efficiency == 0.61  # the engine's
+    assert found.constants.link_efficiency == 0.53  # the GPU type's
+    assert found.constants.overlap == Constants().overlap  # general
+    assert (found.fitted, found.source) == (("flash2_efficiency",), "runs")
+    assert found.habits == Habits()
+    elsewhere = find_engine("mine", "a100-80g-sxm")
+    assert (elsewhere.constants.flash2_efficiency, elsewhere.constants.link_efficiency) == (0.41, 0.7)
+    assert not elsewhere.is_calibrated
+
+
+def test_an_engine_takes_other_constants_within_their_bounds():
+    found = find_engine("dtlayout", GPU)
+    changed = found.with_constants(overlap=0.5, step_host_s=0.1)
+    assert (changed.constants.overlap, changed.constants.step_host_s) == (0.5, 0.1)
+    assert changed.with_constants(overlap=found.constants.overlap, step_host_s=found.constants.step_host_s) == found
+    with pytest.raises(InvalidConfig) as caught:
+        found.with_constants(overlap=-0.1, step_host_s=0.6)
+    assert caught.value.problems == [
+        "step_host_s=0.6 lies outside [0.0, 0.5]",
+        "overlap=-0.1 lies outside [0.0, 1.0]",
+    ]

@@ -1,0 +1,181 @@
+"""Memory of our own engine in closed form: what theory says exactly, and how phases compose."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.memory import MemoryEstimate, estimate_memory
+from dtlayout.costmodel.phase import IDLE, NOTHING, Part, Phase, add, changes, fullest_of, sequence
+from dtlayout.costmodel.scenario import Scenario, cut
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.models.counting import count_block_parameters, count_embedding_parameters, count_parameters
+from dtlayout.models.presets import PRESETS
+from dtlayout.precision import Precision
+
+MODEL = replace(PRESETS["llama-13b"], num_layers=8)
+H, NUM_TENSORS = MODEL.hidden_size, 9 * MODEL.num_layers + 3
+SEQ_LEN = 2048
+EMBEDDING = count_embedding_parameters(MODEL)
+BF16_MASTERS = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
+
+
+def estimate(
+    layout: Layout,
+    *,
+    kernels: Kernels | None = None,
+    model=MODEL,
+    microbatches: int = 8,
+    gpu: str = "a100-80g-sxm",
+    precision: Precision | None = None,
+) -> tuple[MemoryEstimate, ...]:
+    scenario = Scenario(
+        model=model,
+        batch=Batch(global_batch=microbatches * layout.dp * layout.micro_batch, seq_len=SEQ_LEN),
+        cluster=Cluster(gpu=find_gpu(gpu), num_gpus=layout.world_size, gpus_per_node=8),
+        engine=find_engine("dtlayout", gpu),
+        precision=precision or Precision(),
+    )
+    return estimate_memory(scenario, layout, kernels or Kernels(), cut(scenario, layout))
+
+
+def local_parameters(tp: int) -> int:
+    """Of the whole model on one tp rank: matrices are split, norms are not."""
+    norms = H * (2 * MODEL.num_layers + 1)
+    return (count_parameters(MODEL) - norms) // tp + norms
+
+
+@pytest.mark.parametrize(
+    ("dp_shard", "dp_replicate", "tp"), [(1, 1, 1), (8, 1, 1), (4, 2, 1), (1, 4, 1), (8, 1, 2), (1, 1, 8)]
+)
+@pytest.mark.parametrize("precision", [Precision(), BF16_MASTERS], ids=["fp32 masters", "bf16 masters"])
+def test_state_takes_the_bytes_of_theory(dp_shard, dp_replicate, tp, precision):
+    """p·n/S masters, e·n gathered, 2·p·n/S moments with 4 bytes a tensor, r·n gradients that add up."""
+    layout = Layout(dp_shard=dp_shard, dp_replicate=dp_replicate, tp=tp, micro_batch=2)
+    (rank,) = estimate(layout, precision=precision)
+    n, masters = local_parameters(tp), 4 if precision.params == "float32" else 2
+    assert rank.parameters == masters * n / dp_shard + 2 * n
+    assert rank.optimizer == 2 * masters * n / dp_shard + 4 * NUM_TENSORS
+    whole_embedding = (EMBEDDING - EMBEDDING // tp) if tp > 1 else 0  # each rank has one part of the sum
+    assert rank.gradients == pytest.approx(masters * (n + whole_embedding), rel=0.02)  # the last unit's in bf16 beside
+
+
+def test_zero_3_holds_shards_and_the_unit_in_use():
+    (rank,) = estimate(Layout(dp_shard=64, zero=3))
+    n, unit = local_parameters(1), max(count_block_parameters(MODEL), EMBEDDING)
+    assert rank.optimizer == pytest.approx(8 * n / 64, rel=1e-4)
+    assert 4 * n / 64 <= rank.parameters <= 4 * n / 64 + 2 * unit
+    assert rank.gradients <= 4 * n / 64 + 2 * unit + 4 * unit / 64
+
+
+def test_higher_zero_stages_hold_less():
+    totals = [estimate(Layout(dp_shard=32, zero=zero))[0].total for zero in (1, 2, 3)]  # type: ignore[arg-type]
+    assert totals == sorted(totals, reverse=True)
+
+
+def block_activations(*, norm="fused", attention="sdpa-flash", gpu="a100-80g-sxm") -> float:
+    """What one more block keeps."""
+    kernels = Kernels(norm=norm, attention=attention)
+    fewer, more = (
+        estimate(Layout(dp_shard=8), kernels=kernels, gpu=gpu, model=replace(MODEL, num_layers=layers))[0].activations
+        for layers in (8, 16)
+    )
+    return (more - fewer) / 8
+
+
+def test_a_block_keeps_what_autograd_saves():
+    """In bf16: two norms' inputs and outputs 8·h; q, k, v and the output 8·h; gate, up, silu(gate), product 8·f."""
+    fp32_numbers = MODEL.num_heads + 2  # a token's: of each head's softmax and of both norms
+    assert block_activations() == SEQ_LEN * (16 * H + 8 * MODEL.ffn_size + 4 * fp32_numbers)
+
+
+def test_a_norm_as_separate_operations_keeps_exact_copies():
+    """The input in fp32 instead of bf16, and its product with the scale: in bf16, or in fp32 where PyTorch does it."""
+    assert block_activations(norm="eager") - block_activations() == 2 * SEQ_LEN * H * (4 - 2 + 2)
+    assert block_activations(gpu="cpu") - block_activations() == 2 * SEQ_LEN * H * (4 - 2 + 4)
+
+
+def test_sdpa_math_keeps_scores_and_exact_inputs_in_fp32():
+    more = block_activations(attention="sdpa-math") - block_activations()
+    assert more == MODEL.num_heads * SEQ_LEN * (4 * SEQ_LEN - 4) + SEQ_LEN * H * (3 * 4 - 3 * 2)
+
+
+def test_the_loss_needs_three_exact_copies_of_the_logits_and_two_over_tp():
+    wide = replace(MODEL, vocab_size=512_000)
+    alone, split = (
+        estimate(replace(layout, micro_batch=16), model=wide)[0] for layout in (Layout(dp_shard=8), Layout(tp=8))
+    )
+    tokens = 16 * SEQ_LEN
+    logits = tokens * wide.vocab_size
+    assert alone.logits == 12 * logits
+    assert split.logits == 10 * logits / 8 + 10 * tokens
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=4), Layout(pp=4, dp_shard=2)], ids=str)
+def test_recomputation_holds_less_the_more_it_recomputes(layout):
+    peaks = [
+        max(rank.total for rank in estimate(replace(layout, recompute=recompute)))
+        for recompute in ("none", "selective", "full")
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    every_second = max(rank.total for rank in estimate(replace(layout, recompute="every-2")))
+    assert peaks[2] < every_second < peaks[0]
+
+
+def test_the_first_rank_of_1f1b_holds_a_microbatch_for_each_rank_after_it():
+    ranks = estimate(Layout(pp=4, dp_shard=2), model=replace(MODEL, num_layers=16))
+    assert ranks[1].activations - ranks[2].activations == 4 * block_activations()
+
+
+def test_a_tied_weight_on_one_rank_counts_once():
+    tied = estimate(Layout(dp_shard=8), model=replace(MODEL, tied_embeddings=True))[0]
+    untied = estimate(Layout(dp_shard=8))[0]
+    assert untied.parameters - tied.parameters == EMBEDDING * (4 / 8 + 2)
+
+
+def test_long_steps_hold_what_short_ones_do():
+    """Of a long step only a part is played."""
+    for layout in (
+        Layout(pp=4, dp_shard=2),
+        Layout(pp=4, dp_shard=2, schedule="interleaved-1f1b", virtual_stages=2),
+        Layout(dp_shard=8),
+    ):
+        short, long = (estimate(layout, microbatches=m) for m in (12, 64))
+        assert [replace(rank, overhead=0.0) for rank in short] == [replace(rank, overhead=0.0) for rank in long]
+
+
+# Phases
+
+parts = st.sampled_from(list(Part))
+steps = st.lists(st.tuples(parts, st.integers(-50, 50)), max_size=6)
+
+
+@given(steps, steps)
+def test_phases_compose_as_their_changes_do(first, second):
+    assert_alike(changes(*first).then(changes(*second)), changes(*first, *second))
+
+
+@given(steps, st.integers(0, 5))
+def test_a_repeated_phase_is_its_changes_repeated(some, count):
+    assert_alike(changes(*some).times(count), changes(*some * count))
+
+
+@given(st.lists(steps, min_size=1, max_size=4))
+def test_the_fullest_of_phases_is_that_of_their_sequence(lists):
+    phases = [changes(*some) for some in lists]
+    start = (10.0,) * len(Part)
+    assert sum(fullest_of(start, phases)) == sum(add(start, sequence(phases).fullest))
+
+
+def test_nothing_happens_in_an_idle_phase():
+    assert IDLE == changes() == Phase(NOTHING, NOTHING)
+
+
+def assert_alike(a: Phase, b: Phase) -> None:
+    """The fullest moment may be another one of the same total."""
+    assert (sum(a.fullest), a.left) == (sum(b.fullest), b.left)

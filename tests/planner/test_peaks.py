@@ -1,0 +1,64 @@
+"""The least that a layout needs, from shared parts, is what the cost model says or less."""
+
+from random import Random
+
+import pytest
+from tiny import SHAPE
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine, known_engines
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.model_shape import ModelShape
+from dtlayout.planner.peaks import Peaks, gradient_phase, group_stages
+from dtlayout.planner.space import Space
+from dtlayout.recompute import Recompute
+
+FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention": ["sdpa-math"]}
+DEEP = ModelShape(
+    name="deep", hidden_size=2048, num_layers=13, num_heads=16, num_kv_heads=8, ffn_size=4096, vocab_size=32_000
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", known_engines())
+@pytest.mark.parametrize("model", [SHAPE, DEEP], ids=lambda model: model.name)
+def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, model):
+    scenario = Scenario(
+        model=model,
+        batch=Batch(global_batch=16, seq_len=512),
+        cluster=Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=16, gpus_per_node=4),
+        engine=find_engine(engine, "h100-80g-sxm"),
+    )
+    estimator = Estimator(scenario)
+    peaks = Peaks(estimator)
+    legal = [pair for pair in Space(scenario, avoided=FEWER).layouts() if pair[0].is_legal(model, scenario.batch)]
+    for layout, kernels in Random(0).sample(legal, 80):
+        stages, m = peaks.stages(layout), layout.num_microbatches(scenario.batch)
+        held = peaks.held_bytes(layout, kernels, stages, m)
+        (state,) = peaks.state_bytes([layout], stages, gradient_phase(layout, m))
+        every_rank = estimator.memory(layout, kernels)
+        needed = max(rank.needed for rank in every_rank)
+        assert peaks.exact(layout, kernels, stages) == (needed, max(rank.total for rank in every_rank)), layout
+        least = max(map(sum, zip(held, state, strict=True)))
+        assert least <= needed * (1 + 1e-12), layout
+        if scenario.engine.habits.sharding == "distributed-optimizer":
+            assert least == pytest.approx(needed, rel=1e-12), layout
+
+
+def test_ranks_with_the_same_stages_are_one_group():
+    estimator = Estimator(
+        Scenario(
+            model=DEEP,
+            batch=Batch(global_batch=16, seq_len=512),
+            cluster=Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=8, gpus_per_node=8),
+            engine=find_engine("dtlayout", "h100-80g-sxm"),
+        )
+    )
+    layout = next(pair[0] for pair in Space(estimator.scenario).layouts() if pair[0].pp == 8)
+    stages = group_stages(estimator.stages(layout), 8, Recompute.parse("full"))
+    assert sorted(rank for group in stages.groups for rank in group.ranks) == list(range(8))
+    assert all(group.recomputes for group in stages.groups)
+    assert [group.has_head for group in stages.groups].count(True) == 1
+    for group in stages.groups:
+        assert sum(count for _, count in group.before) == group.ranks[-1]
