@@ -185,6 +185,10 @@ class Estimator:
         n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
         own = work[rank :: layout.pp]
         forward_s, backward_s = sum(w.forward_s for w in own), sum(w.backward_s for w in own)
+        return self.update_of(layout, n, m, forward_s, backward_s)
+
+    def update_of(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> tuple[float, float]:
+        """The same of n parameters behind m microbatches of so many seconds."""
         gpu, constants = self.scenario.cluster.gpu, self.scenario.engine.constants
         traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / layout.dp_shard)
         optimizer_s = traffic / (gpu.memory_bytes_per_s * constants.memory_efficiency)

@@ -40,6 +40,10 @@ _SENDS_IN_FLIGHT = 2
 """Messages to one neighbour that the runtime keeps until they have gone."""
 
 
+_Step = tuple[int, Kind, bool, bool]
+"""Which of a rank's stages, forward or backward, and whether it is the stage's first or last."""
+
+
 def fullest_bytes(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
 ) -> Iterator[Bytes]:
@@ -77,33 +81,39 @@ def _play_gpipe(stage: "_Stage", m: int) -> Iterator[Phase]:
 
 def _play_1f1b(stages: Sequence["_Stage"], layout: Layout, m: int, rank: int) -> Iterator[Phase]:
     """Plain or interleaved, with the messages that have not gone yet."""
-    message = changes((_B, stages[0].size.share))
-    num_sent: dict[int, int] = {}
-    for stage, kind, is_first, is_last in _orders(layout.schedule, layout.pp, layout.virtual_stages, m)[rank]:
-        is_forward = kind is Kind.FORWARD
-        if is_forward:
-            yield stages[stage].forward(is_first=is_first)
+    order = _orders(layout.schedule, layout.pp, layout.virtual_stages, m)[rank]
+    played: dict[_Step | None, Phase] = {None: changes((_B, stages[0].size.share))}
+    for step in {step for step in order if step is not None}:
+        stage, kind, is_first, is_last = step
+        if kind is Kind.FORWARD:
+            played[step] = stages[stage].forward(is_first=is_first)
         else:
-            yield stages[stage].backward(is_first=is_first, is_last=is_last)
-        if stages[stage].sends_forward if is_forward else stages[stage].sends_backward:
-            peer = (rank + (1 if is_forward else -1)) % layout.pp
-            num_sent[peer] = num_sent.get(peer, 0) + 1
-            if num_sent[peer] <= _SENDS_IN_FLIGHT:
-                yield message
+            played[step] = stages[stage].backward(is_first=is_first, is_last=is_last)
+    return map(played.__getitem__, order)
 
 
 @lru_cache(maxsize=256)
-def _orders(schedule: str, p: int, v: int, m: int) -> list[list[tuple[int, Kind, bool, bool]]]:
-    """Each rank's actions: which of its stages, forward or backward, and whether it is the stage's first or last.
+def _orders(schedule: str, p: int, v: int, m: int) -> list[list[_Step | None]]:
+    """Each rank's actions, and None for a message that has not gone: the first ones to each neighbour are kept.
 
     Of a long step a part is enough: once every stage has had a backward, a pipeline that goes on holds again what it
     held, after one microbatch more (1f1b) or a round of p (interleaved-1f1b).
     """
     m = min(m, p + 2 if schedule == "1f1b" else 3 * p)
-    return [
-        [(a.stage // p, a.kind, a.microbatch == 0, a.microbatch == m - 1) for a in actions]
-        for actions in make_orders(schedule, p, v, m)
-    ]
+    orders: list[list[_Step | None]] = []
+    for rank, actions in enumerate(make_orders(schedule, p, v, m)):
+        order: list[_Step | None] = []
+        num_sent: dict[int, int] = {}
+        for action in actions:
+            is_forward = action.kind is Kind.FORWARD
+            order.append((action.stage // p, action.kind, action.microbatch == 0, action.microbatch == m - 1))
+            if action.stage != (p * v - 1 if is_forward else 0):
+                peer = (rank + (1 if is_forward else -1)) % p
+                num_sent[peer] = num_sent.get(peer, 0) + 1
+                if num_sent[peer] <= _SENDS_IN_FLIGHT:
+                    order.append(None)
+        orders.append(order)
+    return orders
 
 
 class _Stage:

@@ -4,6 +4,8 @@ Phases compose: a block's backward out of single changes, a stage's out of its b
 thousand operations is found without playing them one by one.
 """
 
+import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -63,7 +65,7 @@ IDLE = Phase(NOTHING, NOTHING)
 
 def add(a: Bytes, b: Bytes) -> Bytes:
     """Part by part."""
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+    return tuple(map(operator.add, a, b))
 
 
 def changes(*steps: tuple[Part, float]) -> Phase:
@@ -92,13 +94,15 @@ def fullest_of(start: Bytes, phases: Sequence[Phase]) -> Bytes:
     As `sequence`, but only the totals are added up on the way: for long schedules.
     """
     total, most, at = 0.0, -1.0, 0
-    totals = {id(phase): (sum(phase.fullest), sum(phase.left)) for phase in phases}
+    distinct = {id(phase): phase for phase in phases}
+    totals = {key: (sum(phase.fullest), sum(phase.left)) for key, phase in distinct.items()}
     for i, phase in enumerate(phases):
         fullest, left = totals[id(phase)]
         if total + fullest > most:
             most, at = total + fullest, i
         total += left
-    held = start
-    for phase in phases[:at]:
-        held = add(held, phase.left)
-    return add(held, phases[at].fullest) if phases else held
+    if not phases:
+        return start
+    times = Counter(map(id, phases[:at]))
+    lefts = [tuple(count * size for size in distinct[key].left) for key, count in times.items()]
+    return tuple(map(sum, zip(start, phases[at].fullest, *lefts, strict=True)))

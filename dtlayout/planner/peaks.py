@@ -9,7 +9,7 @@ the same blocks are one group: of a group the first rank, which warms up longest
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
@@ -58,6 +58,19 @@ class Stages:
     """A stage of each class, and the classes."""
 
 
+class BlockBytes(NamedTuple):
+    """Bytes that one microbatch holds."""
+
+    whole: float
+    """In a block, for its backward."""
+    kept: float
+    """In a block that is recomputed."""
+    again: float
+    """Added to it, for one block at a time."""
+    logits: float
+    """Logits and what the loss makes of them."""
+
+
 def group_stages(slices: Sequence[StageSlice], pp: int, recompute: Recompute) -> Stages:
     """Put the ranks of a pipeline into groups."""
     classes = tuple((len(s.layers), sum(map(recompute.covers, s.layers)), s.embedding, s.head) for s in slices)
@@ -91,32 +104,35 @@ class Peaks:
         key = ("stages", layout.pp, layout.num_stages, layout.stage_layers, recompute.every)
         return self.remember(key, lambda: group_stages(self.estimator.stages(layout), layout.pp, recompute))
 
-    def block_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, float]:
-        """What a block keeps of a microbatch, whole and where it is recomputed."""
+    def block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
+        """What blocks and head hold of a microbatch."""
         key = ("block", layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute)
         return self.remember((*key, kernels.attention, kernels.norm), lambda: self._block_bytes(layout, kernels))
 
-    def _block_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, float]:
-        if self._is_fsdp2:
-            size, recompute = sizes_of(self.scenario, layout, kernels), Recompute.parse(layout.recompute)
-            return size.block, size.kept(recompute, recompute.every - 1) if recompute.every else size.block
-        tokens = memory.tokens_of(self.scenario, layout)
-        whole, kept = memory.block_bytes_per_token(self.scenario, layout, kernels)
-        return tokens * whole, tokens * kept
+    def _block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
+        if not self._is_fsdp2:
+            tokens = memory.tokens_of(self.scenario, layout)
+            whole, kept = memory.block_bytes_per_token(self.scenario, layout, kernels)
+            logits = memory.logit_bytes(self.scenario, layout)
+            return BlockBytes(tokens * whole, tokens * kept, tokens * (whole - kept), logits)
+        size, recompute = sizes_of(self.scenario, layout, kernels), Recompute.parse(layout.recompute)
+        kept = size.kept(recompute, recompute.every - 1) if recompute.every else size.block
+        # A backward begins where most is in flight, with a block that is surely recomputed only if all are.
+        again = size.recomputed(recompute, 0) if recompute.every == 1 else 0.0
+        # So does the loss, if there is one chunk alone.
+        logits = size.logits + size.exact_logits if layout.virtual_stages == 1 else 0.0
+        return BlockBytes(size.block, kept, again, logits)
 
     def held_bytes(self, layout: Layout, kernels: Kernels, stages: Stages, m: int) -> tuple[float, ...]:
         """What each group of ranks holds at least beside its state."""
-        whole, kept = self.block_bytes(layout, kernels)
+        block = self.block_bytes(layout, kernels)
         blocks = self.remember(("blocks", layout.schedule, m, id(stages)), lambda: _count_blocks(layout, stages, m))
-        logits = 0.0
-        if not self._is_fsdp2:
-            key = ("logits", layout.tp, layout.micro_batch)
-            logits = self.remember(key, lambda: memory.logit_bytes(self.scenario, layout))
         held = []
         for group, moments in zip(stages.groups, blocks, strict=True):
-            in_flight = max([n * whole + covered * kept for n, covered in moments])
-            working_set = whole - kept if group.recomputes and not self._is_fsdp2 else 0.0
-            held.append(in_flight + working_set + (logits if group.has_head else 0.0))
+            in_flight = max([n * block.whole + covered * block.kept for n, covered in moments])
+            again = block.again if group.recomputes else 0.0
+            logits = block.logits if group.has_head else 0.0
+            held.append(in_flight + (max(again, logits) if self._is_fsdp2 else again + logits))
         return tuple(held)
 
     def state_bytes(self, layouts: Sequence[Layout], stages: Stages, phase: int) -> list[tuple[float, ...]]:
@@ -124,7 +140,7 @@ class Peaks:
 
         `phase` is the `gradient_phase` of the schedule that they share, whatever these examples say.
         """
-        sizes = [self._sizes(layouts[0], group) for group in stages.groups] if layouts else []
+        sizes = [self.sizes(layouts[0], group) for group in stages.groups] if layouts else []
         overhead = self.scenario.engine.constants.overhead_bytes
         found = []
         for layout in layouts:
@@ -137,7 +153,7 @@ class Peaks:
             found.append(tuple(own))
         return found
 
-    def _sizes(self, layout: Layout, group: RankGroup) -> tuple[float, float]:
+    def sizes(self, layout: Layout, group: RankGroup) -> tuple[float, float]:
         """Parameters of a rank, and of its largest unit."""
 
         def count() -> tuple[float, float]:

@@ -22,7 +22,6 @@ from itertools import product
 from operator import add
 from typing import Literal
 
-from dtlayout.costmodel.engine import Engine
 from dtlayout.costmodel.estimate import Estimate, Estimator, StageWork
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -35,15 +34,6 @@ TIE = 0.005
 Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "shared otherwise", "ranked"]
 """What became of a layout; "bounded" may fit, but is slower by its lower bound alone, "slower" was simulated, and
 "shared otherwise" differs from a ranked one in nothing but kernels and how its ranks share the state."""
-
-
-def error_band(engine: Engine) -> float:
-    """Relative error to expect of a predicted MFU.
-
-    Placeholders until validated numbers take their place: 5 % where runs of the engine on this GPU type were fitted,
-    15 % where its constants are general ones.
-    """
-    return 0.05 if engine.is_calibrated else 0.15
 
 
 def needed_bytes(estimate: Estimate) -> float:
@@ -211,9 +201,8 @@ class Search:
         for k in kernels:
             block = self.estimator.block(layout, k)
             sizes = self._peaks.block_bytes(layout, k)
-            # The working set of a block that is recomputed is the difference of the two.
             waits = max(0.0, block.host_s - block.forward_s - block.backward_s)
-            costs.append((block.forward_s, block.backward_s, *sizes, sizes[0] - sizes[1], waits))
+            costs.append((block.forward_s, block.backward_s, *sizes, waits))
         return [
             k
             for i, (k, own) in enumerate(zip(kernels, costs, strict=True))
@@ -246,10 +235,9 @@ class Search:
         held = self._peaks.held_bytes(layout, skeleton.kernels, stages, m)
         key = _state_key(skeleton)
         if key not in self._states:
-            shared = self._shared(layout)
-            phase = gradient_phase(layout, m)
-            found = self._peaks.state_bytes([other for _, other in shared], stages, phase)
-            self._states[key] = [(sharding, state) for (sharding, _), state in zip(shared, found, strict=True)]
+            examples = self._examples(layout)
+            found = self._peaks.state_bytes(list(examples.values()), stages, gradient_phase(layout, m))
+            self._states[key] = list(zip(examples, found, strict=True))
         allowed, smallest = self.allowed_bytes, float("inf")
         states, variants = self._states[key], skeleton.variants
         for sharding, state in states:
@@ -263,11 +251,12 @@ class Search:
             self._least = smallest, _share(layout, least), skeleton.kernels
         return bool(skeleton.variants)
 
-    def _shared(self, layout: Layout) -> list[tuple[Sharding, Layout]]:
-        """Every way to share the state at these degrees, on an example."""
+    def _examples(self, layout: Layout) -> dict[Sharding, Layout]:
+        """Every way to share the state at these degrees, with a layout that does."""
         key = ("shared", layout.tp, layout.pp)
-        shardings = self.space.shardings(layout.tp, layout.dp)
-        return self._peaks.remember(key, lambda: [(sharding, _share(layout, sharding)) for sharding in shardings])
+        return self._peaks.remember(
+            key, lambda: {sharding: _share(layout, sharding) for sharding in self.space.shardings(layout.tp, layout.dp)}
+        )
 
     def _simulate(self, skeletons: Sequence[_Skeleton], top: int) -> list[_Timed]:
         """Exact times and needs, cheapest question first, until no bound can reach the best `top`.
@@ -326,8 +315,11 @@ class Search:
 
     def _update_s(self, skeleton: _Skeleton, group: RankGroup, sharding: Sharding) -> float:
         """Reduction and optimizer of a group's ranks."""
-        layout = _share(skeleton.layout, sharding)
-        return float(sum(self.estimator.update_s(group.ranks[0], layout, skeleton.m, skeleton.stage_work)))
+        example = self._examples(skeleton.layout)[sharding]
+        n, _ = self._peaks.sizes(skeleton.layout, group)
+        own = [skeleton.work[c] for c in group.classes]
+        forward_s, backward_s = sum([w.forward_s for w in own]), sum([w.backward_s for w in own])
+        return float(sum(self.estimator.update_of(example, n, skeleton.m, forward_s, backward_s)))
 
 
 def rank(timed: Sequence[_Timed], top: int, capacity_bytes: float) -> list[_Timed]:

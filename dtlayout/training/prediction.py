@@ -19,9 +19,6 @@ OWN_ENGINE = "dtlayout"
 HOPELESS_SHARE = 1.25
 """Of the capacity, above which a predicted peak is refused on a GPU: well beyond the model's error, and in between a
 try costs only the minute that it takes to run out of memory."""
-TYPICAL_ERROR = {True: 0.10, False: 0.25}
-"""Of a predicted step time, calibrated or not, by other engines' runs, rounded: the median over 336 runs of nanotron on
-H100 is 9 % with constants fitted to them and 26 % with the general ones, over 306 of AA-Scaling on A100 3 % and 8 %."""
 _GIB = 2**30
 
 
@@ -78,11 +75,11 @@ def describe(predicted: Estimate | None, gpu: Gpu | None) -> str:
     if gpu.name == "cpu":
         peak = f"{predicted.peak_bytes / 2**20:.1f} MiB"
         return f"{step} (uncalibrated: an order of magnitude), peak {peak} on pipeline rank {rank}"
-    is_calibrated = find_engine(OWN_ENGINE, gpu.name).is_calibrated
-    state = "calibrated" if is_calibrated else "uncalibrated"
+    engine = find_engine(OWN_ENGINE, gpu.name)
+    state = "calibrated" if engine.is_calibrated else "uncalibrated"
     peak, capacity = f"{predicted.peak_bytes / _GIB:.1f} GiB", f"{predicted.capacity_bytes / _GIB:.1f}"
     return (
-        f"{step} ± {TYPICAL_ERROR[is_calibrated]:.0%} ({state}), MFU {predicted.mfu:.1%}, peak {peak} on pipeline rank "
+        f"{step} ± {engine.error:.0%} ({state}), MFU {predicted.mfu:.1%}, peak {peak} on pipeline rank "
         f"{rank} of {capacity}{'' if predicted.fits else ': it may not fit'}"
     )
 

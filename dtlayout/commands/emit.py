@@ -1,0 +1,98 @@
+"""Emit: a recommended layout as a config that `torchrun train.py` runs unchanged."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from dtlayout import toml
+from dtlayout.config import check_layout, parse_config
+from dtlayout.costmodel.estimate import Estimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import DtlayoutError
+from dtlayout.layout import Layout
+from dtlayout.models.presets import PRESETS
+from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
+from dtlayout.precision import Precision
+
+_BYTES_VOCAB = 257
+"""Ids of the tokenizer that needs no file."""
+_STEPS = 100
+
+
+def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> None:
+    """Write the config, with reasons as comments; it is checked first. DtlayoutError if the file cannot be written."""
+    text = make_config(path, scenario, estimate, reasons)
+    check_layout(parse_config(toml.loads(text)), scenario.cluster.num_gpus)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DtlayoutError(f"config {path} cannot be written: {error.strerror}") from None
+
+
+def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
+    """The config's text."""
+    cluster, model = scenario.cluster, scenario.model
+    is_cpu = cluster.gpu.name == "cpu"
+    per_node = cluster.num_gpus if is_cpu else cluster.gpus_per_node  # ranks on the CPU are cores of one machine
+    num_nodes = math.ceil(cluster.num_gpus / per_node)
+    processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
+    launch = processes if num_nodes == 1 else f"--nnodes {num_nodes} {processes} --rdzv-endpoint HOST:PORT"
+    comments = [f"{model.name} on {cluster.num_gpus} x {cluster.gpu.name}, by dtlayout recommend.", *reasons]
+    needs_tokenizer = model.vocab_size < _BYTES_VOCAB
+    sections = {
+        "model": _model(scenario),
+        "batch": asdict(scenario.batch),
+        "layout": _layout(scenario, estimate),
+        "kernels": asdict(estimate.kernels),
+        "precision": {k: v for k, v in asdict(scenario.precision).items() if v != asdict(Precision())[k]},
+        "data": {
+            "source": "python-stdlib",
+            "tokenizer": "data/tokenizer.json" if needs_tokenizer else "bytes",
+            "max_tokens": max(4_000_000, scenario.batch.num_tokens + 1),
+        },
+        "train": {"steps": _STEPS, "device": "cpu" if is_cpu else "cuda"},
+        "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node},
+    }
+    notes = {
+        "data": "Small data that every machine has, to start with: put your own corpus and tokenizer here.",
+        "train": "A first run; raise steps for a real one.",
+    }
+    if needs_tokenizer:
+        notes["data"] = (
+            f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
+        )
+    lines = [f"# {line}" for line in [*comments, f"Run it: torchrun {launch} train.py {path.name}"]]
+    for name, table in sections.items():
+        if table:
+            lines += ["", f"[{name}]", *([f"# {notes[name]}"] if name in notes else [])]
+            lines += [f"{key} = {_show(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _model(scenario: Scenario) -> dict[str, Any]:
+    """The preset's name with what differs from it, or all sizes."""
+    values = {key: value for key, value in asdict(scenario.model).items() if value is not None}
+    preset = PRESETS.get(scenario.model.name)
+    if preset is None:
+        return values
+    return {key: value for key, value in values.items() if key == "name" or value != asdict(preset)[key]}
+
+
+def _layout(scenario: Scenario, estimate: Estimate) -> dict[str, Any]:
+    """Degrees and what differs from the defaults; the stages too, where the trainer would cut others."""
+    always, defaults = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute"), Layout()
+    values = {f.name: getattr(estimate.layout, f.name) for f in fields(Layout)}
+    own = count_blocks(partition(layer_costs(scenario.model, scenario.batch), estimate.layout))
+    if own != estimate.stage_layers:
+        values["stage_layers"] = estimate.stage_layers
+    return {k: v for k, v in values.items() if k in always or v != getattr(defaults, k)}
+
+
+def _show(value: Any) -> str:
+    """As TOML writes it."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_show(entry)}" for key, entry in value.items()) + " }"
+    return json.dumps(list(value) if isinstance(value, tuple) else value)  # the same for all that stands here

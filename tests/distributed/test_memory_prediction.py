@@ -1,0 +1,41 @@
+"""The peak that training reports is the one that the cost model predicts, on every pipeline rank of every layout."""
+
+from dataclasses import replace
+
+import pytest
+from memory_ranks import measure_peaks, predict
+from parity import BF16, EXACT, FP32, SHAPE, TIED, Case
+from ranks import Ranks
+
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.precision import Precision
+from tests.distributed.test_parity import AXES, TIED_LAYOUTS
+
+COARSE = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
+FP32_SUMS = Precision(params="bfloat16", compute="bfloat16", reduce="float32")
+MATH, EAGER = Kernels(attention="sdpa-math"), Kernels(norm="eager")
+OTHER_CASES = {
+    "exact dp4": Case(AXES["dp4"], precision=EXACT),
+    "bf16 masters": Case(AXES["zero 3 hsdp"], precision=COARSE),
+    "hsdp with fp32 sums of bf16 masters": Case(AXES["hsdp"], precision=FP32_SUMS),
+    "scores": Case(AXES["dp4"], precision=BF16, kernels=MATH),
+    "scores, recomputed": Case(Layout(dp_shard=4, recompute="full"), precision=BF16, kernels=MATH),
+    "scores, kept from recomputation": Case(Layout(dp_shard=4, recompute="selective"), precision=FP32, kernels=MATH),
+    "eager norms": Case(AXES["dp4"], precision=BF16, kernels=EAGER),
+    "unequal shards": Case(AXES["zero 3"], precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
+    "large vocabulary": Case(AXES["pp2 tp2"], precision=BF16, model=replace(SHAPE, vocab_size=800)),
+    "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
+    **{f"tied {name}": Case(TIED_LAYOUTS[name], precision=BF16, model=TIED) for name in ("zero 3", "pp2 tp2")},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*(Case(layout, precision=BF16) for layout in AXES.values()), *OTHER_CASES.values()],
+    ids=[*AXES, *OTHER_CASES],
+)
+def test_the_predicted_peak_is_the_measured_one(ranks4: Ranks, case: Case) -> None:
+    measured = ranks4.run(measure_peaks, case)[0]
+    predicted = [rank.total for rank in predict(case)]
+    assert predicted == pytest.approx(measured, rel=0.05)

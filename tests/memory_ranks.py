@@ -1,0 +1,43 @@
+"""Peak memory on ranks as training reports it, and what the cost model says of the same step."""
+
+import torch
+from parity import MAX_NORM, SEED, Case, local_rows
+
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.memory import MemoryEstimate, estimate_memory
+from dtlayout.costmodel.scenario import Scenario, cut
+from dtlayout.training.build import assemble
+from dtlayout.training.memory import MemoryMeter
+from dtlayout.training.optimizer import build_optimizer
+from dtlayout.training.step import TrainStep
+
+
+def measure_peaks(case: Case) -> list[int]:
+    """A step's peak on each pipeline rank, with Adam's state there as after a step before."""
+    assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
+    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    aliases = case.model.aliases
+    step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
+    tokens, targets = (rows.clone() for rows in local_rows(case))
+    for parameter in (p for module in assembly.modules for p in module.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    meter = MemoryMeter("cpu", assembly.modules, optimizer)
+    with meter.watch():
+        step(tokens, targets)
+    return meter.gather_peaks(case.layout)
+
+
+def predict(case: Case) -> tuple[MemoryEstimate, ...]:
+    """The same by the cost model."""
+    size = case.layout.world_size
+    scenario = Scenario(
+        model=case.model,
+        batch=case.batch,
+        cluster=Cluster(gpu=find_gpu("cpu"), num_gpus=size, gpus_per_node=size),
+        engine=find_engine("dtlayout", "cpu"),
+        precision=case.precision,
+    )
+    return estimate_memory(scenario, case.layout, case.kernels, cut(scenario, case.layout))
