@@ -50,7 +50,13 @@ MODEL = ModelShape(
 def scenario(*, num_gpus: int = 8, habits: Habits | None = None, **constants: float) -> Scenario:
     """8 GPUs a node, sequences of 1000 tokens."""
     engine = Engine(
-        name="round", gpu="round", habits=habits or Habits(), constants=ROUND, fitted=(), source="round numbers"
+        name="round",
+        gpu="round",
+        habits=habits or Habits(),
+        constants=ROUND,
+        fitted=(),
+        source="round numbers",
+        error=0.0,
     )
     return Scenario(
         model=MODEL,
