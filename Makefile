@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check format bench-gpu clean
+.PHONY: train test check format bench-gpu bench-validate clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -18,6 +18,10 @@ check: .venv/.installed-test
 # On a machine with a GPU and torch, which needs nothing to be installed.
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_gpu.py
+
+# Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
+bench-validate: .venv/.installed
+	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/validate.sh $(TABLES)
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

@@ -81,7 +81,8 @@ def estimate_memory(
 
 
 def _estimate_fsdp2_rank(scenario: Scenario, layout: Layout, fullest: Sequence[float]) -> MemoryEstimate:
-    parameters, gradients, optimizer, activations, logits, buffers = fullest
+    # Bytes that came and went may leave a rounding error below 0.
+    parameters, gradients, optimizer, activations, logits, buffers = (max(0.0, size) for size in fullest)
     resident = resident_bytes(scenario, layout)
     return MemoryEstimate(
         parameters=parameters,

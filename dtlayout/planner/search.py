@@ -141,6 +141,8 @@ class Search:
         skeleton = _Skeleton(layout, kernels, m, self._peaks.stages(layout))
         if not self._keep_fitting(skeleton):
             states = self._states[_state_key(skeleton)]
+            if not states:  # what was fixed leaves no way at these degrees
+                return layout
             held = self._peaks.held_bytes(layout, kernels, skeleton.stages, m)
             return _share(layout, min(states, key=lambda s: max(map(add, held, s[1])))[0])
         self._bound(skeleton)
