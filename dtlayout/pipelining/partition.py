@@ -95,7 +95,7 @@ def share_out_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     may hold one of them alone, and the last stages may be small.
 
     >>> share_out_from_front(LayerCosts(blocks=(1.0,) * 10, embedding=1.5, head=1.5), 3)
-    (3, 5, 2)
+    (3, 4, 3)
     """
     layers = [costs.embedding, *costs.blocks, costs.head]
     prefix = [0.0, *accumulate(layers)]
