@@ -13,7 +13,7 @@ from dtlayout.cli import main
 from dtlayout.config import load_config
 from dtlayout.plans.plan import make_plan
 
-COMMANDS = ("check", "prepare", "recommend")
+COMMANDS = ("check", "explain", "prepare", "recommend")
 
 
 @pytest.fixture
