@@ -5,7 +5,6 @@ and no kernel reaches them, and a user's file (`load_cluster`) may put measured 
 one direction.
 """
 
-import difflib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -179,10 +178,4 @@ def _count_problems(counts: dict[str, Any]) -> list[str]:
 
 def _unknown_keys(table: dict[str, Any], known: Collection[str], prefix: str = "") -> list[str]:
     """One line for each key that is not known, with the nearest that is."""
-    problems = []
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
-            problems.append(f"{prefix}{key} is unknown; {advice}")
-    return problems
+    return [toml.describe_unknown_key(key, known, prefix) for key in table if key not in known]

@@ -311,9 +311,7 @@ def _unknown_keys(table: dict[str, Any], into: type, prefix: str) -> list[str]:
     problems = []
     for key, value in table.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
-            problems.append(f"{prefix}{key} is unknown; {advice}")
+            problems.append(toml.describe_unknown_key(key, known, prefix))
         elif isinstance(value, dict):
             declared = get_type_hints(into)[key]
             tables = [t for t in (declared, *get_args(declared)) if is_dataclass(t)]  # a table may be optional

@@ -43,8 +43,6 @@ class Habits:
     """Input gradients that are summed over tp in a block's backward: one for attention and one for the FFN at least."""
     regathers_inputs: bool = True
     """Whether sequence parallelism keeps norm outputs sharded and gathers them again in backward."""
-    selective: Literal["matmuls-kept", "core-attention"] = "core-attention"
-    """What recompute = selective does: recompute all but matmuls and attention, or attention's scores alone."""
     scatters_messages: bool = False
     """Whether each tp rank sends only its share of the hidden states to the next stage."""
     blocking_messages: bool = False

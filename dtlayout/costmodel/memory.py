@@ -11,7 +11,6 @@ activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; activation
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
-from dtlayout.costmodel.engine import Constants, Habits
 from dtlayout.costmodel.fsdp2_memory import fullest_bytes, resident_bytes
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
@@ -77,7 +76,7 @@ def estimate_memory(
         return tuple(_estimate_fsdp2_rank(scenario, layout, rank) for rank in fullest)
     m = max(1, layout.num_microbatches(scenario.batch))
     peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
-    return tuple(_estimate_rank(scenario, layout, kernels, stages[r :: layout.pp], peaks[r], m) for r in ranks)
+    return tuple(_estimate_rank(scenario, layout, kernels, stages[r :: layout.pp], peaks[r]) for r in ranks)
 
 
 def _estimate_fsdp2_rank(scenario: Scenario, layout: Layout, fullest: Sequence[float]) -> MemoryEstimate:
@@ -102,14 +101,13 @@ def _estimate_rank(
     kernels: Kernels,
     chunks: Sequence[StageSlice],
     peaks: Sequence[Sequence[int]],
-    num_microbatches: int,
 ) -> MemoryEstimate:
     constants = scenario.engine.constants
     n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
     unit = largest_unit(scenario.model, chunks, layout.tp)
     return MemoryEstimate(
         parameters=parameter_bytes(scenario, layout, n),
-        gradients=gradient_bytes(scenario, layout, n, num_microbatches),
+        gradients=gradient_bytes(scenario, layout, n),
         optimizer=optimizer_bytes(scenario, layout, n),
         activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
         logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
@@ -138,7 +136,7 @@ def parameter_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
     return 2 * n / (layout.dp_shard if layout.zero == 3 else 1)
 
 
-def gradient_bytes(scenario: Scenario, layout: Layout, n: float, num_microbatches: int) -> float:
+def gradient_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
     """Whole while they accumulate; over S where each microbatch's are reduced at once (ZeRO-2 and -3)."""
     return scenario.engine.habits.gradient_bytes * n / (layout.dp_shard if layout.zero > 1 and layout.pp == 1 else 1)
 
@@ -184,19 +182,14 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     shared = t if layout.shards_sequence else 1
     norm_outputs = 2 * e * h / (t if layout.shards_sequence and habits.regathers_inputs else 1)
     norms = 2 * e * h / shared + norm_outputs
-    norm_copies = eager_norm_bytes(constants, habits, e, h) / shared if kernels.norm == "eager" else 0.0
+    norm_copies = constants.norm_saved_bytes * h / shared if kernels.norm == "eager" else 0.0
     projections = e * (2 * h + 2 * kv) / t + habits.rope_saved_bytes * h / t
     scores = score_bytes(scenario, layout, kernels)
     ffn = e * f * (4 if model.gated_ffn else 2) / t
-    beside = scenario.engine.constants.block_saved_bytes * h
+    beside = constants.block_saved_bytes * h
     whole = norms + beside + norm_copies + projections + scores + ffn
-    recompute = Recompute.parse(layout.recompute)
-    if not recompute.selective:
-        return whole, e * h / shared
-    if habits.selective == "core-attention":
-        return whole, whole - scores
-    # Block input, outputs of o and down, q, k, v, attention's output, gate and up.
-    return whole, 3 * e * h / shared + e * (2 * h + 2 * kv) / t + e * f * (2 if model.gated_ffn else 1) / t
+    # Selective: attention's scores alone are computed again (arXiv:2205.05198, sec. 5); else all but a block's input.
+    return whole, whole - scores if Recompute.parse(layout.recompute).selective else e * h / shared
 
 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -212,11 +205,6 @@ def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
             return constants.fused_score_saved_bytes * row
         case "torch" | "sdpa-math":
             return constants.score_saved_bytes * row
-
-
-def eager_norm_bytes(constants: Constants, habits: Habits, e: int, h: int) -> float:
-    """Copies in fp32 that both norms of a block keep as separate operations."""
-    return constants.norm_saved_bytes * h
 
 
 def logit_bytes(scenario: Scenario, layout: Layout) -> float:

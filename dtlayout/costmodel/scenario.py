@@ -12,10 +12,10 @@ from dtlayout.pipelining.partition import (
     LayerCosts,
     StageSlice,
     layer_costs,
-    partition,
     share_out,
     share_out_by_threshold,
     share_out_from_front,
+    to_slices,
 )
 from dtlayout.precision import Precision
 
@@ -38,15 +38,7 @@ class Scenario:
 
 def cut(scenario: Scenario, layout: Layout) -> list[StageSlice]:
     """The stages of a layout as the engine cuts them, where the layout does not say so itself."""
-    if layout.stage_layers:
-        return partition(layer_costs(scenario.model, scenario.batch), layout)
-    counts = count_stage_layers(scenario, layout.num_stages)
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    last = len(counts) - 1
-    return [
-        StageSlice(stage=i, layers=range(start, start + count), embedding=i == 0, head=i == last)
-        for i, (start, count) in enumerate(zip(starts, counts, strict=True))
-    ]
+    return to_slices(layout.stage_layers or count_stage_layers(scenario, layout.num_stages))
 
 
 def count_stage_layers(scenario: Scenario, num_stages: int) -> tuple[int, ...]:

@@ -50,7 +50,11 @@ def layer_costs(model: ModelShape, batch: Batch) -> LayerCosts:
 
 def partition(costs: LayerCosts, layout: Layout) -> list[StageSlice]:
     """Cut the model into `layout.num_stages` slices: as `layout.stage_layers` says, else by cost."""
-    counts = layout.stage_layers or share_out(costs, layout.num_stages)
+    return to_slices(layout.stage_layers or share_out(costs, layout.num_stages))
+
+
+def to_slices(counts: Sequence[int]) -> list[StageSlice]:
+    """The slices of stages with so many blocks each, the inverse of `count_blocks`."""
     ends = list(accumulate(counts))
     last = len(counts) - 1
     return [

@@ -148,7 +148,7 @@ class Peaks:
             for size in sizes:
                 key = (layout.tp, layout.pp, layout.dp_shard, layout.dp_replicate, layout.zero, phase, size)
                 if key not in self._known:
-                    self._known[key] = overhead + self._state(layout, *size, phase)
+                    self._known[key] = overhead + self.least_state_bytes(layout, *size, phase)
                 own.append(self._known[key])
             found.append(tuple(own))
         return found
@@ -172,8 +172,11 @@ class Peaks:
             found = memory.estimate_memory(self.scenario, layout, kernels, stages.slices, firsts)
         return max(rank.needed for rank in found), max(rank.total for rank in found)
 
-    def _state(self, layout: Layout, n: float, unit: float, phase: int) -> float:
-        """Under fsdp2 masters with their moments, what is computed with where it stays, and accumulated gradients."""
+    def least_state_bytes(self, layout: Layout, n: float, unit: float, phase: int) -> float:
+        """What a rank has of n parameters at least, whatever it computes.
+
+        Under fsdp2 masters with their moments, what is computed with where it stays, and accumulated gradients.
+        """
         if self._is_fsdp2:
             precision, shards = self.scenario.precision, layout.dp_shard
             params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
@@ -182,7 +185,7 @@ class Peaks:
             return state + (gradients if phase == 2 else 0.0)
         return (
             memory.parameter_bytes(self.scenario, layout, n)
-            + memory.gradient_bytes(self.scenario, layout, n, num_microbatches=1 if phase == 0 else 2)
+            + memory.gradient_bytes(self.scenario, layout, n)
             + memory.optimizer_bytes(self.scenario, layout, n)
             + memory.gathered_bytes(self.scenario, layout, n, unit)
         )

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.memory import gradient_bytes, optimizer_bytes, parameter_bytes
+from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
 from dtlayout.models.counting import count_block_parameters
+from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 
@@ -68,6 +68,5 @@ def _may_fit(scenario: Scenario, num_gpus: int) -> bool:
     """Whether all GPUs together hold the state of the blocks, shared by all: a quick look before the search."""
     n = scenario.model.num_layers * count_block_parameters(scenario.model)
     layout = Layout(dp_shard=num_gpus, zero=3)
-    parts = parameter_bytes(scenario, layout, n), optimizer_bytes(scenario, layout, n)
-    least = sum(parts) + gradient_bytes(scenario, layout, n, num_microbatches=1)
+    least = Peaks(Estimator(scenario)).least_state_bytes(layout, n, unit=0.0, phase=0)
     return least <= scenario.cluster.gpu.memory_bytes

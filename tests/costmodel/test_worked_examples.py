@@ -56,9 +56,7 @@ def test_mixed_precision_training_keeps_18_bytes_a_parameter():
     layout = Layout()
     n = sum(count_stage_parameters(NEMOTRON_340B, stage, 1) for stage in cut(setting, layout))
     state = (
-        parameter_bytes(setting, layout, n)
-        + gradient_bytes(setting, layout, n, 8)
-        + optimizer_bytes(setting, layout, n)
+        parameter_bytes(setting, layout, n) + gradient_bytes(setting, layout, n) + optimizer_bytes(setting, layout, n)
     )
     assert n == count_parameters(NEMOTRON_340B)
     assert state / n == 18
