@@ -47,17 +47,17 @@ END
 } > "$work/report.md"
 
 for table in *.csv; do
-    echo "$table: fitting once for each model takes minutes" >&2
+    echo "$table: fitting once without each model, then without each constant, takes minutes" >&2
     seconds=$(date +%s)
     scores=0
     "$python" -c "$main" validate "$table" --leave-one-out --json > "$work/scores.json" || scores=$?
-    "$python" -c "$main" validate "$table" --worst 5 > "$work/text" # fails with its message if the table is wrong
+    "$python" -c "$main" validate "$table" --worst 5 --ablate > "$work/text" # fails with its message if the table is wrong
     seconds=$(($(date +%s) - seconds))
     {
         echo
         echo "## $table"
         echo
-        echo "\`dtlayout validate $table --leave-one-out\`, $seconds s."
+        echo "\`dtlayout validate $table --leave-one-out --ablate\`, $seconds s."
         echo
         if [ "$scores" -ne 0 ]; then
             "$python" -c "$main" validate "$table" --leave-one-out 2>&1 | sed 's/^/No left-out scores: /' || true

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --fit writes instead of stdout")
-    parser.add_argument("--ablate", action="store_true", help="what is lost without each fitted constant; takes long")
+    parser.add_argument("--ablate", action="store_true", help="what is lost without each constant; takes minutes")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write pictures of predicted against measured")
     parser.add_argument("--worst", type=int, default=5, metavar="N", help="rows to show of the worst; 5 by default")
 
@@ -65,7 +65,11 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--fit takes runs of one engine, these are of {engines}; pass fewer tables or --engine")
     predictions = predict(runs)
     left_out = leave_one_out(runs, _tell) if options.leave_one_out else {}
-    fits = [_fit(group) for group in group_runs(runs).values()] if options.fit or options.ablate else []
+    fits = [
+        _fit(group)
+        for group in group_runs(runs).values()
+        if options.fit or (options.ablate and group[0].scenario.engine.is_calibrated)
+    ]
     ablations = [ablate(fitted.runs, fitted.engine, _tell) if options.ablate else [] for fitted in fits]
     if options.out:
         _write(options.out, "\n".join(_format_fragment(fitted) for fitted in fits))
@@ -313,7 +317,7 @@ def _describe_ablations(fitted: _Fitted, ablations: Sequence[Ablation]) -> Itera
     whole = score(fitted.predictions)
     yield ""
     yield f"{fitted.engine.name} on {fitted.engine.gpu} without one constant, the others of its kind fitted again"
-    yield f"{'constant':<28}{'fitted':>11}{'neutral':>11}{'fit':>10}{'MAPE':>10}{'tau':>10}{'memory':>10}"
+    yield f"{'constant':<28}{'value':>11}{'neutral':>11}{'fit':>10}{'MAPE':>10}{'tau':>10}{'memory':>10}"
     scores = (_plain(whole.fit), _percent(whole.mape), _plain(whole.tau), _percent(whole.memory))
     yield f"{'(all of them)':<50}" + "".join(f"{text:>10}" for text in scores)
     for a in ablations:

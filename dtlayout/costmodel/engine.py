@@ -75,12 +75,13 @@ class Constants:
     """Moved by fused norms, residual adds and their backward, for each token and unit of width: 30 bf16 passes."""
     rope_traffic_bytes: float = _constant(20.0, 10.0, 300.0, "byte/width")
     """Moved by the rotary embedding and its backward, for each token and unit of width; by default one kernel's."""
-    norm_traffic_bytes: float = _constant(300.0, 40.0, 400.0, "byte/width")
-    """Moved by both norms of a block as separate operations, forward and backward, for each token and unit of width."""
+    norm_traffic_bytes: float = _constant(216.0, 40.0, 400.0, "byte/width")
+    """Moved by both norms of a block as separate operations, for each token and unit of width: 36 bytes forward, in
+    fp32 copy, square, mean, product, cast and weight, and twice that backward."""
     norm_launch_s: float = _constant(0.0, 0.0, 1e-3, "s")
     """Start of both norms' separate operations in a block's forward; twice that in backward."""
-    logit_traffic_bytes: float = _constant(54.0, 10.0, 100.0, "byte/logit")
-    """Moved by the loss for each logit, forward and backward."""
+    logit_traffic_bytes: float = _constant(28.0, 10.0, 100.0, "byte/logit")
+    """Moved by the loss for each logit, forward and backward: seven passes in fp32."""
     layer_host_s: float = _constant(0.0, 0.0, 8e-3, "s")
     """Host's time for one layer of one microbatch, forward and backward; the GPU waits where it is faster."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 8e-3, "s")
@@ -91,7 +92,7 @@ class Constants:
     """Fixed time of a step: data, metrics, norm of the gradients."""
     link_efficiency: float = _constant(0.7, 0.2, 1.0, "share")
     """What collectives inside a node reach of the links' bandwidth."""
-    collective_start_s: float = _constant(2e-5, 0.0, 4e-4, "s")
+    collective_start_s: float = _constant(7e-5, 0.0, 4e-4, "s")
     """Until all ranks of a collective inside a node have met."""
     link_latency_s: float = _constant(5e-6, 0.0, 5e-5, "s")
     """Each hop of a collective inside a node."""

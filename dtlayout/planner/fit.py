@@ -1,9 +1,10 @@
 """Fit: an engine's constants on one GPU type, from runs that were measured.
 
 Memory comes first, since nothing of it depends on speed: peaks where they were measured, and on which side of the
-capacity a run fell where only that is known. Then speed: the logarithm of predicted over measured step time, with a
-loss that grows slower than the square, for some runs stall for reasons outside any model. Every constant stays inside
-its bounds (`costmodel.engine.Constants`).
+capacity a run fell where only that is known. Then speed: the logarithm of predicted over measured step time. Its loss
+(Cauchy's) grows as the logarithm of the error, for some runs stall for reasons outside any model, and constants that
+followed those would move with every run that is left out. Every constant stays inside its bounds
+(`costmodel.engine.Constants`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +22,19 @@ from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import LOWEST_MFU
 
 MEMORY_CONSTANTS = frozenset({
-    "score_saved_bytes", "fused_score_saved_bytes", "flash1_saved_bytes", "norm_saved_bytes", "logit_bytes",
-    "gathered_logit_bytes", "overhead_bytes", "context_bytes", "run_ahead_bytes", "message_saved_bytes",
+    "score_saved_bytes", "fused_score_saved_bytes", "flash1_saved_bytes", "norm_saved_bytes", "block_saved_bytes",
+    "logit_bytes", "gathered_logit_bytes", "overhead_bytes", "context_bytes", "run_ahead_bytes", "message_saved_bytes",
     "run_ahead_microbatches", "run_ahead_host_s",
 })  # fmt: skip
 """Constants of memory; the others are of time."""
 
 _MARGIN = 0.02
 """Relative distance from the capacity at which a run's outcome is no longer a matter of chance."""
-_TIME_SCALE = 0.01
-"""Relative error of a step time from which on the loss grows slower than the square."""
-_MEMORY_SCALE = 0.01
-"""The same for a peak."""
+_TIME_LOSSES = (("soft_l1", 0.02), ("cauchy", 0.02))
+"""Losses of a step time, one fit after the other, each with the relative error from which on it grows slower than the
+square; the last is blind to runs that are far off, so it must not come first."""
+_MEMORY_LOSSES = (("soft_l1", 0.01),)
+"""The same for a peak: none is far off for no reason."""
 _SLOW_WEIGHT = 0.3
 """Weight of runs below the lowest MFU that is scored."""
 
@@ -61,18 +63,24 @@ def refit(runs: Sequence[Run], engine_name: str, gpu: str, start: Engine | None 
         raise DtlayoutError(f"no run of engine {engine_name} on {gpu} to fit to")
     memory_names = [name for name in engine.fitted if name in MEMORY_CONSTANTS]
     time_names = [name for name in engine.fitted if name not in MEMORY_CONSTANTS]
-    engine, memory_loss = _minimise(engine, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_SCALE)
+    engine, memory_loss = _minimise(engine, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
     ran = [run for run in runs if run.ran]
     peaks = _predict_memory(ran, engine)
-    engine, time_loss = _minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_SCALE)
+    engine, time_loss = _minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
     values = {name: float(getattr(engine.constants, name)) for name in engine.fitted}
     return Fit(engine, values, tuple(n for n in values if _is_at_bound(n, values[n])), memory_loss + time_loss)
 
 
 def _minimise(
-    engine: Engine, names: Sequence[str], residuals: Callable[[Engine], np.ndarray], scale: float
+    engine: Engine,
+    names: Sequence[str],
+    residuals: Callable[[Engine], np.ndarray],
+    losses: Sequence[tuple[str, float]],
 ) -> tuple[Engine, float]:
-    """Least robust loss of the residuals over the named constants, each scaled by the width of its bounds."""
+    """Least loss of the residuals over the named constants, each scaled by the width of its bounds.
+
+    Each of the losses starts where the one before ended; returned is the last one's value.
+    """
     if not names:
         return engine, 0.0
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
@@ -82,12 +90,15 @@ def _minimise(
         return engine.with_constants(**dict(zip(names, values, strict=True)))
 
     start = (np.array([getattr(engine.constants, name) for name in names]) - low) / (high - low)
-    start = np.clip(start, 1e-3, 1 - 1e-3)
-    found = least_squares(
-        lambda shares: residuals(apply(shares)), start, bounds=(0, 1), loss="soft_l1", f_scale=scale, diff_step=1e-4,
-        ftol=1e-5, xtol=1e-5, max_nfev=60,
-    )  # fmt: skip
-    return apply(found.x), float(found.cost)
+    cost = 0.0
+    for loss, scale in losses:
+        start = np.clip(start, 1e-3, 1 - 1e-3)
+        found = least_squares(
+            lambda shares: residuals(apply(shares)), start, bounds=(0, 1), loss=loss, f_scale=scale,
+            diff_step=1e-4, ftol=1e-5, xtol=1e-5, max_nfev=60,
+        )  # fmt: skip
+        start, cost = found.x, float(found.cost)
+    return apply(start), cost
 
 
 def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dtlayout.costmodel.engine import Engine, find_engine
+from dtlayout.costmodel.engine import BOUNDS, Constants, Engine, find_engine
 from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
@@ -91,7 +91,7 @@ def _estimate(run: Run, find: Callable[[Scenario], Estimator]) -> Estimate:
 
 @dataclass(frozen=True)
 class Ablation:
-    """What the predictions lose without one fitted constant."""
+    """What the predictions lose without one constant."""
 
     constant: str
     """Its name."""
@@ -160,19 +160,25 @@ def leave_one_out(runs: Sequence[Run], progress: Progress = lambda line: None) -
 
 
 def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line: None) -> list[Ablation]:
-    """For each fitted constant of `engine`, which is fitted to these runs: the scores with its neutral value instead.
+    """For each constant of `engine`, which is fitted to these runs: the scores with its neutral value instead.
 
-    The others of its kind, memory or time, are fitted again; those of the other kind don't see it, and stay.
+    The engine's constants are those that are fitted, and those that its file sets otherwise than general ones. The
+    fitted ones of its kind, memory or time, are fitted again; those of the other kind don't see it, and stay.
     """
     from dtlayout.planner.fit import MEMORY_CONSTANTS
 
-    neutral = without_fit(engine).constants
+    general = Constants()
+    start_values = {name: getattr(without_fit(engine).constants, name) for name in engine.fitted}
+    set_by_hand = {
+        name: getattr(general, name)
+        for name in BOUNDS
+        if name not in engine.fitted and getattr(engine.constants, name) != getattr(general, name)
+    }
     ablations = []
-    for name in engine.fitted:
+    for name, value in (start_values | set_by_hand).items():
         progress(f"fitting {engine.name} on {engine.gpu} without {name}")
         is_memory = name in MEMORY_CONSTANTS
         kind = tuple(n for n in engine.fitted if n != name and (n in MEMORY_CONSTANTS) == is_memory)
-        value = float(getattr(neutral, name))
         start = replace(engine.with_constants(**{name: value}), fitted=kind)
         fitted = fit_engine(runs, start)[0] if kind else start
         ablations.append(Ablation(name, value, score(predict(with_engine(runs, fitted)))))

@@ -9,7 +9,7 @@ import pytest
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.costmodel.engine import Engine, find_engine
+from dtlayout.costmodel.engine import Constants, Engine, find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError, InvalidConfig
@@ -234,10 +234,14 @@ def test_runs_that_had_to_be_changed_in_batch_and_runs_of_no_speed_are_not_fitte
 def test_a_constant_is_worth_what_the_scores_lose_without_it(true_engine):
     runs = generate_runs(true_engine)
     rows = ablate(runs, true_engine)
-    assert [(a.constant, a.neutral) for a in rows] == [
+    lost = {a.constant: a.scores for a in rows}
+    assert [(a.constant, a.neutral) for a in rows[: len(TRUE)]] == [
         (name, getattr(without_fit(true_engine).constants, name)) for name in TRUE
     ]
-    lost = {a.constant: a.scores for a in rows}
+    by_hand = {a.constant: a.neutral for a in rows[len(TRUE) :]}
+    assert by_hand and all(
+        getattr(true_engine.constants, name) != value == getattr(Constants(), name) for name, value in by_hand.items()
+    )
     assert lost["link_efficiency"].mape > 0.005 > lost["logit_bytes"].mape
     assert lost["logit_bytes"].memory > 0.001 > lost["link_efficiency"].memory
 
