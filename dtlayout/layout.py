@@ -4,8 +4,9 @@ Axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. A degree of 1 means t
 lists everything that is wrong with a layout at once, each problem in one line with the nearest values that work.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from math import gcd
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,8 @@ from dtlayout.recompute import Recompute
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_POSITIVE = (*AXES, "micro_batch", "virtual_stages")
+_ALLOWED: dict[str, tuple[Any, ...]] = {"schedule": get_args(ScheduleName), "zero": (1, 2, 3)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +51,14 @@ class Layout:
     """Blocks computed again in backward: none, full, selective or every-N."""
 
     def __post_init__(self) -> None:
-        positive = (*AXES, "micro_batch", "virtual_stages")
-        problems = [f"layout.{n}={getattr(self, n)} must be at least 1" for n in positive if getattr(self, n) < 1]
+        values = vars(self)
+        problems = [f"layout.{name}={values[name]} must be at least 1" for name in _POSITIVE if values[name] < 1]
         problems += [f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks"] * (
             min(self.stage_layers, default=1) < 1
         )
-        for name, allowed in (("schedule", get_args(ScheduleName)), ("zero", (1, 2, 3))):
-            if getattr(self, name) not in allowed:
-                problems.append(f"layout.{name}={getattr(self, name)!r} is unknown; use one of {list(allowed)}")
+        for name, allowed in _ALLOWED.items():
+            if values[name] not in allowed:
+                problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {list(allowed)}")
         try:
             Recompute.parse(self.recompute)
         except InvalidConfig as error:
@@ -166,8 +169,8 @@ class _Broken:
     rule: str
     what: str
     """What was asked and what breaks, with numbers."""
-    repairs: list[dict[str, Any]]
-    """Changes of the layout or the batch that may help, best first; `_advise` tries them."""
+    repairs: Iterable[dict[str, Any]]
+    """Changes of the layout or the batch that may help, best first; `_advise` tries them, once."""
 
 
 def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
@@ -207,6 +210,8 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
     sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size")}
     if layout.shards_sequence:
         sizes["seq_len"] = batch.seq_len
+    if not any(size % tp for size in sizes.values()):
+        return []
     repairs: list[dict[str, Any]] = [{"tp": degree} for degree in _nearest(tp, divisors(gcd(*sizes.values())))]
     return [
         _Broken(
@@ -260,20 +265,21 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
         return []
     # Every schedule is content with some number of microbatches at most pp away from m, or from pp.
     near = range(max(1, m - pp) * unit, (max(m, pp) + pp + 1) * unit, unit)
-    batches = [{"global_batch": n} for n in _nearest(size, near)]
-    smaller = [{"micro_batch": n} for n in _nearest(layout.micro_batch, divisors(size))]
+    batches = ({"global_batch": n} for n in _nearest(size, near))
+    smaller = ({"micro_batch": n} for n in _nearest(layout.micro_batch, divisors(size)))
     if size % unit:
         what = (
             f"global_batch={size} is not a multiple of dp * micro_batch = {layout.dp} * {layout.micro_batch} = {unit}"
         )
-        return [_Broken("multiple", what, [*smaller, *batches])]
+        return [_Broken("multiple", what, chain(smaller, batches))]
     what = f"global_batch={size} with dp={layout.dp} and micro_batch={layout.micro_batch} gives {m}"
     if lacks_microbatches:
-        fewer = [{"pp": n} for n in range(m, 0, -1)]
+        fewer = ({"pp": n} for n in range(m, 0, -1))
         what = f"schedule=1f1b needs at least pp={pp} microbatches, but {what}"
-        return [_Broken("microbatches", what, [*smaller, *batches, *fewer])]
+        return [_Broken("microbatches", what, chain(smaller, batches, fewer))]
     what = f"schedule=interleaved-1f1b needs a multiple of pp={pp} microbatches, but {what}"
-    return [_Broken("microbatches", what, [*smaller, *batches, {"schedule": "1f1b", "virtual_stages": 1}])]
+    plain = {"schedule": "1f1b", "virtual_stages": 1}
+    return [_Broken("microbatches", what, chain(smaller, batches, [plain]))]
 
 
 def _check_axes(layout: Layout) -> list[_Broken]:
@@ -282,6 +288,6 @@ def _check_axes(layout: Layout) -> list[_Broken]:
     return []
 
 
-def _nearest(value: int, candidates: Iterable[int]) -> list[int]:
-    """The candidates, those closest to `value` first."""
-    return sorted(candidates, key=lambda c: (abs(c - value), c))
+def _nearest(value: int, candidates: Iterable[int]) -> Iterator[int]:
+    """The candidates, those closest to `value` first; sorted when the first is asked for."""
+    yield from sorted(candidates, key=lambda c: (abs(c - value), c))

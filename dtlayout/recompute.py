@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from dtlayout.errors import InvalidConfig
 
@@ -22,6 +23,7 @@ class Recompute:
     """Keep the results of matmuls, attention, reduce-scatters and all-reduces; compute only the rest again."""
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> "Recompute":
         """Read "none", "full", "selective" or "every-N"; anything else is an InvalidConfig."""
         fixed = {"none": cls(0, False), "full": cls(1, False), "selective": cls(1, True)}

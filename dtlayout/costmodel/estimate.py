@@ -6,7 +6,7 @@ the reduction of gradients and the optimizer as far as nothing hides them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_s
@@ -61,11 +61,11 @@ class TimeEstimate:
     @property
     def total(self) -> float:
         """The step."""
-        return sum(astuple(self))
+        return sum(vars(self).values())
 
     def as_dict(self) -> dict[str, float]:
         """What it is spent on → seconds."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.schedule import Kind, make_orders
+from dtlayout.pipelining.schedule import Kind, make_order
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
@@ -40,8 +40,8 @@ _SENDS_IN_FLIGHT = 2
 """Messages to one neighbour that the runtime keeps until they have gone."""
 
 
-_Step = tuple[int, Kind, bool, bool]
-"""Which of a rank's stages, forward or backward, and whether it is the stage's first or last."""
+_Step = tuple[int, bool, bool, bool]
+"""Which of a rank's stages, whether it goes forward, and whether it is the stage's first or last."""
 
 
 def fullest_bytes(
@@ -50,13 +50,19 @@ def fullest_bytes(
     """What each of these pipeline ranks holds at its fullest moment, by part."""
     size, sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
     m = max(1, layout.num_microbatches(scenario.batch))
-    all_stages = [_Stage(scenario.model, layout, stage, size, sharding) for stage in stages]
-    alike: dict[tuple[object, ...], _Stage] = {}  # most stages are like others
-    all_stages = [alike.setdefault(stage.key, stage) for stage in all_stages]
+    recompute = Recompute.parse(layout.recompute)
+    alike: dict[tuple[bool, ...], _Stage] = {}  # most stages are like others
+
+    def to_stage(chunk: StageSlice) -> _Stage:
+        key = chunk.embedding, chunk.head, *map(recompute.covers, chunk.layers)
+        if key not in alike:
+            alike[key] = _Stage(scenario.model, layout, chunk, size, sharding)
+        return alike[key]
+
     for rank in ranks:
-        own = all_stages[rank :: layout.pp]
-        phases = _play_gpipe(own[0], m) if layout.schedule == "gpipe" else _play_1f1b(own, layout, m, rank)
-        yield fullest_of(sequence(stage.state for stage in own).left, list(phases))
+        own = [to_stage(chunk) for chunk in stages[rank :: layout.pp]]
+        phases, order = _play_gpipe(own[0], m) if layout.schedule == "gpipe" else _play_1f1b(own, layout, m, rank)
+        yield fullest_of(sequence(stage.state for stage in own).left, phases, order)
 
 
 def resident_bytes(scenario: Scenario, layout: Layout) -> float:
@@ -66,54 +72,55 @@ def resident_bytes(scenario: Scenario, layout: Layout) -> float:
     return layout.virtual_stages * tables + _TOKEN_BYTES * batch.num_tokens / (layout.dp * layout.cp)
 
 
-def _play_gpipe(stage: "_Stage", m: int) -> Iterator[Phase]:
+def _play_gpipe(stage: "_Stage", m: int) -> tuple[list[Phase], Sequence[int]]:
     """All forwards, then all backwards."""
     message = changes((_B, stage.size.share))
-    yield stage.forward(is_first=True)
-    yield stage.forward(is_first=False).times(m - 1)
-    yield message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_forward else 0)
-    yield stage.backward(is_first=True, is_last=m == 1)
-    yield message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_backward else 0)
+    phases = [
+        stage.forward(is_first=True),
+        stage.forward(is_first=False).times(m - 1),
+        message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_forward else 0),
+        stage.backward(is_first=True, is_last=m == 1),
+        message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_backward else 0),
+    ]
     if m > 1:
-        yield stage.backward(is_first=False, is_last=False).times(m - 2)
-        yield stage.backward(is_first=False, is_last=True)
+        phases.append(stage.backward(is_first=False, is_last=False).times(m - 2))
+        phases.append(stage.backward(is_first=False, is_last=True))
+    return phases, range(len(phases))
 
 
-def _play_1f1b(stages: Sequence["_Stage"], layout: Layout, m: int, rank: int) -> Iterator[Phase]:
+def _play_1f1b(stages: Sequence["_Stage"], layout: Layout, m: int, rank: int) -> tuple[list[Phase], Sequence[int]]:
     """Plain or interleaved, with the messages that have not gone yet."""
-    order = _orders(layout.schedule, layout.pp, layout.virtual_stages, m)[rank]
-    played: dict[_Step | None, Phase] = {None: changes((_B, stages[0].size.share))}
-    for step in {step for step in order if step is not None}:
-        stage, kind, is_first, is_last = step
-        if kind is Kind.FORWARD:
-            played[step] = stages[stage].forward(is_first=is_first)
+    steps, order = _order(layout.schedule, rank, layout.pp, layout.virtual_stages, m)
+    played = [changes((_B, stages[0].size.share))]
+    for stage, is_forward, is_first, is_last in steps:
+        if is_forward:
+            played.append(stages[stage].forward(is_first=is_first))
         else:
-            played[step] = stages[stage].backward(is_first=is_first, is_last=is_last)
-    return map(played.__getitem__, order)
+            played.append(stages[stage].backward(is_first=is_first, is_last=is_last))
+    return played, order
 
 
-@lru_cache(maxsize=256)
-def _orders(schedule: str, p: int, v: int, m: int) -> list[list[_Step | None]]:
-    """Each rank's actions, and None for a message that has not gone: the first ones to each neighbour are kept.
+@lru_cache(maxsize=1024)
+def _order(schedule: str, rank: int, p: int, v: int, m: int) -> tuple[list[_Step], list[int]]:
+    """The different steps of a rank, and their order: i is the i-th of them, 0 a message that has not gone.
 
-    Of a long step a part is enough: once every stage has had a backward, a pipeline that goes on holds again what it
-    held, after one microbatch more (1f1b) or a round of p (interleaved-1f1b).
+    Those are the first ones to each neighbour. Of a long step a part is enough: once every stage has had a backward, a
+    pipeline that goes on holds again what it held, after one microbatch more (1f1b) or a round of p (interleaved-1f1b).
     """
     m = min(m, p + 2 if schedule == "1f1b" else 3 * p)
-    orders: list[list[_Step | None]] = []
-    for rank, actions in enumerate(make_orders(schedule, p, v, m)):
-        order: list[_Step | None] = []
-        num_sent: dict[int, int] = {}
-        for action in actions:
-            is_forward = action.kind is Kind.FORWARD
-            order.append((action.stage // p, action.kind, action.microbatch == 0, action.microbatch == m - 1))
-            if action.stage != (p * v - 1 if is_forward else 0):
-                peer = (rank + (1 if is_forward else -1)) % p
-                num_sent[peer] = num_sent.get(peer, 0) + 1
-                if num_sent[peer] <= _SENDS_IN_FLIGHT:
-                    order.append(None)
-        orders.append(order)
-    return orders
+    steps: dict[_Step, int] = {}
+    order: list[int] = []
+    num_sent: dict[int, int] = {}
+    for action in make_order(schedule, rank, p, v, m):
+        is_forward = action.kind is Kind.FORWARD
+        step = (action.stage // p, is_forward, action.microbatch == 0, action.microbatch == m - 1)
+        order.append(steps.setdefault(step, len(steps) + 1))
+        if action.stage != (p * v - 1 if is_forward else 0):
+            peer = (rank + (1 if is_forward else -1)) % p
+            num_sent[peer] = num_sent.get(peer, 0) + 1
+            if num_sent[peer] <= _SENDS_IN_FLIGHT:
+                order.append(0)
+    return list(steps), order
 
 
 class _Stage:
@@ -132,7 +139,6 @@ class _Stage:
         self.received = 0.0 if chunk.embedding or is_kept else size.share
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
         self.all_units = [*ends, *[self.units.block] * len(chunk.layers)]
-        self.key = (self.has_embedding, self.has_head, tuple(self.runs), self.received)
         self._known: dict[tuple[str, bool, bool], Phase] = {}
 
     @cached_property
@@ -140,7 +146,7 @@ class _Stage:
         """A block's forward by what it keeps."""
         return {kept: block_forward(self.size, kept) for kept, _, _ in self.runs}
 
-    @property
+    @cached_property
     def state(self) -> Phase:
         """Masters and what Adam keeps of them."""
         shards = self.sharding.params * sum(unit.count(self.sharding.shards) for unit in self.all_units)
@@ -172,7 +178,7 @@ class _Stage:
         sharding, units = self.sharding, self.units
 
         def run(unit: Unit, work: Phase, before: Unit | None) -> Phase:
-            return sharding.gather(unit, before).then(work).then(sharding.drop(unit) if sharding.zero == 3 else IDLE)
+            return sequence((sharding.gather(unit, before), work, sharding.drop(unit) if sharding.zero == 3 else IDLE))
 
         before = units.root
         if units.root:
@@ -200,7 +206,7 @@ class _Stage:
         def run(unit: Unit, work: Phase, ahead: Unit | None, reduced: Unit | None) -> Phase:
             begin = sharding.begin_backward(unit, ahead) if sharding.zero == 3 else IDLE
             finish = sharding.finish_backward(unit, reduced if reduces else None, is_first=is_first, is_last=is_last)
-            return begin.then(work).then(finish)
+            return sequence((begin, work, finish))
 
         reduced = (units.root or units.embedding or units.block) if sharding.zero > 1 and not is_first else None
         if sharding.zero == 3:

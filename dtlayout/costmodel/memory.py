@@ -8,8 +8,8 @@ that of the fullest moment of the schedule; what an optimizer step or a reductio
 activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; activations arXiv:2205.05198, sec. 4.
 """
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from dtlayout.costmodel.fsdp2_memory import fullest_bytes, resident_bytes
 from dtlayout.costmodel.scenario import Scenario
@@ -50,7 +50,7 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         """All components: the allocator's peak."""
-        return sum(astuple(self))
+        return sum(vars(self).values())
 
     @property
     def needed(self) -> float:
@@ -59,24 +59,28 @@ class MemoryEstimate:
 
     def as_dict(self) -> dict[str, float]:
         """Component → bytes."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return dict(vars(self))
 
 
 def estimate_memory(
-    scenario: Scenario,
-    layout: Layout,
-    kernels: Kernels,
-    stages: Sequence[StageSlice],
-    ranks: Sequence[int] | None = None,
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
 ) -> tuple[MemoryEstimate, ...]:
-    """Peak of each pipeline rank, or of some of them; `stages` as `scenario.cut` gives them."""
-    ranks = range(layout.pp) if ranks is None else ranks
+    """Peak of each pipeline rank; `stages` as `scenario.cut` gives them."""
+    return tuple(estimate_ranks(scenario, layout, kernels, stages, range(layout.pp)))
+
+
+def estimate_ranks(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
+) -> Iterator[MemoryEstimate]:
+    """The same of some ranks, each computed when it is asked for."""
     if scenario.engine.habits.sharding == "fsdp2":
-        fullest = fullest_bytes(scenario, layout, kernels, stages, ranks)
-        return tuple(_estimate_fsdp2_rank(scenario, layout, rank) for rank in fullest)
+        for fullest in fullest_bytes(scenario, layout, kernels, stages, ranks):
+            yield _estimate_fsdp2_rank(scenario, layout, fullest)
+        return
     m = max(1, layout.num_microbatches(scenario.batch))
     peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
-    return tuple(_estimate_rank(scenario, layout, kernels, stages[r :: layout.pp], peaks[r]) for r in ranks)
+    for rank in ranks:
+        yield _estimate_rank(scenario, layout, kernels, stages[rank :: layout.pp], peaks[rank])
 
 
 def _estimate_fsdp2_rank(scenario: Scenario, layout: Layout, fullest: Sequence[float]) -> MemoryEstimate:

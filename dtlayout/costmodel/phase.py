@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 Bytes = tuple[float, ...]
 """One number for each `Part`."""
@@ -44,8 +45,7 @@ class Phase:
         >>> sum(grow.then(grow).fullest), sum(grow.then(grow).left)
         (4.0, 2.0)
         """
-        later = add(self.left, after.fullest)
-        return Phase(later if sum(later) > sum(self.fullest) else self.fullest, add(self.left, after.left))
+        return sequence((self, after))
 
     def times(self, count: int) -> "Phase":
         """This one `count` times in a row: fullest in the first round or, if each leaves more, in the last.
@@ -82,27 +82,26 @@ def changes(*steps: tuple[Part, float]) -> Phase:
 
 def sequence(phases: Iterable[Phase]) -> Phase:
     """One after the other."""
-    whole = IDLE
+    fullest, most, left = NOTHING, 0.0, NOTHING
     for phase in phases:
-        whole = whole.then(phase)
-    return whole
+        later = add(left, phase.fullest)
+        if (total := sum(later)) > most:
+            fullest, most = later, total
+        left = add(left, phase.left)
+    return Phase(fullest, left)
 
 
-def fullest_of(start: Bytes, phases: Sequence[Phase]) -> Bytes:
-    """What is held at the fullest moment of phases that follow each other, `start` included.
+def fullest_of(start: Bytes, phases: Sequence[Phase], order: Sequence[int]) -> Bytes:
+    """What is held at the fullest moment of phases that follow each other, `start` included; `order` has their places.
 
     As `sequence`, but only the totals are added up on the way: for long schedules.
     """
-    total, most, at = 0.0, -1.0, 0
-    distinct = {id(phase): phase for phase in phases}
-    totals = {key: (sum(phase.fullest), sum(phase.left)) for key, phase in distinct.items()}
-    for i, phase in enumerate(phases):
-        fullest, left = totals[id(phase)]
-        if total + fullest > most:
-            most, at = total + fullest, i
-        total += left
-    if not phases:
+    if not order:
         return start
-    times = Counter(map(id, phases[:at]))
-    lefts = [tuple(count * size for size in distinct[key].left) for key, count in times.items()]
-    return tuple(map(sum, zip(start, phases[at].fullest, *lefts, strict=True)))
+    fullest, left = [sum(phase.fullest) for phase in phases], [sum(phase.left) for phase in phases]
+    before = accumulate(map(left.__getitem__, order[:-1]), initial=0.0)
+    totals = list(map(operator.add, before, map(fullest.__getitem__, order)))
+    at = totals.index(max(totals))
+    times = Counter(order[:at])
+    lefts = [tuple(count * size for size in phases[place].left) for place, count in times.items()]
+    return tuple(map(sum, zip(start, phases[order[at]].fullest, *lefts, strict=True)))

@@ -90,7 +90,12 @@ def make_schedule(layout: Layout, batch: Batch) -> Schedule:
 
 def make_orders(schedule: str, p: int, v: int, m: int) -> list[list[Action]]:
     """For each pipeline rank its forwards and backwards in order; m may be fewer than the ranks under 1F1B."""
-    return [_ORDERS[schedule](rank, p, v, m) for rank in range(p)]
+    return [make_order(schedule, rank, p, v, m) for rank in range(p)]
+
+
+def make_order(schedule: str, rank: int, p: int, v: int, m: int) -> list[Action]:
+    """The same of one rank."""
+    return _ORDERS[schedule](rank, p, v, m)
 
 
 def simulate(

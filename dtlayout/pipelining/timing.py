@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import inf
+from operator import sub
 
 _TOLERANCE = 1e-11
 """Ends that differ by this share of a period's growth are equal; it bounds the relative error of the total."""
@@ -126,15 +127,15 @@ def _interleaved_peaks(p: int, v: int, m: int, warm_up: int) -> tuple[tuple[int,
     what it holds at some moment where the backward does: those, every p moments, are enough.
     """
 
-    def started(chunk: int, num_actions: int) -> int:
-        return num_actions // (p * v) * p + min(max(num_actions % (p * v) - chunk * p, 0), p)
+    def started(num_actions: int) -> list[int]:
+        rounds, rest = divmod(num_actions, p * v)
+        num_full, part = divmod(rest, p)
+        return [(rounds + 1) * p] * num_full + [rounds * p + part] + [rounds * p] * (v - num_full - 1)
 
     if m * v <= warm_up:
         return ((m,) * v,)
     num_moments = min(p * v, m * v - warm_up)
-    held = {
-        tuple(started(c, warm_up + n + 1) - started(v - 1 - c, n) for c in range(v)) for n in range(0, num_moments, p)
-    }
+    held = {tuple(map(sub, started(warm_up + n + 1), reversed(started(n)))) for n in range(0, num_moments, p)}
     return tuple(sorted(held, reverse=True))
 
 

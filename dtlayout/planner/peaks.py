@@ -7,8 +7,10 @@ evaluations. Their sum is a lower bound of the rank's need: the need itself wher
 the same blocks are one group: of a group the first rank, which warms up longest, holds most.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
+from operator import mul
 from typing import Any, NamedTuple, TypeVar
 
 from dtlayout.costmodel import memory
@@ -140,18 +142,18 @@ class Peaks:
 
         `phase` is the `gradient_phase` of the schedule that they share, whatever these examples say.
         """
-        sizes = [self.sizes(layouts[0], group) for group in stages.groups] if layouts else []
+        if not layouts:
+            return []
         overhead = self.scenario.engine.constants.overhead_bytes
-        found = []
-        for layout in layouts:
-            own = []
-            for size in sizes:
-                key = (layout.tp, layout.pp, layout.dp_shard, layout.dp_replicate, layout.zero, phase, size)
-                if key not in self._known:
-                    self._known[key] = overhead + self.least_state_bytes(layout, *size, phase)
-                own.append(self._known[key])
-            found.append(tuple(own))
-        return found
+        ways = tuple([(layout.dp_shard, layout.dp_replicate, layout.zero) for layout in layouts])
+        by_group = []
+        for group in stages.groups:
+            size = self.sizes(layouts[0], group)
+            key = (layouts[0].tp, layouts[0].pp, ways, phase, size)
+            if key not in self._known:
+                self._known[key] = [overhead + self.least_state_bytes(layout, *size, phase) for layout in layouts]
+            by_group.append(self._known[key])
+        return list(zip(*by_group, strict=True))
 
     def sizes(self, layout: Layout, group: RankGroup) -> tuple[float, float]:
         """Parameters of a rank, and of its largest unit."""
@@ -163,14 +165,22 @@ class Peaks:
 
         return self.remember(("sizes", layout.tp, id(group)), count)
 
-    def exact(self, layout: Layout, kernels: Kernels, stages: Stages) -> tuple[float, float]:
-        """What the fullest rank needs, and its peak."""
+    def exact(
+        self, layout: Layout, kernels: Kernels, stages: Stages, allowed_bytes: float = inf
+    ) -> tuple[float, float]:
+        """What the fullest rank needs, and its peak; no rank is looked at after one that needs more than allowed."""
+        ranks: Iterable[memory.MemoryEstimate]
         if not self._is_fsdp2:
-            found = self.estimator.memory(layout, kernels)
+            ranks = self.estimator.memory(layout, kernels)
         else:
             firsts = [group.ranks[0] for group in stages.groups]
-            found = memory.estimate_memory(self.scenario, layout, kernels, stages.slices, firsts)
-        return max(rank.needed for rank in found), max(rank.total for rank in found)
+            ranks = memory.estimate_ranks(self.scenario, layout, kernels, stages.slices, firsts)
+        needed = peak = 0.0
+        for rank in ranks:
+            needed, peak = max(needed, rank.needed), max(peak, rank.total)
+            if needed > allowed_bytes:
+                break
+        return needed, peak
 
     def least_state_bytes(self, layout: Layout, n: float, unit: float, phase: int) -> float:
         """What a rank has of n parameters at least, whatever it computes.
@@ -207,16 +217,12 @@ def gradient_phase(layout: Layout, m: int) -> int:
     return 0 if m == 1 else 2 if m > warm_up else 1
 
 
-def _count_blocks(layout: Layout, stages: Stages, m: int) -> list[list[tuple[int, int]]]:
-    """For each group, at each of its fullest moments, blocks in flight that keep all and that are recomputed."""
+def _count_blocks(layout: Layout, stages: Stages, m: int) -> list[set[tuple[int, int]]]:
+    """For each group, at its fullest moments, blocks in flight that keep all and that are recomputed."""
     peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
-    return [
-        [
-            (
-                sum(n * (c[0] - c[1]) for n, c in zip(moment, group.classes, strict=True)),
-                sum(n * c[1] for n, c in zip(moment, group.classes, strict=True)),
-            )
-            for moment in peaks[group.ranks[0]]
-        ]
-        for group in stages.groups
-    ]
+    found = []
+    for group in stages.groups:
+        whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
+        moments = peaks[group.ranks[0]]
+        found.append({(sum(map(mul, moment, whole)), sum(map(mul, moment, covered))) for moment in moments})
+    return found

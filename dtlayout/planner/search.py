@@ -3,7 +3,8 @@
     legal → not dominated by faster kernels → may fit → lower bound of its step time → fits → simulated
 
 A *skeleton* is all of a layout but how its data-parallel ranks share the state (dp_shard, dp_replicate, zero): its
-pipeline is played once. The lower bound is that of the pipeline's busiest rank, then with its reduction and update too.
+pipeline is played once. The lower bound is that of all work shared out evenly, then that of the pipeline's busiest
+rank, then with its reduction and update too.
 The last two go in the order of bounds and end where none lies below the k-th best step time, so no layout that was left
 out is among the best k; whether one fits that is slower anyway is then known from the least that it needs alone.
 Of layouts that differ in nothing but that and kernels only the best is ranked: five ways to share the same state would
@@ -19,12 +20,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import product
+from math import inf
 from operator import add
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimate, Estimator, StageWork
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.pipelining.partition import StageSlice
 from dtlayout.planner.peaks import Peaks, RankGroup, StageClass, Stages, gradient_phase
 from dtlayout.planner.space import Order, Pipeline, Sharding, Space
 
@@ -83,6 +86,15 @@ class _Skeleton:
         return [self.work[c] for c in self.stages.classes]
 
 
+class _States(NamedTuple):
+    """Bytes of the state of each group of ranks."""
+
+    ways: list[tuple[Sharding, tuple[float, ...]]]
+    """For each way to share it."""
+    least: tuple[float, ...]
+    """The least in any of them."""
+
+
 @dataclass(frozen=True)
 class _Timed:
     """A layout that was simulated."""
@@ -103,19 +115,18 @@ class Search:
         self.estimator = Estimator(space.scenario)
         self.allowed_bytes = max_memory * self.estimator.capacity_bytes
         self._peaks = Peaks(self.estimator)
+        self._whole = StageSlice(0, range(space.scenario.model.num_layers), embedding=True, head=True)
         self._work: dict[Hashable, StageWork] = {}
-        self._states: dict[Hashable, list[tuple[Sharding, tuple[float, ...]]]] = {}
+        self._states: dict[Hashable, _States] = {}
         self._counts: Counter[Reason] = Counter()
-        # Of those that don't fit: by the least that they need, and by what they need exactly.
+        # Of those that don't fit: the one with the least need at least, and all that were asked, with a rank's need.
         self._least: tuple[float, Layout, Kernels] | None = None
-        self._smallest: tuple[float, Layout, Kernels] | None = None
+        self._misfits: list[tuple[float, Layout, Kernels, Stages]] = []
 
     def run(self, top: int = 5) -> SearchResult:
         """The best `top` layouts, best first."""
-        self._counts, self._least, self._smallest = Counter(), None, None
+        self._counts, self._least, self._misfits = Counter(), None, []
         skeletons = [s for s in self._skeletons() if self._keep_fitting(s)]
-        for skeleton in skeletons:
-            self._bound(skeleton)
         simulated = self._simulate(skeletons, top)
         ranked = rank(simulated, top, self.estimator.capacity_bytes)
         taken = {timed.family for timed in ranked}
@@ -127,12 +138,12 @@ class Search:
         self._counts["slower"] += len(simulated) - len(ranked) - behind
         self._counts["bounded"] += num_left_out - left_out
         self._counts["ranked"] += len(ranked)
-        missed = self._smallest or self._least
+        missed = None if ranked else self._find_smallest_misfit()
         return SearchResult(
             ranked=tuple(self.estimator.estimate(timed.layout, timed.kernels) for timed in ranked),
             counts={reason: self._counts[reason] for reason in Reason.__args__},  # type: ignore[attr-defined]
             allowed_bytes=self.allowed_bytes,
-            smallest_misfit=self.estimator.estimate(*missed[1:]) if missed and not ranked else None,
+            smallest_misfit=self.estimator.estimate(*missed) if missed else None,
         )
 
     def share(self, layout: Layout, kernels: Kernels) -> Layout:
@@ -140,11 +151,11 @@ class Search:
         m = layout.num_microbatches(self.space.scenario.batch)
         skeleton = _Skeleton(layout, kernels, m, self._peaks.stages(layout))
         if not self._keep_fitting(skeleton):
-            states = self._states[_state_key(skeleton)]
-            if not states:  # what was fixed leaves no way at these degrees
+            ways = self._states[_state_key(skeleton)].ways
+            if not ways:  # what was fixed leaves no way at these degrees
                 return layout
             held = self._peaks.held_bytes(layout, kernels, skeleton.stages, m)
-            return _share(layout, min(states, key=lambda s: max(map(add, held, s[1])))[0])
+            return _share(layout, min(ways, key=lambda way: max(map(add, held, way[1])))[0])
         self._bound(skeleton)
         first = skeleton.stages.groups[0]
         timed = []
@@ -215,21 +226,31 @@ class Search:
             )
         ]  # fmt: skip
 
+    def _bound_roughly_s(self, skeleton: _Skeleton) -> float:
+        """A lower bound of its step that any stages would have: all work, shared out evenly over the pipeline."""
+        work = self._stage_work(skeleton, self._whole, None)
+        busy_s = skeleton.m * (work.forward_s + work.backward_s) / skeleton.layout.pp
+        return busy_s + self.estimator.fixed_s(skeleton.m, peak_bytes=0.0)
+
     def _bound(self, skeleton: _Skeleton) -> None:
         """Give a skeleton the work of its stages and a lower bound of its step."""
-        layout, stages, kernels = skeleton.layout, skeleton.stages, skeleton.kernels
-        prefix = (
-            layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute, id(kernels), layout.pp > 1
-        )  # fmt: skip
-        work = skeleton.work
+        stages = skeleton.stages
         for stage, stage_class in zip(*stages.examples, strict=True):
-            key = (prefix, stage_class)
-            if key not in self._work:
-                self._work[key] = self.estimator.stage_work(stage, layout, kernels)
-            work[stage_class] = self._work[key]
-        delay_s = self.estimator.delay_s(layout)
+            skeleton.work[stage_class] = self._stage_work(skeleton, stage, stage_class)
+        delay_s = self.estimator.delay_s(skeleton.layout)
         skeleton.bound_s = max([_bound_group_s(skeleton, group, delay_s) for group in stages.groups])
         skeleton.bound_s += self.estimator.fixed_s(skeleton.m, peak_bytes=0.0)
+
+    def _stage_work(self, skeleton: _Skeleton, stage: StageSlice, stage_class: StageClass | None) -> StageWork:
+        """One microbatch on a stage of this class; None is the whole model."""
+        layout, kernels = skeleton.layout, skeleton.kernels
+        key = (
+            layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute, id(kernels), layout.pp > 1,
+            stage_class,
+        )  # fmt: skip
+        if key not in self._work:
+            self._work[key] = self.estimator.stage_work(stage, layout, kernels)
+        return self._work[key]
 
     def _keep_fitting(self, skeleton: _Skeleton) -> bool:
         """Keep the ways to share the state that fit; whether there are any."""
@@ -239,17 +260,21 @@ class Search:
         if key not in self._states:
             examples = self._examples(layout)
             found = self._peaks.state_bytes(list(examples.values()), stages, gradient_phase(layout, m))
-            self._states[key] = list(zip(examples, found, strict=True))
-        allowed, smallest = self.allowed_bytes, float("inf")
+            least_of_each = tuple(map(min, zip(*found, strict=True)))
+            self._states[key] = _States(list(zip(examples, found, strict=True)), least_of_each)
         states, variants = self._states[key], skeleton.variants
-        for sharding, state in states:
+        allowed, smallest, known = self.allowed_bytes, inf, self._least[0] if self._least else inf
+        if max(map(add, held, states.least), default=inf) > max(allowed, known):  # in any way, and by more than another
+            self._counts["does not fit"] += len(states.ways)
+            return False
+        for sharding, state in states.ways:
             peak = max(map(add, held, state))
             if peak <= allowed:
                 variants.append((sharding, peak))
             elif peak < smallest:
                 smallest, least = peak, sharding
-        self._counts["does not fit"] += len(states) - len(variants)
-        if smallest < (self._least[0] if self._least else float("inf")):
+        self._counts["does not fit"] += len(states.ways) - len(variants)
+        if smallest < known:
             self._least = smallest, _share(layout, least), skeleton.kernels
         return bool(skeleton.variants)
 
@@ -263,25 +288,30 @@ class Search:
     def _simulate(self, skeletons: Sequence[_Skeleton], top: int) -> list[_Timed]:
         """Exact times and needs, cheapest question first, until no bound can reach the best `top`.
 
-        The heap holds skeletons by their bound, then layouts by a bound with their own update, then by their time; only
-        a layout that is the next fastest is asked whether it fits.
+        The heap holds skeletons by their rough bound, then by their bound, then layouts by a bound with their own
+        update, then by their time; only a layout that is the next fastest is asked whether it fits.
         """
-        heap: list[tuple[float, int, int, float, int]] = [(s.bound_s, i, -1, 0.0, 0) for i, s in enumerate(skeletons)]
+        heap: list[tuple[float, int, int, float, int]]
+        heap = [(self._bound_roughly_s(s), i, -1, 0.0, 0) for i, s in enumerate(skeletons)]
         heapify(heap)
         found: list[_Timed] = []
         fastest: dict[int, float] = {}  # of each family
-        limit_s = float("inf")
+        limit_s = inf
         while heap and heap[0][0] <= limit_s:
             bound_s, index, variant, update_s, num_asked = heappop(heap)
             skeleton = skeletons[index]
             if num_asked == 0:
+                self._bound(skeleton)
+                heappush(heap, (skeleton.bound_s, index, -1, 0.0, 1))
+                continue
+            if num_asked == 1:
                 for i, (sharding, _) in enumerate(skeleton.variants):
                     update_s = self._update_s(skeleton, skeleton.stages.groups[0], sharding)
-                    heappush(heap, (skeleton.bound_s + update_s, index, i, update_s, 1))
+                    heappush(heap, (skeleton.bound_s + update_s, index, i, update_s, 2))
                 continue
             sharding = skeleton.variants[variant][0]
-            if num_asked == 1:
-                heappush(heap, (self._time_s(skeleton, sharding, update_s), index, variant, 0.0, 2))
+            if num_asked == 2:
+                heappush(heap, (self._time_s(skeleton, sharding, update_s), index, variant, 0.0, 3))
                 continue
             if (timed := self._fit(skeleton, sharding, bound_s)) is None:
                 skeleton.unfit.add(sharding)
@@ -298,13 +328,20 @@ class Search:
     def _fit(self, skeleton: _Skeleton, sharding: Sharding, time_s: float) -> _Timed | None:
         """A layout with its exact peak, None if it needs more than is allowed."""
         layout = _share(skeleton.layout, sharding)
-        needed, peak = self._peaks.exact(layout, skeleton.kernels, skeleton.stages)
+        needed, peak = self._peaks.exact(layout, skeleton.kernels, skeleton.stages, self.allowed_bytes)
         if needed <= self.allowed_bytes:
             more_s = self.estimator.fixed_s(skeleton.m, peak) - self.estimator.fixed_s(skeleton.m, 0.0)
             return _Timed(time_s + more_s, peak, layout, skeleton.kernels, id(skeleton.layout))
-        if self._smallest is None or needed < self._smallest[0]:
-            self._smallest = needed, layout, skeleton.kernels
+        self._misfits.append((needed, layout, skeleton.kernels, skeleton.stages))
         return None
+
+    def _find_smallest_misfit(self) -> tuple[Layout, Kernels] | None:
+        """What misses by least: of those that were asked, now by what all of their ranks need; else by the least."""
+        found, smallest = self._least[1:] if self._least else None, inf
+        for least, layout, kernels, stages in self._misfits:
+            if least < smallest and (needed := self._peaks.exact(layout, kernels, stages)[0]) < smallest:
+                found, smallest = (layout, kernels), needed
+        return found
 
     def _time_s(self, skeleton: _Skeleton, sharding: Sharding, first_update_s: float) -> float:
         """`Estimator.time` with memory to spare, each group of ranks counted once."""

@@ -169,7 +169,7 @@ def test_a_repeated_phase_is_its_changes_repeated(some, count):
 def test_the_fullest_of_phases_is_that_of_their_sequence(lists):
     phases = [changes(*some) for some in lists]
     start = (10.0,) * len(Part)
-    assert sum(fullest_of(start, phases)) == sum(add(start, sequence(phases).fullest))
+    assert sum(fullest_of(start, phases, range(len(phases)))) == sum(add(start, sequence(phases).fullest))
 
 
 def test_nothing_happens_in_an_idle_phase():

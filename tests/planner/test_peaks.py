@@ -40,6 +40,8 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
         every_rank = estimator.memory(layout, kernels)
         needed = max(rank.needed for rank in every_rank)
         assert peaks.exact(layout, kernels, stages) == (needed, max(rank.total for rank in every_rank)), layout
+        for allowed in (needed, 0.99 * needed):
+            assert (peaks.exact(layout, kernels, stages, allowed)[0] > allowed) == (needed > allowed), layout
         least = max(map(sum, zip(held, state, strict=True)))
         assert least <= needed * (1 + 1e-12), layout
         if scenario.engine.habits.sharding == "distributed-optimizer":
