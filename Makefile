@@ -17,7 +17,7 @@ check: .venv/.installed-test
 
 # On a machine with a GPU and torch, which needs nothing to be installed.
 bench-gpu:
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_gpu.py
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
 
 # Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
 bench-validate: .venv/.installed

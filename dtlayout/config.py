@@ -254,6 +254,11 @@ def check_layout(config: Config, world_size: int) -> Layout:
     problems += layout.problems(config.model, config.batch)
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
+    if config.kernels.compile == "model" and layout.tp > 1:
+        problems.append(
+            f"kernels.compile=model cannot trace the embedding that layout.tp={layout.tp} splits over the vocabulary; "
+            f"use kernels.compile=blocks"
+        )
     try:
         config.kernels.check(config.precision, config.train.device)
     except InvalidConfig as error:

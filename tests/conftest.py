@@ -3,7 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from ranks import Ranks
+
+settings.register_profile("machines-are-slow-at-times", deadline=None)
+settings.load_profile("machines-are-slow-at-times")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,10 @@
 The reference shares no parallel code: a plain `Llama`, autograd over the whole batch at once, torch's own clipping.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial, partialmethod
 
 import numpy as np
 import torch
@@ -104,6 +107,18 @@ def run_layout(case: Case) -> Outcome | None:
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, _to_numpy(gradients), _to_numpy(parameters))
+
+
+@contextmanager
+def compiling_with(backend: str) -> Iterator[None]:
+    """Whatever is compiled in the block is compiled by this backend."""
+    compile_function, compile_module = torch.compile, torch.nn.Module.compile
+    torch.compile = partial(compile_function, backend=backend)
+    torch.nn.Module.compile = partialmethod(compile_module, backend=backend)
+    try:
+        yield
+    finally:
+        torch.compile, torch.nn.Module.compile = compile_function, compile_module
 
 
 def build_step(case: Case) -> tuple[Assembly, TrainStep]:

@@ -26,7 +26,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "configuration": ["config"],
     "one device": ["ops.*", "models.llama", "measure.*"],
     "many devices": [
-        "mesh.build", "plans.apply", "plans.fsdp", "plans.init", "plans.vocab_parallel",
+        "mesh.build", "plans.apply", "plans.fsdp", "plans.init", "plans.sequence_norm", "plans.vocab_parallel",
         "pipelining.stage", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],

@@ -145,7 +145,7 @@ def test_all_problems_of_all_sections_come_at_once():
         "train.steps is missing; give it in [train]",
         "layout.tp='2': input should be a valid integer",
         "layout.zero=4: input should be 1, 2 or 3",
-        "kernels.norm='layer': input should be 'eager' or 'fused'",
+        "kernels.norm='layer': input should be 'eager', 'fused' or 'liger'",
         "precision.params=bfloat16 is coarser than precision.compute=float32: the masters would lose what the step "
         "computed; use params=float32 or finer",
         "data is a section: write [data] and its keys below",

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LINES = {
+    "compile_experiment": "debug on 2 x cpu: dp2 mb1 zero1",
     "mesh_in_three_lines": "rank 3 is at {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}; "
     "the ranks of its tp group add up to 5",
     "plan_on_your_module": "0.*.widen   tp colwise",

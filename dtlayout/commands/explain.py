@@ -14,7 +14,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
-from dtlayout.training.prediction import OWN_ENGINE, make_scenario
+from dtlayout.training.prediction import OWN_ENGINE, make_scenario, predicted_kernels
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     world_size = config.layout.smallest_world_size if options.world is None else options.world
     layout = _check(config, world_size, engine.name, "cpu" if gpu.name == "cpu" else "cuda")
     scenario = make_scenario(config, gpu, world_size, engine)
-    explanation = explain(scenario, layout, config.kernels)
+    explanation = explain(scenario, layout, predicted_kernels(config, gpu))
     if options.json:
         print(json.dumps(_to_document(scenario, explanation), indent=2))
     else:

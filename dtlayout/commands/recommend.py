@@ -12,6 +12,7 @@ from dtlayout.commands.arguments import add_scenario, read_scenario
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.kernels import Kernels
 from dtlayout.models.counting import count_parameters
 from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_thumb
 from dtlayout.planner.reasons import (
@@ -267,10 +268,12 @@ def _table(scenario: Scenario, result: SearchResult) -> list[str]:
 
 
 def _name(estimate: Estimate) -> str:
-    kernels = estimate.kernels
-    odd = [kernels.attention] * (kernels.attention != "sdpa-flash") + [f"{kernels.norm} norm"] * (
-        kernels.norm != "fused"
-    )
+    usual = asdict(Kernels())
+    odd = [
+        kernel if name == "attention" else f"{name} {kernel}"
+        for name, kernel in asdict(estimate.kernels).items()
+        if kernel != usual[name]
+    ]
     return " ".join([str(estimate.layout), *odd])
 
 

@@ -9,11 +9,24 @@ from dataclasses import dataclass
 from dtlayout.costmodel.comm import half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 
+_ROPE_KERNEL_TRAFFIC_BYTES = 20.0
+"""Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
 _FFN_TRAFFIC_BYTES = 12.0
 """Moved by the activation function and its backward for each token and unit of the FFN, over t."""
+
+
+_FLASH = {
+    "sdpa-flash": "flash2_efficiency",
+    "flash-attn": "flash2_efficiency",
+    "fa3": "flash3_efficiency",
+    "sdpa-cudnn": "flash3_efficiency",
+    "sdpa-efficient": "efficient_efficiency",
+    "flash1": "flash1_efficiency",
+}
+"""Attention that holds no scores → the constant that says how fast it is."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,16 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     matmuls = matmul_s(scenario, tokens, (h + 2 * kv) / t, h) + matmul_s(scenario, tokens, h, h / t) + ffn
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     shared = t if layout.shards_sequence else 1
-    norm_traffic = constants.norm_traffic_bytes if kernels.norm == "eager" else 0.0
+    is_eager_norm = kernels.norm == "eager" and not kernels.compiles_blocks
+    norm_traffic = constants.norm_traffic_bytes if is_eager_norm else 0.0
+    rope_traffic = constants.rope_traffic_bytes
+    if kernels.rope == "liger" or kernels.compiles_blocks:
+        rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
     traffic = (constants.width_traffic_bytes + norm_traffic) * h / shared + (
-        constants.rope_traffic_bytes * h + _FFN_TRAFFIC_BYTES * f
+        rope_traffic * h + _FFN_TRAFFIC_BYTES * f
     ) / t
     elementwise_s = traffic * tokens / _memory_bytes_per_s(scenario)
-    launch_s = constants.norm_launch_s if kernels.norm == "eager" else 0.0
+    launch_s = constants.norm_launch_s if is_eager_norm else 0.0
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     return BlockTime(
         forward_s=matmuls + attention_forward_s + elementwise_s / 3 + launch_s,
@@ -76,9 +93,8 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     peak, seq_len = scenario.cluster.gpu.peak_flops_per_s, scenario.batch.seq_len
     tokens = tokens_of(scenario, layout)
     flops = 4.0 * tokens * seq_len * model.hidden_size / t
-    flash = {"sdpa-flash": constants.flash2_efficiency, "flash1": constants.flash1_efficiency}
-    if kernels.attention in flash:
-        forward = flops / 2 / (peak * flash[kernels.attention])
+    if kernels.attention in _FLASH:
+        forward = flops / 2 / (peak * getattr(constants, _FLASH[kernels.attention]))
         return forward, 2.5 * forward
     is_fused = kernels.attention == "megatron-softmax"
     traffic = constants.fused_softmax_traffic_bytes if is_fused else constants.softmax_traffic_bytes
@@ -106,19 +122,27 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     return 4 * half * exposed, (2 + habits.input_reductions + regathered) * half * exposed
 
 
-def head_time(scenario: Scenario, layout: Layout) -> BlockTime:
-    """Head and loss: a matmul with the vocabulary, and the loss's passes over the logits."""
+def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
+    """Head and loss: a matmul with the vocabulary, and the loss's passes over the logits.
+
+    The linear loss computes all gradients in forward, and adds the weight's up over its chunks.
+    """
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
     tokens, size = tokens_of(scenario, layout), activation_size(scenario)
     matmul = matmul_s(scenario, tokens, model.vocab_size / t, model.hidden_size)
     is_replicated = scenario.engine.habits.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
     loss_s = constants.logit_traffic_bytes * logits / _memory_bytes_per_s(scenario)
+    adding_s = 0.0
+    if kernels.loss == "linear":
+        weight = model.vocab_size / t * model.hidden_size
+        adding_s = count_loss_chunks(tokens) * 2 * size * weight / _memory_bytes_per_s(scenario)
+    forward_s, backward_s = matmul + loss_s / 2, 2 * matmul + loss_s / 2
     link = tp_link(scenario, layout)
     gather = half_all_reduce_s(tokens * model.vocab_size * size, t, link) if is_replicated else 0.0
     return BlockTime(
-        forward_s=matmul + loss_s / 2,
-        backward_s=2 * matmul + loss_s / 2,
+        forward_s=forward_s + (backward_s + adding_s if kernels.loss == "linear" else 0.0),
+        backward_s=0.0 if kernels.loss == "linear" else backward_s,
         forward_tp_s=gather,
         backward_tp_s=2 * half_all_reduce_s(tokens * model.hidden_size * size, t, link),
     )

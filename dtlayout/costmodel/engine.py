@@ -63,6 +63,10 @@ class Constants:
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
     flash2_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
     """What FlashAttention-2 reaches of the peak, the half that the mask hides not counted."""
+    flash3_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
+    """The same for FlashAttention-3 and cuDNN's attention, which are made for Hopper; on older GPUs as fast as 2."""
+    efficient_efficiency: float = _constant(0.4, 0.1, 0.8, "share")
+    """The same for PyTorch's memory-efficient attention."""
     flash1_efficiency: float = _constant(0.28, 0.1, 0.7, "share")
     """The same for the first FlashAttention."""
     memory_efficiency: float = _constant(0.85, 0.5, 1.0, "share")

@@ -239,7 +239,7 @@ class Estimator:
         gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
         host_s = max(0.0, num_layers * block.host_s - gpu_s)
         if stage.head:
-            head = self._head(layout)
+            head = self.head(layout, kernels)
             forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
             forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
         send_s = self._message_s(layout) if self.scenario.engine.habits.blocking_messages else 0.0
@@ -293,9 +293,10 @@ class Estimator:
         key = ("block", layout.tp, layout.cp, layout.shards_sequence, layout.micro_batch, kernels, crosses)
         return self._remember(key, lambda: block_time(self.scenario, layout, kernels))
 
-    def _head(self, layout: Layout) -> BlockTime:
-        key = ("head", layout.tp, layout.cp, layout.micro_batch)
-        return self._remember(key, lambda: head_time(self.scenario, layout))
+    def head(self, layout: Layout, kernels: Kernels) -> BlockTime:
+        """Head and loss of one microbatch."""
+        key = ("head", layout.tp, layout.cp, layout.micro_batch, kernels.loss)
+        return self._remember(key, lambda: head_time(self.scenario, layout, kernels))
 
     def _remember(self, key: Hashable, compute: Callable[[], T]) -> T:
         if key not in self._known:

@@ -5,11 +5,12 @@ s sequence, t = tp; e bytes of the compute format, w of the exact one (fp32 or f
 compute. To be read with models/llama.py and ops/*.py. Left out: what a kernel allocates and frees inside one call.
 """
 
+import math
 from dataclasses import dataclass
 
 from dtlayout.costmodel.phase import Part, Phase, changes
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import FLASH_LIKE, Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
@@ -17,8 +18,6 @@ from dtlayout.recompute import Recompute
 Steps = list[tuple[Part, float]]
 
 _A, _G, _L = Part.ACTIVATIONS, Part.GRADIENTS, Part.LOGITS
-_TARGET_BYTES = 10
-"""What the vocabulary-parallel loss keeps of a token's target: its local index and two flags."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +51,34 @@ class Sizes:
     backward_work: float
     """What its backward needs beside that: gradients of q, k and v, or of scores."""
     logits: float
-    """In the compute format."""
-    exact_logits: float
-    """In the exact one."""
-    targets: float
-    """What the loss keeps of them."""
+    """As many as are there at once, in the compute format; their gradient is as large."""
+    logit_work: float
+    """What the loss needs beside them, when it is fullest: softmax, and on CPU the logits, in the exact format."""
+    head_weight: float
+    """The head's weight, and its gradient; 0 where that is not computed in forward."""
     is_split: bool
     """Whether tp splits matmuls."""
     shards_sequence: bool
     """Whether it splits the hidden states between them too."""
-    splits_loss: bool
-    """Whether each tp rank has the loss of its own part of the vocabulary."""
     casts: bool
     """Whether the compute format is not the exact one."""
     has_norm_kernel: bool
     """Whether a norm is one kernel."""
     has_gate: bool
     """Whether the FFN has one."""
+    num_ffn: int
+    """Tensors of that size that the FFN keeps: liger-kernel's computes silu(gate) again."""
 
     @property
     def keeps_stream(self) -> bool:
         """Whether a norm keeps the hidden states themselves, which a checkpoint or the runtime then need not keep."""
         return self.has_norm_kernel or not self.casts
+
+    @property
+    def loss(self) -> float:
+        """What the loss holds at its fullest moment beside the final norm and what that keeps."""
+        early = self.head_weight + self.whole if self.head_weight else 0.0
+        return early + 2 * self.logits + self.logit_work
 
     @property
     def norm(self) -> float:
@@ -83,7 +88,7 @@ class Sizes:
     @property
     def block(self) -> float:
         """What a block keeps: norms and their outputs, attention, then gate, up, silu(gate) and the product."""
-        return 2 * (self.norm + self.norm_output) + self.attention + (4 if self.has_gate else 2) * self.ffn
+        return 2 * (self.norm + self.norm_output) + self.attention + self.num_ffn * self.ffn
 
     @property
     def in_attention(self) -> float:
@@ -127,10 +132,11 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
     tokens = layout.micro_batch * scenario.batch.seq_len / layout.cp
     width = tokens * model.hidden_size
     shared = t if layout.shards_sequence else 1
-    has_norm_kernel = kernels.norm == "fused" and scenario.cluster.gpu.name != "cpu"
+    has_norm_kernel = kernels.norm == "liger" or (kernels.norm == "fused" and scenario.cluster.gpu.name != "cpu")
     product = 0 if has_norm_kernel else e if kernels.norm == "eager" else w
-    splits_loss = t > 1 and habits.loss == "vocab-parallel"
-    logits = tokens * model.vocab_size / (t if splits_loss else 1)
+    columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
+    at_once = 1 if kernels.loss == "eager" else math.ceil(tokens / count_loss_chunks(tokens)) / tokens
+    copies = 2 if e < w and scenario.cluster.gpu.name == "cpu" else 1
     query, key = width * e / t, tokens * model.num_kv_heads * model.head_dim * e / t
     attention, results, forward_work, backward_work = _attention(scenario, layout, kernels, query, key)
     return Sizes(
@@ -147,15 +153,15 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
         attention_results=results,
         forward_work=forward_work,
         backward_work=backward_work,
-        logits=logits * e,
-        exact_logits=logits * w,
-        targets=tokens * _TARGET_BYTES if splits_loss else 0.0,
+        logits=tokens * columns * e * (at_once if kernels.loss == "linear" else 1),
+        logit_work=tokens * columns * w * copies * at_once,
+        head_weight=columns * model.hidden_size * e if kernels.loss == "linear" else 0.0,
         is_split=t > 1,
         shards_sequence=layout.shards_sequence,
-        splits_loss=splits_loss,
         casts=e < w,
         has_norm_kernel=has_norm_kernel,
         has_gate=model.gated_ffn,
+        num_ffn=(3 if kernels.swiglu == "liger" else 4) if model.gated_ffn else 2,
     )
 
 
@@ -173,9 +179,9 @@ def _attention(
     heads = layout.micro_batch * scenario.batch.seq_len / layout.cp * model.num_heads / layout.tp
     scores, copy = heads * scenario.batch.seq_len, w * heads * model.head_dim
     inputs = query + 2 * key
+    if kernels.attention in FLASH_LIKE:
+        return inputs + query + w * heads, query + w * heads, 0.0, inputs
     match kernels.attention:
-        case "sdpa-flash":
-            return inputs + query + w * heads, query + w * heads, 0.0, inputs
         case "flash1":
             packed = constants.flash1_saved_bytes * heads * model.head_dim
             return inputs + query + 4 * heads + packed, query + 4 * heads, 0.0, inputs
@@ -186,6 +192,7 @@ def _attention(
             return inputs + query + constants.fused_score_saved_bytes * scores, query, 0.0, inputs
         case "torch":
             return inputs + query + constants.score_saved_bytes * scores, query, 0.0, inputs
+    raise AssertionError(f"{kernels.attention} is resolved before anything is predicted")
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,7 @@ class WeightGradients:
 def block_forward(size: Sizes, kept: float) -> Phase:
     """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp."""
     in_attention = size.in_attention
-    dropped = min(size.block - kept, 4 * size.ffn + size.norm_output) if kept < size.block else 0.0
+    dropped = min(size.block - kept, size.num_ffn * size.ffn + size.norm_output) if kept < size.block else 0.0
     summing = (size.share + size.whole * size.shards_sequence) if size.is_split else 0.0
     at_end = kept + dropped + size.whole + summing + 2 * size.share
     return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
@@ -219,14 +226,17 @@ def block_forward(size: Sizes, kept: float) -> Phase:
 
 def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: float) -> Phase:
     """From the gradient of its output, which lies there, to that of its input in its place."""
-    activation: Steps = [(_A, 2 * size.ffn), (_A, -3 * size.ffn), (_A, size.ffn), (_A, -2 * size.ffn)]
+    silu: Steps = [(_A, size.ffn), (_A, -2 * size.ffn)]
+    activations: dict[int, Steps] = {  # by what is kept: without a gate; both gradients in place; one after the other
+        2: silu, 3: [(_A, -size.ffn)], 4: [(_A, 2 * size.ffn), (_A, -3 * size.ffn), *silu],
+    }  # fmt: skip
     gate: Steps = [(_A, size.whole), *weights.come("gate"), (_A, -size.ffn), *_add_two(size)]
     inputs = size.query + 2 * size.key
     table: Steps = [
         *([(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []),
         *_gather(size),
         (_A, size.ffn), *weights.come("down"), (_A, -size.ffn), *_drop_gathered(size),
-        *(activation if size.has_gate else [(_A, size.ffn), (_A, -2 * size.ffn)]),
+        *activations[size.num_ffn],
         (_A, size.whole), *weights.come("up"), (_A, -size.ffn),
         *(gate if size.has_gate else []),
         (_A, -size.norm_output),
@@ -249,37 +259,24 @@ def block_backward(size: Sizes, weights: WeightGradients, kept: float, recompute
 
 
 def head_forward(size: Sizes) -> Phase:
-    """Final norm, head and loss, which keeps the softmax.
-
-    Without tp that comes beside the logits and their exact copy; tp's loss makes it of its own exact copy.
-    """
-    copies = size.exact_logits * (1 if size.casts and not size.splits_loss else 0)
-    return changes(
-        (_A, size.norm + size.norm_output),
-        (_L, size.logits + copies + size.exact_logits + size.targets),
-        (_L, -size.logits - copies),
-    )
-
-
-def loss_backward(size: Sizes) -> Phase:
-    """From the softmax to the gradient of the logits: one exact copy under tp, else one for each of two operations."""
-    exact = size.exact_logits
-    gradients = exact if size.splits_loss else 2 * exact
-    if not size.casts:
-        return changes((_L, gradients), (_L, -gradients - size.targets))
-    if size.splits_loss:
-        return changes((_L, gradients + size.logits), (_L, -gradients - exact - size.targets))
-    return changes((_L, gradients), (_L, size.logits - gradients - exact))
+    """Final norm, head and loss, which leaves the gradient of the logits, or that of hidden states and weight."""
+    left = size.whole + size.head_weight if size.head_weight else size.logits
+    dropped = size.norm_output if size.head_weight else 0.0
+    return changes((_A, size.norm + size.norm_output), (_L, size.loss), (_L, left - size.loss), (_A, -dropped))
 
 
 def head_backward(size: Sizes, weights: WeightGradients) -> Phase:
-    """From the gradient of the logits to that of the hidden states."""
+    """From what the loss left to the gradient of the hidden states."""
+    if size.head_weight:
+        to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, size.whole), *weights.come("head")]
+    else:
+        to_input = [(_A, size.whole), *weights.come("head"), (_L, -size.logits), (_A, -size.norm_output)]
     return changes(
-        (_A, size.whole), *weights.come("head"), (_L, -size.logits), (_A, -size.norm_output),
+        *to_input,
         *_sum_over_tp(size),
         *_norm_backward(size),
         *weights.come("final norm"),
-    )  # fmt: skip
+    )
 
 
 def embedding_backward(size: Sizes, weights: WeightGradients) -> Phase:

@@ -17,7 +17,6 @@ from dtlayout.costmodel.fsdp2_blocks import (
     embedding_backward,
     head_backward,
     head_forward,
-    loss_backward,
     sizes_of,
 )
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
@@ -213,7 +212,6 @@ class _Stage:
             ahead = units.head or units.block
             yield changes((_P, sharding.gathered(units.root) if units.root else 0), (_B, sharding.buffer(ahead)))
         if self.has_head:
-            yield loss_backward(size)
             work = head_backward(size, sharding.gradients_of(units.with_head, is_first=is_first))
             yield run(units.head, work, units.block, reduced) if units.head else work
             reduced = units.head or reduced

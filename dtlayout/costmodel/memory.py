@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dtlayout.costmodel.fsdp2_memory import fullest_bytes, resident_bytes
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import FLASH_LIKE, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
@@ -189,7 +189,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     norm_copies = constants.norm_saved_bytes * h / shared if kernels.norm == "eager" else 0.0
     projections = e * (2 * h + 2 * kv) / t + habits.rope_saved_bytes * h / t
     scores = score_bytes(scenario, layout, kernels)
-    ffn = e * f * (4 if model.gated_ffn else 2) / t
+    ffn = e * f * ((3 if kernels.swiglu == "liger" else 4) if model.gated_ffn else 2) / t
     beside = constants.block_saved_bytes * h
     whole = norms + beside + norm_copies + projections + scores + ffn
     # Selective: attention's scores alone are computed again (arXiv:2205.05198, sec. 5); else all but a block's input.
@@ -200,15 +200,16 @@ def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """What attention keeps of each token beside q, k, v and its output: per head a statistic, or a row of scores."""
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
     row = model.num_heads * scenario.batch.seq_len / t
+    if kernels.attention in FLASH_LIKE:
+        return 4 * model.num_heads / t
     match kernels.attention:
-        case "sdpa-flash":
-            return 4 * model.num_heads / t
         case "flash1":
             return (4 * model.num_heads + constants.flash1_saved_bytes * model.hidden_size) / t
         case "megatron-softmax":
             return constants.fused_score_saved_bytes * row
         case "torch" | "sdpa-math":
             return constants.score_saved_bytes * row
+    raise AssertionError(f"{kernels.attention} is resolved before anything is predicted")
 
 
 def logit_bytes(scenario: Scenario, layout: Layout) -> float:

@@ -1,50 +1,102 @@
-"""Which scaled-dot-product attention kernels really ran, whatever was asked for.
+"""Which kernels really ran, whatever was asked for: read off the names that PyTorch's profiler notes.
 
-The fused ones are operators of their own. The math one is a composite that dissolves into matmuls before a dispatch
-mode sees it, but its softmax, `_safe_softmax`, is an operator that PyTorch uses nowhere else.
+It sees operators on the host and, where there is CUDA, kernels on the device, under torch.compile too. Not everything
+has a name of its own: separate operations of a norm or a rotary embedding are operators like any others, and compiled
+code melts them together.
 """
 
-from collections import Counter
-from typing import Any
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import product
+from types import TracebackType
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch._C._autograd import _KinetoEvent
+from torch.profiler import ProfilerActivity, profile
 
-from dtlayout.measure.storages import any_wraps
-
-_KERNELS = {
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "aten::_flash_attention_forward": "flash",
-    "aten::_scaled_dot_product_efficient_attention": "efficient",
-    "aten::_efficient_attention_forward": "efficient",
-    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-    "aten::_cudnn_attention_forward": "cudnn",
-    "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
-    "aten::_safe_softmax": "math",
-    "flex_attention": "flex",
+NAMES = {
+    "attention": {
+        r"^aten::_scaled_dot_product_flash_attention_for_cpu$": "flash",
+        r"\bpytorch_flash::flash_fwd": "flash",
+        r"\bflash::flash_fwd": "flash-attn",
+        r"\bflash::FlashAttnFwdSm90\b": "fa3",
+        r"\bfmha_cutlassF": "efficient",
+        r"^cudnn_generated_fort_native_sdpa(?!.*bprop)": "cudnn",
+        r"^aten::_scaled_dot_product_attention_math$": "math",
+    },
+    "norm": {
+        r"^aten::_fused_rms_norm$": "fused",
+        r"^(_block)?_rms_norm_forward_kernel": "liger",
+    },
+    "rope": {r"^_triton_rope": "liger"},
+    "swiglu": {
+        r"^aten::silu$": "eager",
+        r"^_swiglu_forward_kernel": "liger",
+    },
 }
-"""Forward operator → kernel."""
+"""Operation → pattern of a name in forward → kernel. aten's one operator for flash attention on CUDA is not among them:
+whatever implements it, its name is the same."""
 
 
-class AttentionRecorder(TorchDispatchMode):
-    """Counts the attention kernels that run forward inside the `with` block; a recomputed call counts again."""
+class KernelRecorder:
+    """Counts what runs inside the `with` block; a recomputed call counts again.
 
-    supports_higher_order_operators = True
+    Only one profiler can run at a time.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, Counter[str]] = {operation: Counter() for operation in NAMES}
+        """Operation → kernel → calls."""
 
     @property
-    def executed(self) -> set[str]:
-        """The kernels that ran: flash, efficient, cudnn, overrideable, math, flex."""
-        return set(self.counts)
+    def executed(self) -> dict[str, list[str]]:
+        """Operation → its kernels that ran, as far as names tell."""
+        return {operation: sorted(counts) for operation, counts in self.counts.items()}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any_wraps(types):
-            return NotImplemented
-        if (kernel := _KERNELS.get(func.name())) is not None:
-            self.counts[kernel] += 1
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> "KernelRecorder":
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on stderr when it starts and when it stops
+        on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_device])
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        profiler = self._profile.profiler
+        assert profiler is not None and profiler.kineto_results is not None, "it has run"
+        # Not the profile's own `events()`: that makes a tree of all that ran, 0.1 ms an operator.
+        by_name: dict[str, list[_KinetoEvent]] = defaultdict(list)
+        for event in profiler.kineto_results.events():
+            by_name[event.name()].append(event)
+        compiling = [event for name in by_name if name.endswith(_COMPILING) for event in by_name[name]]
+        for name, operation, kernel in _match(by_name):
+            if ran := sum(event.name() == name for event in _outermost([*compiling, *by_name[name]])):
+                self.counts[operation][kernel] += ran
+
+
+_COMPILING = "(dynamo_timed)"
+"""How torch.compile marks its own work, in which operators are traced, and not run."""
+
+
+def _match(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Name, operation and kernel of each name that is a kernel's."""
+    for name, (operation, patterns) in product(names, NAMES.items()):
+        yield from ((name, operation, kernel) for pattern, kernel in patterns.items() if re.search(pattern, name))
+
+
+def _outermost(events: Iterable[_KinetoEvent]) -> Iterator[_KinetoEvent]:
+    """Those that lie in none of the others of their thread or stream: an operator may pass through the dispatcher
+    twice."""
+    last_place, last_end = None, 0
+    for event in sorted(events, key=lambda e: (_place(e), e.start_ns(), -e.end_ns())):
+        if _place(event) != last_place or event.start_ns() >= last_end:
+            yield event
+            last_place, last_end = _place(event), event.end_ns()
+
+
+def _place(event: _KinetoEvent) -> tuple[str, int]:
+    return str(event.device_type()), event.device_resource_id()

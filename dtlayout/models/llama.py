@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from dtlayout.kernels import Kernels
 from dtlayout.model_shape import ModelShape
 from dtlayout.ops.attention import causal_attention
-from dtlayout.ops.loss import CrossEntropy
-from dtlayout.ops.mlp import swiglu
+from dtlayout.ops.loss import Head
+from dtlayout.ops.mlp import SWIGLUS
 from dtlayout.ops.norm import RMSNorm
-from dtlayout.ops.rope import RotaryEmbedding, apply_rope
+from dtlayout.ops.rope import ROPES, RotaryEmbedding
 
 
 class Llama(nn.Module):
@@ -42,8 +42,7 @@ class Llama(nn.Module):
         super().__init__()
         blocks = range(shape.num_layers) if layers is None else layers
         self.model = Decoder(shape, kernels, max_seq_len, blocks, embedding=embedding, norm=head, dtype=dtype)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=dtype) if head else None
-        self.loss = CrossEntropy() if head else None
+        self.lm_head = Head(shape.hidden_size, shape.vocab_size, kernels.loss, dtype) if head else None
         if shape.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -52,11 +51,9 @@ class Llama(nn.Module):
         h_BSD = self.model(x)
         if self.lm_head is None:
             return h_BSD
-        logits_BSV = self.lm_head(h_BSD)
         if targets is None:
-            return logits_BSV
-        assert self.loss is not None, "the loss comes with the head"
-        return self.loss(logits_BSV, targets) / num_targets
+            return self.lm_head(h_BSD)
+        return self.lm_head(h_BSD, targets) / num_targets
 
 
 class Decoder(nn.Module):
@@ -94,7 +91,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype)
         self.self_attn = Attention(shape, kernels, dtype)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype)
-        self.mlp = FeedForward(shape, dtype)
+        self.mlp = FeedForward(shape, kernels, dtype)
 
     def forward(self, h_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), cos=cos, sin=sin)
@@ -109,6 +106,7 @@ class Attention(nn.Module):
         width, kv_width = shape.hidden_size, shape.num_kv_heads * shape.head_dim
         self.head_dim = shape.head_dim
         self.kernel = kernels.attention
+        self.rope = ROPES[kernels.rope]
         self.q_proj = nn.Linear(width, width, bias=False, dtype=dtype)
         self.k_proj = nn.Linear(width, kv_width, bias=False, dtype=dtype)
         self.v_proj = nn.Linear(width, kv_width, bias=False, dtype=dtype)
@@ -118,7 +116,7 @@ class Attention(nn.Module):
         projected = (self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
         # -1: tensor parallelism decides how many heads are local
         q_BHSK, k_BGSK, v_BGSK = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projected)
-        q_BHSK, k_BGSK = apply_rope(q_BHSK, cos, sin), apply_rope(k_BGSK, cos, sin)
+        q_BHSK, k_BGSK = self.rope(q_BHSK, k_BGSK, cos, sin)
         out_BHSK = causal_attention(q_BHSK, k_BGSK, v_BGSK, self.kernel)
         return self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
 
@@ -126,11 +124,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype):
+    def __init__(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype):
         super().__init__()
+        self.swiglu = SWIGLUS[kernels.swiglu]
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False, dtype=dtype)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x_BSD), self.up_proj(x_BSD)))
+        return self.down_proj(self.swiglu(self.gate_proj(x_BSD), self.up_proj(x_BSD)))

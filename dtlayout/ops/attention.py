@@ -3,35 +3,79 @@
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from dtlayout.errors import KernelError
 from dtlayout.kernels import Attention
+from dtlayout.ops import flash_attn
 
-BACKENDS = {
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+BACKENDS: dict[Attention, SDPBackend] = {
     "sdpa-math": SDPBackend.MATH,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash-attn": SDPBackend.FLASH_ATTENTION,
+    "fa3": SDPBackend.FLASH_ATTENTION,
 }
+IMPLEMENTATIONS: dict[Attention, str] = {"flash-attn": flash_attn.NAME, "fa3": "FA3"}
+"""What the flash backend has to be for a kernel, where it is not PyTorch's own."""
+_REFUSALS = ("No available kernel", "No viable backend")
+"""How a backend says that it does not take its inputs."""
 
 
 def causal_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: Attention) -> Tensor:
     """softmax(q·kᵀ / √K + causal mask)·v, [B, H, S, K]; each of the G key-value heads serves H / G query heads.
 
     Only the named backend is enabled, so that PyTorch cannot fall back to another one: where it does not support the
-    inputs, this is a KernelError.
+    inputs, this is a KernelError. What IMPLEMENTATIONS names runs inside `attention_implementation` alone.
     """
+    assert kernel in BACKENDS, "auto is resolved, and what can only be predicted refused, before a model is built"
+    if kernel == "sdpa-efficient":
+        k_BGSK, v_BGSK = repeat_heads(k_BGSK, q_BHSK.shape[1]), repeat_heads(v_BGSK, q_BHSK.shape[1])
     try:
         with sdpa_kernel(BACKENDS[kernel]):
             return F.scaled_dot_product_attention(
                 q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1]
             )
     except RuntimeError as error:
-        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+        if not any(refusal in str(error) for refusal in _REFUSALS):
             raise
         raise KernelError(
             f"kernels.attention={kernel!r} does not run {q_BHSK.dtype} heads of width {q_BHSK.shape[-1]} on "
             f"{q_BHSK.device.type}; use precision.compute='bfloat16' (which flash needs on CUDA) or "
             f"kernels.attention='sdpa-math'"
         ) from error
+
+
+def repeat_heads(x_BGSK: Tensor, num_heads: int) -> Tensor:
+    """Each key-value head once for every query head that it serves, [B, H, S, K]: not every backend groups queries."""
+    group = num_heads // x_BGSK.shape[1]
+    return x_BGSK if group == 1 else x_BGSK.repeat_interleave(group, dim=1)
+
+
+@contextmanager
+def attention_implementation(kernel: Attention) -> Iterator[None]:
+    """Inside, PyTorch's flash backend is the implementation that `kernel` means; afterwards it is its own again."""
+    name = IMPLEMENTATIONS.get(kernel)
+    if name is None:
+        yield
+        return
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:  # not there, or built for another torch
+        reason = str(error).partition("\n")[0]
+        raise KernelError(f"kernels.attention={kernel}: {reason}; install its package for this torch") from error
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()

@@ -1,20 +1,127 @@
 """Cross-entropy as a sum over valid tokens, so that the caller can divide by the tokens of the global batch.
 
-Legend: B batch, S sequence, V vocabulary.
+One scheme for every kernel: the gradient of the logits is computed in forward, where the loss is, and kept in their own
+format; backward only scales it. So neither fp32 logits nor their softmax wait for a backward, and tokens can be taken
+chunk by chunk (cf. arXiv:2410.10989, sec. 3.2). Where a rank holds only some of the vocabulary's columns
+(arXiv:1909.08053, sec. 3), two small all-reduces join what the ranks know of a token, and no rank sees all logits.
+
+Legend: B batch, S sequence, T tokens, D model width, V the columns of the vocabulary that are here.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtlayout.kernels import Loss, count_loss_chunks
+
 IGNORED = -100
 """Target of a token that does not count."""
 
 
-class CrossEntropy(nn.Module):
-    """A module, so that a plan can replace its forward by the vocabulary-parallel one."""
+class Columns:
+    """The columns of the vocabulary that are here: all of them. Tensor parallelism puts another kind in its place."""
 
-    def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """Sum of -log p(target) over the targets that are not IGNORED: a scalar in fp32 or finer."""
-        exact = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-        return F.cross_entropy(exact.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+    def local(self, weight: Tensor) -> Tensor:
+        """The rows of the head's weight that make these columns."""
+        return weight
+
+    def locate(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a target is among the columns, 0 where it is not, and whether it is."""
+        is_here_T = targets_T != IGNORED
+        return targets_T.masked_fill(~is_here_T, 0), is_here_T
+
+    def join(self, log_sums_T: Tensor, wanted_T: Tensor) -> tuple[Tensor, Tensor]:
+        """log Σ exp over all columns from that over these, and the target's logit from the rank that has it."""
+        return log_sums_T, wanted_T
+
+
+TokenLosses = Callable[[Tensor, Tensor, Columns, Tensor], Tensor]
+
+
+def token_losses(logits_TV: Tensor, targets_T: Tensor, columns: Columns, gradient_TV: Tensor) -> Tensor:
+    """-log p(target) of each token, 0 where it is IGNORED, [T] in fp32 or finer; its gradient goes to `gradient_TV`."""
+    exact = torch.promote_types(logits_TV.dtype, torch.float32)
+    logs_TV = F.log_softmax(logits_TV, dim=-1, dtype=exact)  # over these columns alone; on CUDA one kernel
+    log_sums_T = logits_TV[:, 0].to(exact) - logs_TV[:, 0]
+    index_T, is_here_T = columns.locate(targets_T)
+    wanted_T = logits_TV.gather(1, index_T[:, None]).squeeze(1).to(exact) * is_here_T
+    joint_T, wanted_T = columns.join(log_sums_T, wanted_T)
+    is_valid_T = targets_T != IGNORED
+    weight_T = (log_sums_T - joint_T).exp() * is_valid_T
+    softmax_TV = logs_TV.exp_()
+    torch.mul(softmax_TV, weight_T[:, None], out=gradient_TV)
+    # The target's own is p - 1: rounded before the difference, a p close to 1 would leave nothing.
+    own_T = softmax_TV.gather(1, index_T[:, None]).squeeze(1) * weight_T - (is_here_T & is_valid_T).to(exact)
+    gradient_TV.scatter_(1, index_T[:, None], own_T[:, None].to(gradient_TV.dtype))
+    return (joint_T - wanted_T) * is_valid_T
+
+
+class Head(nn.Linear):
+    """From hidden states to logits [B, S, V], or to the loss where targets come in."""
+
+    def __init__(self, width: int, vocab_size: int, kernel: Loss, dtype: torch.dtype):
+        """`kernel` is one of `kernels.loss`."""
+        super().__init__(width, vocab_size, bias=False, dtype=dtype)
+        self.kernel = kernel
+        self.columns = Columns()
+        self.token_losses: TokenLosses = token_losses
+
+    def forward(self, h_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """The loss is the sum of -log p(target) over targets that are not IGNORED: a scalar in fp32 or finer."""
+        weight_VD = self.columns.local(self.weight)
+        if targets_BS is None:
+            return F.linear(h_BSD, weight_VD)
+        targets_T = targets_BS.flatten()
+        if self.kernel == "linear":
+            loss: Tensor = _LinearCrossEntropy.apply(h_BSD.flatten(0, 1), weight_VD, targets_T, self)
+        else:
+            loss = _CrossEntropy.apply(F.linear(h_BSD, weight_VD).flatten(0, 1), targets_T, self)
+        return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Of logits that are there; their gradient lies beside them until forward ends."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, head: Head) -> Tensor:
+        num_chunks = count_loss_chunks(len(logits_TV)) if head.kernel == "chunked" else 1
+        gradient_TV = torch.empty_like(logits_TV)
+        parts = (logits_TV.chunk(num_chunks), targets_T.chunk(num_chunks), gradient_TV.chunk(num_chunks))
+        losses = [head.token_losses(x, y, head.columns, dx).sum() for x, y, dx in zip(*parts, strict=True)]
+        ctx.save_for_backward(gradient_TV)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient_TV,) = ctx.saved_tensors
+        return gradient_TV.mul_(upstream[0]), None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Together with the head's matmul; forward leaves the gradients of hidden states and weight.
+
+    The weight's is summed over the chunks in its own format.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head) -> Tensor:
+        h_gradient_TD, weight_gradient_VD = torch.empty_like(h_TD), torch.zeros_like(weight_VD)
+        num_chunks = count_loss_chunks(len(h_TD))
+        losses = []
+        parts = (h_TD.chunk(num_chunks), targets_T.chunk(num_chunks), h_gradient_TD.chunk(num_chunks))
+        for h, targets, h_gradient in zip(*parts, strict=True):
+            logits = F.linear(h, weight_VD)
+            gradient = torch.empty_like(logits)
+            losses.append(head.token_losses(logits, targets, head.columns, gradient).sum())
+            torch.mm(gradient, weight_VD, out=h_gradient)
+            weight_gradient_VD.addmm_(gradient.T, h)
+        ctx.save_for_backward(h_gradient_TD, weight_gradient_VD)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        h_gradient_TD, weight_gradient_VD = ctx.saved_tensors
+        return h_gradient_TD.mul_(upstream[0]), weight_gradient_VD.mul_(upstream[0]), None, None

@@ -1,9 +1,20 @@
-"""SwiGLU (arXiv:2002.05202): silu(gate) · up."""
+"""SwiGLU (arXiv:2002.05202): silu(gate) · up, the gated activation of Llama's feed-forward, elementwise."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The gated activation of Llama's feed-forward, elementwise."""
+def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Two operations."""
     return F.silu(gate) * up
+
+
+def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """liger-kernel's; backward writes the gradients over `gate` and `up`, so it can run only once."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    result: Tensor = LigerSiLUMulFunction.apply(gate, up)
+    return result
+
+
+SWIGLUS = {"eager": eager_swiglu, "liger": liger_swiglu}

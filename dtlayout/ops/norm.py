@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtlayout.errors import KernelError
 from dtlayout.kernels import Norm
 
 
@@ -32,4 +33,19 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-NORMS = {"eager": eager_rms_norm, "fused": fused_rms_norm}
+def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """liger-kernel's; statistics in fp32."""
+    # Triton reads memory, and a result that a collective still writes has none of its own: copying it waits.
+    ready = x if type(x) is Tensor else x.clone()
+    if type(ready) is not Tensor:
+        raise KernelError(
+            "kernels.norm=liger runs on this rank's tensors, and sequence parallelism hands it sharded ones; use "
+            "kernels.norm=fused or layout.sequence_parallel=false"
+        )
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    result: Tensor = LigerRMSNormFunction.apply(ready, weight, eps, 0.0, "llama", False)
+    return result
+
+
+NORMS = {"eager": eager_rms_norm, "fused": fused_rms_norm, "liger": liger_rms_norm}

@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864) in the convention of HF's Llama: halves rotated, not pairs.
 
-Legend: B batch, S sequence, H heads, K head width.
+Legend: B batch, S sequence, H heads (H of queries, G of keys and values), K head width.
 """
 
 import math
@@ -64,3 +64,25 @@ def apply_rope(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (x * cos[:seq_len] + rotated * sin[:seq_len]).to(x_BHSK.dtype)
+
+
+def eager_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, one operation after the other."""
+    return apply_rope(q_BHSK, cos, sin), apply_rope(k_BGSK, cos, sin)
+
+
+def liger_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """liger-kernel's, in fp32 or finer.
+
+    It writes over its inputs without telling autograd, and selective recomputation keeps these: so it gets copies.
+    """
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    seq_len = q_BHSK.shape[-2]
+    result: tuple[Tensor, Tensor] = LigerRopeFunction.apply(
+        q_BHSK.clone(), k_BGSK.clone(), cos[None, :seq_len], sin[None, :seq_len]
+    )
+    return result
+
+
+ROPES = {"eager": eager_rope, "liger": liger_rope}

@@ -8,14 +8,14 @@ than the layout or the layout does not fit. If none fits, more GPUs are tried.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from dtlayout.batch import Batch
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Attention, Kernels, Norm
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
 
@@ -34,6 +34,13 @@ _TRADES = (
 _ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 _RECOMPUTE = ("none", "selective", "every-4", "every-2", "full")
 _MOST_VIRTUAL_STAGES = 8
+_KERNEL_KNOBS = {
+    "norm": ("fused", "eager"),
+    "attention": ("sdpa-flash", "sdpa-cudnn", "sdpa-math"),
+    "loss": ("linear", "chunked", "eager"),
+    "compile": ("blocks", "none"),
+}
+"""Kernels that need no package beside torch."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +208,9 @@ def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
 def _other_kernels(scenario: Scenario, kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
     """Each kernel set otherwise, as far as our trainer has it for this precision and device."""
     device_type = "cpu" if scenario.cluster.gpu.name == "cpu" else "cuda"
-    for knob, values in (("norm", get_args(Norm)), ("attention", get_args(Attention))):
+    for knob, values in _KERNEL_KNOBS.items():
         for value in values:
-            others = replace(kernels, **{knob: value})
+            others = replace(kernels, **{knob: value})  # type: ignore[arg-type]
             try:
                 others.check(scenario.precision, device_type)
             except InvalidConfig:

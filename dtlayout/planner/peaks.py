@@ -109,7 +109,7 @@ class Peaks:
     def block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
         """What blocks and head hold of a microbatch."""
         key = ("block", layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute)
-        return self.remember((*key, kernels.attention, kernels.norm), lambda: self._block_bytes(layout, kernels))
+        return self.remember((*key, kernels), lambda: self._block_bytes(layout, kernels))
 
     def _block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
         if not self._is_fsdp2:
@@ -122,7 +122,7 @@ class Peaks:
         # A backward begins where most is in flight, with a block that is surely recomputed only if all are.
         again = size.recomputed(recompute, 0) if recompute.every == 1 else 0.0
         # So does the loss, if there is one chunk alone.
-        logits = size.logits + size.exact_logits if layout.virtual_stages == 1 else 0.0
+        logits = size.loss if layout.virtual_stages == 1 else 0.0
         return BlockBytes(size.block, kept, again, logits)
 
     def held_bytes(self, layout: Layout, kernels: Kernels, stages: Stages, m: int) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.search import TIE, Search, needed_bytes
-from dtlayout.planner.space import CHOICES, RECOMPUTE, Space
+from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, Space
 
 GIB = 2**30
 _PARTS = {
@@ -111,8 +111,8 @@ def describe_lead(own: Estimate, following: Estimate, place: int) -> str:
 def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels]:
     """The layout that some choices name: every other field at its default, dp_shard as the GPUs that are left."""
     named = {**space.fixed, **choices}
-    layout = {name: value for name, value in named.items() if name in CHOICES and name not in ("attention", "norm")}
-    kernels = Kernels(**{name: value for name, value in named.items() if name in ("attention", "norm")})
+    layout = {name: value for name, value in named.items() if name in CHOICES and name not in KERNEL_NAMES}
+    kernels = Kernels(**{name: value for name, value in named.items() if name in KERNEL_NAMES})
     if layout.get("virtual_stages", 1) > 1:
         layout.setdefault("schedule", "interleaved-1f1b")
     if "dp_shard" not in layout:

@@ -215,7 +215,8 @@ class Search:
             block = self.estimator.block(layout, k)
             sizes = self._peaks.block_bytes(layout, k)
             waits = max(0.0, block.host_s - block.forward_s - block.backward_s)
-            costs.append((block.forward_s, block.backward_s, *sizes, waits))
+            head = self.estimator.head(layout, k)
+            costs.append((block.forward_s, block.backward_s, head.forward_s + head.backward_s, *sizes, waits))
         return [
             k
             for i, (k, own) in enumerate(zip(kernels, costs, strict=True))

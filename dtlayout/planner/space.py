@@ -12,14 +12,15 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | micro_batch | divisors of B |
 | sequence_parallel | on; for tp > 1 also off |
 | recompute | none, selective, full, every-2, every-4, every-8 |
-| attention, norm | all that the trainer has |
+| attention, norm | sdpa-flash, sdpa-math; fused, eager |
+| loss, rope, swiglu, compile | what they are by default; others only where they are fixed |
 
 cp stays 1, which is all that the trainer takes. What is fixed takes the place of an axis's values.
 """
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import product
 from typing import Any, TypeVar
@@ -39,9 +40,9 @@ Order = tuple[ScheduleName, int]
 """schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "full", "every-2", "every-4", "every-8")
-_KERNEL_NAMES = [f.name for f in fields(Kernels)]
+KERNEL_NAMES = [f.name for f in fields(Kernels)]
 CHOICES: dict[str, type] = {f.name: type(getattr(Layout(), f.name)) for f in fields(Layout)}
-CHOICES |= dict.fromkeys(_KERNEL_NAMES, str)
+CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
 """What can be fixed or avoided: name → type."""
 
 
@@ -70,7 +71,7 @@ def parse_choice(text: str) -> tuple[str, Any]:
         }
         raise InvalidConfig(f"{name}={written} must be {kinds[CHOICES[name]]}")
     checked: dict[str, Any] = {name: value}
-    Kernels(**checked) if name in _KERNEL_NAMES else Layout(**checked)
+    Kernels(**checked) if name in KERNEL_NAMES else Layout(**checked)
     return name, value
 
 
@@ -169,8 +170,19 @@ class Space:
     @cached_property
     def kernels(self) -> list[Kernels]:
         """Those that the trainer has; the fast ones first."""
-        attention = self.choose("attention", ("sdpa-flash", "sdpa-math"))
-        return [Kernels(attention=a, norm=n) for a, n in product(attention, self.choose("norm", ("fused", "eager")))]  # type: ignore[arg-type]
+        values: dict[str, tuple[str, ...]] = {name: (kernel,) for name, kernel in asdict(Kernels()).items()}
+        values |= {"attention": ("sdpa-flash", "sdpa-math"), "norm": ("fused", "eager")}
+        chosen = [self.choose(name, found) for name, found in values.items()]
+        combinations = [dict(zip(values, each, strict=True)) for each in product(*chosen)]
+        return [
+            Kernels(**each).resolve(self.scenario.precision, self.device_type)[0]  # type: ignore[arg-type]
+            for each in combinations
+        ]
+
+    @property
+    def device_type(self) -> str:
+        """What kernels run on, as PyTorch names it."""
+        return "cpu" if self.scenario.cluster.gpu.name == "cpu" else "cuda"
 
     @cached_property
     def constant(self) -> dict[str, Any]:
@@ -179,9 +191,8 @@ class Space:
 
     def allows_kernels(self, kernels: Kernels) -> bool:
         """Whether the trainer has these kernels on this device in this precision."""
-        device = "cpu" if self.scenario.cluster.gpu.name == "cpu" else "cuda"
         try:
-            kernels.check(self.scenario.precision, device)
+            kernels.check(self.scenario.precision, self.device_type)
         except InvalidConfig:
             return False
         return True

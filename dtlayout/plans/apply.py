@@ -1,12 +1,11 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → recompute → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it leaves on each rank;
+TP/SP → recompute → compile → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it leaves on each rank;
 recomputation goes inside the FSDP unit, so that a unit gathers once for its backward, not once more for the
-recomputation.
+recomputation; FSDP2's hooks stay outside of what is compiled.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,32 +17,34 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Compile
 from dtlayout.mesh.axes import TP
+from dtlayout.ops.loss import Head
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.plan import Plan, match_names
+from dtlayout.plans.sequence_norm import SequenceNorm
 from dtlayout.plans.tensor import TensorStyle
-from dtlayout.plans.vocab_parallel import VocabParallelLoss
+from dtlayout.plans.vocab_parallel import VocabParallelHead
 from dtlayout.recompute import Recompute
 
 SEQUENCE = Shard(1)  # hidden states are [B, S, D]
 
 STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
-    "colwise-gather": lambda: ColwiseParallel(input_layouts=SEQUENCE),
     "rowwise": RowwiseParallel,
     "rowwise-scatter": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     "embedding": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding-scatter": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
     "input": lambda: _prepare_first_input(Replicate()),
     "input-gather": lambda: _prepare_first_input(SEQUENCE),
-    "sequence": SequenceParallel,
-    "vocab-loss": VocabParallelLoss,
+    "sequence": SequenceNorm,
+    "head": lambda: VocabParallelHead(Replicate()),
+    "head-gather": lambda: VocabParallelHead(SEQUENCE),
 }
 
 
@@ -54,7 +55,10 @@ def apply_plan(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     """
     if mesh[TP].size() > 1:
         split_tensors(module, plan.tensor, mesh[TP])
-    recompute_blocks(module, plan.blocks, plan.recompute)
+        if plan.compile == "blocks":
+            await_embedding(module)
+    prepare_blocks(module, plan.blocks, plan.recompute, compiles=plan.compile == "blocks")
+    compile_rest(module, plan.compile)
     return shard(module, plan, mesh)
 
 
@@ -72,18 +76,49 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
         setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
-def recompute_blocks(module: nn.Module, blocks: str, recompute: Recompute) -> None:
-    """Checkpoint the forward of each covered block; a block's number is the last part of its name."""
+def prepare_blocks(module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool) -> None:
+    """Recompute and compile the forward of each block; a block's number is the last part of its name.
+
+    Selective recomputation is part of what is compiled, which must know the operations that are kept. Recomputation in
+    full runs what is compiled a second time: compiled together they fail on tensors that tp shards.
+    """
     for name in match_names(blocks, [name for name, _ in module.named_modules()]):
         number = name.rpartition(".")[2]
         if not number.isdigit():
             raise InvalidConfig(
                 f"plan.blocks={blocks!r} matches {name!r}, whose last part is no number; name the blocks"
             )
-        if recompute.covers(int(number)):
-            block = module.get_submodule(name)
-            run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)  # nothing is random
-            block.forward = partial(run, context_fn=_keep_dear_results) if recompute.selective else run
+        block, is_covered = module.get_submodule(name), recompute.covers(int(number))
+        if is_covered and recompute.selective:
+            block.forward = _checkpointed(block.forward, context_fn=_keep_dear_results)
+        if compiles:
+            block.forward = torch.compile(block.forward)
+        if is_covered and not recompute.selective:
+            block.forward = _checkpointed(block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function of its own, since torch.compile does not look into a `partial` of `checkpoint`."""
+
+    def run(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)  # nothing random
+
+    return run
+
+
+def compile_rest(module: nn.Module, compile: Compile) -> None:
+    """Compile the loss or the whole, in place."""
+    if compile == "model":
+        module.compile()
+    if compile == "loss":
+        for head in (part for part in module.modules() if isinstance(part, Head)):
+            head.token_losses = torch.compile(head.token_losses)
+
+
+def await_embedding(module: nn.Module) -> None:
+    """Copy the embedding's sum over tp, since a compiled block cannot take a tensor that waits for its collective."""
+    for embedding in (part for part in module.modules() if isinstance(part, nn.Embedding)):
+        embedding.register_forward_hook(lambda _, inputs, output: output.clone())
 
 
 def _prepare_first_input(placement: Replicate | Shard) -> PrepareModuleInput:
@@ -111,10 +146,12 @@ _DEAR = {
     torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
 }
-"""Operations whose results selective recomputation keeps; flash attention has one for each device type. Not the
+"""Operations whose results selective recomputation keeps; each attention kernel is one. Not the
 all-gather: what sequence parallelism shards would lie there whole."""
 
 

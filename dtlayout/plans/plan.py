@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.plans.tensor import BLOCKS, TensorStyle, tensor_styles
@@ -34,9 +34,13 @@ class Plan:
     """What the units shard: optimizer state, also gradients, also parameters."""
     precision: Precision
     """Number formats of parameters, computation and gradient reduction."""
+    compile: Compile = "none"
+    """What torch.compile gets: each of the blocks, the loss, the whole, or nothing."""
 
     def __str__(self) -> str:
         rows = [(pattern, f"tp {style}") for pattern, style in self.tensor.items()]
+        if self.compile != "none":
+            rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
         rows += [(" + ".join(unit), f"fsdp unit, zero {self.zero}") for unit in self.units]
         if self.recompute.every:
             what = "selectively" if self.recompute.selective else "in full"
@@ -58,6 +62,7 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         units=((BLOCKS,), *ends),
         zero=layout.zero,
         precision=precision,
+        compile=kernels.compile,
     )
 
 

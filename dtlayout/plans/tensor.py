@@ -9,12 +9,11 @@ vocabulary, and the loss is computed on the split logits. What a style sends ove
 | input | | all-reduce |
 | input-gather | all-gather | reduce-scatter |
 | colwise below an input | | |
-| colwise alone | | all-reduce |
-| colwise-gather | all-gather | reduce-scatter |
 | rowwise, embedding | all-reduce | |
 | rowwise-scatter, embedding-scatter | reduce-scatter | all-gather |
 | sequence | | (weight gradients: an all-reduce when gradients are synchronised) |
-| vocab-loss | two all-reduces, of one and of two numbers a token | |
+| head | two all-reduces, of one and of two numbers a token | all-reduce |
+| head-gather | all-gather, and these two | reduce-scatter |
 """
 
 from typing import Literal
@@ -23,7 +22,6 @@ from dtlayout.layout import Layout
 
 TensorStyle = Literal[
     "colwise",
-    "colwise-gather",
     "rowwise",
     "rowwise-scatter",
     "embedding",
@@ -31,7 +29,8 @@ TensorStyle = Literal[
     "input",
     "input-gather",
     "sequence",
-    "vocab-loss",
+    "head",
+    "head-gather",
 ]
 
 
@@ -54,8 +53,7 @@ def tensor_styles(layout: Layout) -> dict[str, TensorStyle]:
         f"{BLOCKS}.mlp.gate_proj": "colwise",
         f"{BLOCKS}.mlp.up_proj": "colwise",
         f"{BLOCKS}.mlp.down_proj": "rowwise-scatter" if scatter else "rowwise",
-        "lm_head": "colwise-gather" if scatter else "colwise",
-        "loss": "vocab-loss",
+        "lm_head": "head-gather" if scatter else "head",
     }
     if scatter:
         norms = (f"{BLOCKS}.input_layernorm", f"{BLOCKS}.post_attention_layernorm", "model.norm")

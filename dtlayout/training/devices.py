@@ -21,6 +21,8 @@ class Device:
     """What torch calls it."""
     peak_flops_per_s: float | None
     """Dense bf16 peak, where a constants file knows it."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability."""
 
 
 def open_device(wanted: str, gpu: str) -> Device:
@@ -36,7 +38,7 @@ def open_device(wanted: str, gpu: str) -> Device:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     name = torch.cuda.get_device_name()
     known = _find_type(name, gpu)
-    return Device("cuda", name, known.peak_flops_per_s if known else None)
+    return Device("cuda", name, known.peak_flops_per_s if known else None, torch.cuda.get_device_capability())
 
 
 def find_predicted_gpu(device: Device, wanted: str) -> Gpu | None:

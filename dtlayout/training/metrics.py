@@ -83,7 +83,9 @@ class Summary:
     device: str = ""
     torch: str = ""
     attention_kernels: list[str] = field(default_factory=list)
-    """The kernels that really ran."""
+    """The attention kernels that really ran."""
+    kernels: dict[str, list[str]] = field(default_factory=dict)
+    """The same of each operation, as far as names tell."""
     step_time_s: float | None = None
     """Median of this process's steps, the first two left out."""
     tokens_per_s: float | None = None

@@ -10,6 +10,7 @@ from dtlayout.costmodel.engine import Engine, find_engine
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidLayout
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain, largest_component
 from dtlayout.training.metrics import Predicted
@@ -31,7 +32,12 @@ def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Sc
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
     """The estimate of this trainer with a legal layout on a GPU type; None where no numbers of the GPU are known."""
-    return None if gpu is None else estimate(_own_scenario(config, layout, gpu), layout, config.kernels)
+    return None if gpu is None else estimate(_own_scenario(config, layout, gpu), layout, predicted_kernels(config, gpu))
+
+
+def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
+    """A config's kernels on a GPU type as the cost model knows them, without an auto."""
+    return config.kernels.resolve(config.precision, "cpu" if gpu.name == "cpu" else "cuda")[0]
 
 
 def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
@@ -41,7 +47,7 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
         return
     if predicted.peak_bytes <= HOPELESS_SHARE * predicted.capacity_bytes:
         return
-    explanation = explain(_own_scenario(config, layout, gpu), layout, config.kernels)
+    explanation = explain(_own_scenario(config, layout, gpu), layout, predicted_kernels(config, gpu))
     largest = largest_component(predicted.memory[predicted.busiest_rank])
     ways = [_describe_change(change) for change in explanation.changes[:3]]
     if explanation.growth is not None:

@@ -24,10 +24,13 @@ from dtlayout.data.batches import microbatch_indices
 from dtlayout.data.open import open_samples
 from dtlayout.data.samples import Samples
 from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
-from dtlayout.measure.kernels import AttentionRecorder
+from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.ranks import dp_rank
 from dtlayout.models.counting import count_parameters
+from dtlayout.ops.attention import attention_implementation
+from dtlayout.ops.packages import check_packages, find_installed
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.signals import StopRequest
 from dtlayout.training.build import assemble
@@ -45,27 +48,36 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
-    config.kernels.check(config.precision, device.type)
+    config.kernels.check(config.precision, device.type, device.capability)
+    kernels, why = config.kernels.resolve(config.precision, device.type, device.capability, find_installed())
+    check_packages(kernels)
     refuse_hopeless(config, layout, find_predicted_gpu(device, config.cluster.gpu))
     samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
-    join_ranks(device, config.train.timeout_s)
-    run = _Run(config, layout, device, samples, stop)
-    try:
-        exit_code = run.execute()
-    except DtlayoutError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # it may be this rank's alone; local rank 0's are printed anyway
-            print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
-        raise
-    dist.destroy_process_group()  # not after a failure: NCCL would wait for ranks that do not come
+    with attention_implementation(kernels.attention):
+        join_ranks(device, config.train.timeout_s)
+        run = _Run(config, layout, kernels, device, samples, stop)
+        if kernels != config.kernels:
+            run.display.say(f"kernels.attention=auto is {kernels.attention}: {why}")
+        try:
+            exit_code = run.execute()
+        except DtlayoutError as error:
+            if os.environ.get("LOCAL_RANK", "0") != "0":  # it may be this rank's alone; local rank 0's are printed
+                print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+            raise
+        dist.destroy_process_group()  # not after a failure: NCCL would wait for ranks that do not come
     return exit_code
 
 
 class _Run:
     """One rank's side of a run."""
 
-    def __init__(self, config: Config, layout: Layout, device: Device, samples: Samples, stop: StopRequest):
+    def __init__(
+        self, config: Config, layout: Layout, kernels: Kernels, device: Device, samples: Samples, stop: StopRequest
+    ):
+        """`kernels` are the config's without an auto."""
         self.config = config
         self.layout = layout
+        self.kernels = kernels
         self.device = device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
@@ -77,7 +89,7 @@ class _Run:
             config.model,
             config.batch,
             layout,
-            config.kernels,
+            kernels,
             config.precision,
             seed=config.train.seed,
             device_type=device.type,
@@ -94,7 +106,7 @@ class _Run:
             aliases=config.model.aliases,
         )
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
-        self.attention = AttentionRecorder()
+        self.recorder = KernelRecorder()
         self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
         console = Console(quiet=not self.is_writer)
@@ -166,10 +178,10 @@ class _Run:
         )
         set_learning_rate(self.optimizer, lr)
         tokens, targets = (t.to(self.device.type) for t in self.samples.batch(index, self.indices))
-        with self.attention if is_first else nullcontext():
+        with self.recorder if is_first else nullcontext():
             result = self.step(tokens, targets, stop=self.stop.is_made)
         if is_first:
-            check_attention(self.config.kernels.attention, self.attention.executed)
+            check_attention(self.kernels.attention, set(self.recorder.executed["attention"]))
         return result, lr
 
     def _note(self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool) -> None:
@@ -229,7 +241,8 @@ class _Run:
             world_size=self.layout.world_size,
             device=self.device.name,
             torch=torch.__version__,
-            attention_kernels=sorted(self.attention.executed),
+            attention_kernels=self.recorder.executed["attention"],
+            kernels=self.recorder.executed,
             step_time_s=step_time_s,
             peak_memory_bytes_by_pp_rank=self.memory.peaks_by_pp_rank,
             predicted=self.predicted,

@@ -93,6 +93,7 @@ def test_where_nothing_single_fits_the_component_and_the_gpus_are_named(capsys):
 
 def test_a_layout_that_nothing_improves_says_so(files, capsys):
     arguments = (str(files.config), "--gpu", "h100-80g-sxm", "--precision.compute=bfloat16", "--layout.micro_batch=8")
+    arguments += ("--kernels.compile=blocks",)
     assert "no single change is predicted to be faster" in explain(capsys, *arguments)
 
 
@@ -138,3 +139,10 @@ def test_the_example_works_and_imports_nothing_heavy():
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_auto_is_explained_as_the_kernel_that_it_stands_for(files, capsys):
+    arguments = (str(files.config), "--gpu", "h100-80g-sxm", "--precision.compute=bfloat16", "--json")
+    document = json.loads(explain(capsys, *arguments, "--kernels.attention=auto"))
+    assert document["kernels"]["attention"] == "sdpa-flash"
+    assert document == json.loads(explain(capsys, *arguments, "--kernels.attention=sdpa-flash"))

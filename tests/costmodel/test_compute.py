@@ -29,6 +29,10 @@ def test_each_size_of_a_matmul_is_lengthened():
     ("kernel", "forward_us", "backward_us"),
     [
         ("sdpa-flash", 40, 100),  # 4·T·s·h FLOPs, of which the mask hides half, at half of the peak; 2.5 times backward
+        ("flash-attn", 40, 100),
+        ("sdpa-cudnn", 25, 62.5),
+        ("fa3", 25, 62.5),
+        ("sdpa-efficient", 80, 200),
         ("flash1", 100, 250),
         ("torch", 80 + 200, 160 + 300),  # all FLOPs as matmuls, and 20 byte for each of 10·1000·1000 scores
         ("sdpa-math", 80 + 200, 160 + 300),
@@ -57,6 +61,30 @@ def test_an_eager_norm_adds_traffic_and_the_start_of_its_kernels():
     fused, eager = (block_time(scenario(), Layout(), Kernels(norm=norm)) for norm in ("fused", "eager"))
     assert eager.forward_s - fused.forward_s == pytest.approx((100 / 3 + 50) * US)
     assert eager.backward_s - fused.backward_s == pytest.approx((200 / 3 + 100) * US)
+
+
+@pytest.mark.parametrize(
+    "kernels", [Kernels(rope="liger"), Kernels(compile="blocks"), Kernels(compile="model")], ids=str
+)
+def test_a_rotary_embedding_in_one_kernel_moves_20_bytes_however_much_separate_operations_would(kernels):
+    """80 bytes of 120 a unit of width are left, of 10⁶ units at 1 TB/s."""
+    slow = scenario(rope_traffic_bytes=60.0)
+    eager, fused = block_time(slow, Layout(), Kernels()), block_time(slow, Layout(), kernels)
+    assert eager.forward_s - fused.forward_s == pytest.approx(40 / 3 * US)
+    assert eager.backward_s - fused.backward_s == pytest.approx(80 / 3 * US)
+
+
+def test_compiled_blocks_fuse_eager_norms():
+    compiled = block_time(scenario(), Layout(), Kernels(norm="eager", compile="blocks"))
+    assert compiled == block_time(scenario(), Layout(), Kernels(norm="fused", compile="blocks"))
+
+
+def test_a_linear_loss_has_all_its_matmuls_in_forward_and_adds_the_weights_gradient_up_over_chunks():
+    """1000 tokens are two chunks: 40 MB of 10⁷ weights' gradients are read and written for each."""
+    whole, linear = (head_time(scenario(), Layout(), Kernels(loss=loss)) for loss in ("eager", "linear"))
+    assert linear.forward_s == pytest.approx(whole.forward_s + whole.backward_s + 2 * 2 * 2 * 1e7 / 1e12)
+    assert linear.backward_s == 0.0
+    assert head_time(scenario(), Layout(), Kernels(loss="chunked")) == whole
 
 
 def test_tp_splits_matmuls_and_attention_and_only_with_sequence_parallelism_the_norms():
@@ -88,14 +116,14 @@ def test_without_tp_nothing_is_sent():
 
 def test_a_vocabulary_parallel_loss_passes_over_its_share_of_the_logits():
     """10⁷ logits: 400 µs as a matmul, 50 byte each in the loss."""
-    alone, shared = head_time(scenario(), Layout()), head_time(scenario(), TP2)
+    alone, shared = head_time(scenario(), Layout(), Kernels()), head_time(scenario(), TP2, Kernels())
     assert (alone.forward_s, alone.backward_s) == pytest.approx((650 * US, 1050 * US))
     assert (shared.forward_s, shared.backward_s) == pytest.approx((325 * US, 525 * US))
     assert (shared.forward_tp_s, shared.backward_tp_s) == pytest.approx((0, 2 * HALF_S))
 
 
 def test_a_replicated_loss_gathers_the_logits_and_passes_over_all_of_them():
-    found = head_time(scenario(habits=Habits(loss="replicated")), TP2)
+    found = head_time(scenario(habits=Habits(loss="replicated")), TP2, Kernels())
     assert (found.forward_s, found.backward_s) == pytest.approx((450 * US, 650 * US))
     assert found.forward_tp_s == pytest.approx((10 + 200 + 5) * US)  # half of 20 MB at 50 GB/s
 

@@ -12,7 +12,7 @@ from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.memory import MemoryEstimate, estimate_memory
 from dtlayout.costmodel.phase import IDLE, NOTHING, Part, Phase, add, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario, cut
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters, count_parameters
 from dtlayout.models.presets import PRESETS
@@ -105,15 +105,22 @@ def test_sdpa_math_keeps_scores_and_exact_inputs_in_fp32():
     assert more == MODEL.num_heads * SEQ_LEN * (4 * SEQ_LEN - 4) + SEQ_LEN * H * (3 * 4 - 3 * 2)
 
 
-def test_the_loss_needs_three_exact_copies_of_the_logits_and_two_over_tp():
-    wide = replace(MODEL, vocab_size=512_000)
+@pytest.mark.parametrize(
+    ("loss", "whole", "at_once"), [("eager", 2 + 2 + 4, 0), ("chunked", 2 + 2, 4), ("linear", 0, 2 + 2 + 4)]
+)
+def test_the_loss_needs_logits_their_gradient_and_an_exact_softmax_of_as_many_as_it_takes_at_once(loss, whole, at_once):
+    wide = replace(MODEL, vocab_size=512_000, num_layers=2)
     alone, split = (
-        estimate(replace(layout, micro_batch=16), model=wide)[0] for layout in (Layout(dp_shard=8), Layout(tp=8))
+        estimate(replace(layout, micro_batch=16), model=wide, kernels=Kernels(loss=loss))[0]
+        for layout in (Layout(dp_shard=8), Layout(tp=2, dp_shard=4))
     )
     tokens = 16 * SEQ_LEN
     logits = tokens * wide.vocab_size
-    assert alone.logits == 12 * logits
-    assert split.logits == 10 * logits / 8 + 10 * tokens
+    early = 2 * tokens * H if loss == "linear" else 0  # the gradients of hidden states and of the weight
+    weight = 2 * wide.vocab_size * H if loss == "linear" else 0
+    per_logit = whole + at_once / count_loss_chunks(tokens)
+    assert alone.logits == per_logit * logits + early + weight
+    assert split.logits == per_logit * logits / 2 + early + weight / 2
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=4), Layout(pp=4, dp_shard=2)], ids=str)

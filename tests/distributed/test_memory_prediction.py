@@ -14,6 +14,7 @@ from tests.distributed.test_parity import AXES, TIED_LAYOUTS
 
 COARSE = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
 FP32_SUMS = Precision(params="bfloat16", compute="bfloat16", reduce="float32")
+WIDE = replace(SHAPE, vocab_size=800)
 MATH, EAGER = Kernels(attention="sdpa-math"), Kernels(norm="eager")
 OTHER_CASES = {
     "exact dp4": Case(AXES["dp4"], precision=EXACT),
@@ -22,9 +23,14 @@ OTHER_CASES = {
     "scores": Case(AXES["dp4"], precision=BF16, kernels=MATH),
     "scores, recomputed": Case(Layout(dp_shard=4, recompute="full"), precision=BF16, kernels=MATH),
     "scores, kept from recomputation": Case(Layout(dp_shard=4, recompute="selective"), precision=FP32, kernels=MATH),
+    "chunked loss": Case(AXES["dp4"], precision=BF16, kernels=Kernels(loss="chunked"), model=WIDE),
+    "linear loss": Case(AXES["dp4"], precision=BF16, kernels=Kernels(loss="linear"), model=WIDE),
+    "chunked loss over tp": Case(AXES["pp2 tp2"], precision=BF16, kernels=Kernels(loss="chunked"), model=WIDE),
+    "linear loss over tp": Case(AXES["pp2 tp2"], precision=BF16, kernels=Kernels(loss="linear"), model=WIDE),
+    "linear loss, gpipe": Case(AXES["pp4 gpipe"], precision=BF16, kernels=Kernels(loss="linear"), model=WIDE),
     "eager norms": Case(AXES["dp4"], precision=BF16, kernels=EAGER),
     "unequal shards": Case(AXES["zero 3"], precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
-    "large vocabulary": Case(AXES["pp2 tp2"], precision=BF16, model=replace(SHAPE, vocab_size=800)),
+    "large vocabulary": Case(AXES["pp2 tp2"], precision=BF16, model=WIDE),
     "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
     **{f"tied {name}": Case(TIED_LAYOUTS[name], precision=BF16, model=TIED) for name in ("zero 3", "pp2 tp2")},
 }

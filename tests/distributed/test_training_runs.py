@@ -23,7 +23,8 @@ def straight(tmp_path_factory) -> TinyFiles:
     """Six steps of a model with tied embeddings as tp2, with a checkpoint after each third."""
     folder = tmp_path_factory.mktemp("straight")
     files, log = write_tiny(folder, steps=6, tied=True), folder / "log"
-    assert launch(2, files.config, "--layout.tp=2", "--checkpoint.every=3", log=log) == 0, log.read_text()
+    overrides = ("--layout.tp=2", "--checkpoint.every=3", "--kernels.attention=auto")
+    assert launch(2, files.config, *overrides, log=log) == 0, log.read_text()
     return files
 
 
@@ -55,6 +56,8 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     assert summary["final_loss"] == pytest.approx(sum(losses(straight.run)) / 6)
     assert summary["parameters"] == count_parameters(config.model) == count_parameters(SHAPE) - 260 * 32
     assert summary["attention_kernels"] == ["flash"]
+    assert summary["kernels"] == {"attention": ["flash"], "norm": ["fused"], "rope": [], "swiglu": ["eager"]}
+    assert config.kernels.attention == "auto"  # as it was written
     assert summary["peak_memory_bytes_by_pp_rank"] == [max(line["peak_memory_bytes"] or 0 for line in lines)]
     predicted, measured = summary["predicted"], summary["measured"]
     assert measured["step_time_s"] == summary["step_time_s"]
@@ -62,6 +65,8 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     assert (measured["mfu"], predicted["mfu"], predicted["gpu"], predicted["calibrated"]) == (None, None, "cpu", False)
     assert predicted["step_time_s"] > 0 and len(predicted["peak_memory_bytes"]) == 1
     log = (straight.config.parent / "log").read_text()
+    assert len(re.findall("^kernels.attention=auto is sdpa-flash: the CPU's one fused kernel$", log, re.M)) == 1
+    assert "USDT" not in log  # what the profiler says to nobody
     assert (
         len(re.findall(r"^predicted: step .* s \(uncalibrated: .*\), peak .* MiB on pipeline rank 0$", log, re.M)) == 1
     )

@@ -1,35 +1,28 @@
 """Causal attention: softmax attention in float64 with exactly the kernel that was asked for."""
 
-import math
+from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
+from attention import explicit_attention, make_inputs
 
 from dtlayout.errors import KernelError
-from dtlayout.measure.kernels import AttentionRecorder
-from dtlayout.ops.attention import BACKENDS, causal_attention
+from dtlayout.kernels import CUDA_ONLY, PREDICTED_ONLY, Attention
+from dtlayout.measure.kernels import KernelRecorder
+from dtlayout.ops.attention import BACKENDS, attention_implementation, causal_attention, repeat_heads
+from dtlayout.ops.packages import PACKAGES, find_installed
 
 RAN = {"sdpa-flash": "flash", "sdpa-math": "math"}
+on_cpu = pytest.mark.parametrize("kernel", RAN)
 
 
-def explicit_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The definition; each key-value head repeated for the query heads that share it."""
-    group, seq_len = q.shape[1] // k.shape[1], q.shape[2]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    future = torch.ones(seq_len, seq_len).triu(1).bool()
-    return scores.masked_fill(future, -math.inf).softmax(-1) @ v
-
-
-def make_inputs(kv_heads: int, seq_len: int = 9, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(kv_heads)
-    shapes = [(2, 4, seq_len, 8), (2, kv_heads, seq_len, 8), (2, kv_heads, seq_len, 8)]
-    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+def test_every_kernel_but_those_of_other_engines_and_auto_has_a_backend():
+    assert {*BACKENDS, *PREDICTED_ONLY, "auto"} == set(get_args(Attention))
+    assert {*RAN, *CUDA_ONLY} == set(BACKENDS)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("kernel", BACKENDS)
+@on_cpu
 def test_output_and_gradients_are_those_of_explicit_softmax(kernel, kv_heads):
     inputs = make_inputs(kv_heads)
     got, expected = causal_attention(*inputs, kernel), explicit_attention(*inputs)
@@ -39,7 +32,7 @@ def test_output_and_gradients_are_those_of_explicit_softmax(kernel, kv_heads):
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("kernel", BACKENDS)
+@on_cpu
 def test_a_query_depends_on_no_later_key(kernel):
     q, k, v = (t.detach() for t in make_inputs(2))
     before = causal_attention(q, k, v, kernel)
@@ -52,11 +45,11 @@ def test_a_query_depends_on_no_later_key(kernel):
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kernel", BACKENDS)
+@on_cpu
 def test_only_the_kernel_that_was_asked_for_runs(kernel, dtype, kv_heads):
-    with AttentionRecorder() as recorder:
+    with KernelRecorder() as recorder:
         causal_attention(*make_inputs(kv_heads, dtype=dtype), kernel)
-    assert recorder.executed == {RAN[kernel]}
+    assert recorder.executed["attention"] == [RAN[kernel]]
 
 
 @pytest.mark.filterwarnings("ignore:Flash attention")
@@ -64,9 +57,9 @@ def test_inputs_that_flash_does_not_take_are_an_error_and_no_other_kernel_runs()
     q, k, v = make_inputs(4)
     narrow = v[..., :4]  # the math kernel takes values of another width
     assert causal_attention(q, k, narrow, "sdpa-math").shape[-1] == 4
-    with AttentionRecorder() as recorder, pytest.raises(KernelError) as caught:
+    with KernelRecorder() as recorder, pytest.raises(KernelError) as caught:
         causal_attention(q, k, narrow, "sdpa-flash")
-    assert recorder.executed == set()
+    assert recorder.executed["attention"] == []
     message = str(caught.value)
     assert message.startswith("kernels.attention='sdpa-flash' does not run torch.float64 heads of width 8 on cpu; use ")
     assert "kernels.attention='sdpa-math'" in message
@@ -77,3 +70,42 @@ def test_other_failures_keep_their_own_message():
     with pytest.raises(RuntimeError, match="size") as caught:
         causal_attention(q, k[..., :4], v, "sdpa-math")
     assert not isinstance(caught.value, KernelError)
+
+
+@pytest.mark.filterwarnings("ignore:.*attention.*", "ignore:Expected query, key and value.*")
+@pytest.mark.parametrize("kernel", ["sdpa-efficient", "sdpa-cudnn"])
+def test_a_backend_that_is_not_on_this_device_is_an_error_and_gives_way_to_none(kernel):
+    with pytest.raises(KernelError, match=f"kernels.attention='{kernel}' does not run torch.float32 heads of width 8"):
+        causal_attention(*make_inputs(2, dtype=torch.float32), kernel)
+
+
+def test_repeated_heads_are_those_that_grouped_queries_read():
+    q, k, v = make_inputs(2)
+    grouped = causal_attention(q, k, v, "sdpa-math")
+    repeated = causal_attention(q, repeat_heads(k, 4), repeat_heads(v, 4), "sdpa-math")
+    torch.testing.assert_close(repeated, grouped, rtol=1e-14, atol=1e-14)
+    assert repeat_heads(q, 4) is q
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("kernel", BACKENDS)
+def test_on_cuda_each_kernel_is_explicit_softmax_and_no_other_runs(kernel, kv_heads):
+    if not torch.cuda.is_available():
+        pytest.skip(f"{kernel} on CUDA: there is no CUDA device here")
+    if kernel in PACKAGES and kernel not in find_installed():
+        pytest.skip(f"{kernel} on CUDA: its package is not installed")
+    if kernel == "fa3" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fa3 on CUDA: this GPU is no Hopper")
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 256, 64), (2, kv_heads, 256, 64), (2, kv_heads, 256, 64)]
+    inputs = [torch.randn(s, generator=generator).bfloat16().cuda().requires_grad_() for s in shapes]
+    exact = [t.detach().double().cpu().requires_grad_() for t in inputs]
+    expected = explicit_attention(*exact)
+    with attention_implementation(kernel), KernelRecorder() as recorder:
+        got = causal_attention(*inputs, kernel)
+        gradients = torch.autograd.grad(got.sum(), inputs)
+    name = kernel.removeprefix("sdpa-")
+    assert recorder.executed["attention"] == [name]
+    for ours, theirs in zip((got, *gradients), (expected, *torch.autograd.grad(expected.sum(), exact)), strict=True):
+        error = (ours.double().cpu() - theirs).norm() / theirs.norm()
+        assert error < 0.02, error

@@ -1,52 +1,95 @@
-"""Cross-entropy: a sum over valid targets that others may divide."""
+"""Cross-entropy: a sum over valid targets that others may divide, the same by every kernel."""
+
+from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from dtlayout.ops.loss import IGNORED, CrossEntropy
+from dtlayout.kernels import Loss, count_loss_chunks
+from dtlayout.ops.loss import IGNORED, Head, token_losses
 
+KERNELS = get_args(Loss)
+B, S, D, V = 3, 7, 5, 11
 generator = torch.Generator().manual_seed(0)
-LOGITS = torch.randn(3, 7, 11, dtype=torch.float64, generator=generator)
-TARGETS = torch.randint(11, (3, 7), generator=generator)
-MASKED = TARGETS.masked_fill(torch.rand(3, 7, generator=generator) < 0.4, IGNORED)
+HIDDEN = torch.randn(B, S, D, dtype=torch.float64, generator=generator)
+WEIGHT = torch.randn(V, D, dtype=torch.float64, generator=generator)
+TARGETS = torch.randint(V, (B, S), generator=generator)
+MASKED = TARGETS.masked_fill(torch.rand(B, S, generator=generator) < 0.4, IGNORED)
 
 
-def test_it_is_minus_the_log_of_the_targets_probabilities():
-    expected = -LOGITS.softmax(-1).gather(-1, TARGETS[..., None]).log().sum()
-    torch.testing.assert_close(CrossEntropy()(LOGITS, TARGETS), expected)
-
-
-def test_ignored_targets_add_nothing_to_the_loss_or_the_gradient():
-    logits = LOGITS.clone().requires_grad_()
-    loss = CrossEntropy()(logits, MASKED)
+def run(kernel: Loss, targets: Tensor, *, dtype=torch.float64, scale=0.37) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss · scale, and the gradients of hidden states and weight."""
+    head = Head(D, V, kernel, dtype)
+    head.weight.data = WEIGHT.to(dtype, copy=True)
+    hidden = HIDDEN.to(dtype, copy=True).requires_grad_()
+    loss = head(hidden, targets) * scale
     loss.backward()
-    valid = MASKED != IGNORED
-    assert 0 < valid.sum() < valid.numel()
-    torch.testing.assert_close(loss, F.cross_entropy(LOGITS[valid], MASKED[valid], reduction="sum"))
-    assert (logits.grad[~valid] == 0).all()
-    assert (logits.grad[valid] != 0).all()
+    return loss.detach(), hidden.grad, head.weight.grad
 
 
-def test_parts_of_a_batch_add_up_to_the_whole():
-    parts = [CrossEntropy()(logits, targets) for logits, targets in zip(LOGITS.split(1), MASKED.split(1), strict=True)]
-    torch.testing.assert_close(torch.stack(parts).sum(), CrossEntropy()(LOGITS, MASKED))
-
-
-def test_without_a_valid_target_the_loss_is_zero_and_not_nan():
-    logits = LOGITS.clone().requires_grad_()
-    loss = CrossEntropy()(logits, torch.full_like(TARGETS, IGNORED))
+def reference(targets: Tensor, *, dtype=torch.float64, scale=0.37) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by PyTorch's own operations, in float64, from inputs rounded to `dtype`."""
+    hidden = HIDDEN.to(dtype).to(torch.float64, copy=True).requires_grad_()
+    weight = WEIGHT.to(dtype).to(torch.float64, copy=True).requires_grad_()
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") * scale
     loss.backward()
-    assert loss == 0
-    assert (logits.grad == 0).all()
+    return loss.detach(), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-)
-def test_the_loss_is_in_fp32_or_finer(dtype, expected):
-    loss = CrossEntropy()(LOGITS.to(dtype), TARGETS)
-    assert loss.dtype == expected
-    reference = CrossEntropy()(LOGITS.to(dtype).double(), TARGETS)
-    torch.testing.assert_close(loss.double(), reference, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("targets", [TARGETS, MASKED], ids=["all", "masked"])
+def test_every_kernel_is_the_reference_forward_and_backward(kernel, targets):
+    assert 0 < (MASKED != IGNORED).sum() < MASKED.numel()
+    torch.testing.assert_close(run(kernel, targets), reference(targets))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_a_valid_target_loss_and_gradients_are_zero_and_not_nan(kernel):
+    assert all((found == 0).all() for found in run(kernel, torch.full_like(TARGETS, IGNORED)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_in_bf16_the_loss_is_in_fp32_and_gradients_are_as_near_as_bf16_comes(kernel):
+    loss, *gradients = run(kernel, MASKED, dtype=torch.bfloat16)
+    expected, *exact = reference(MASKED, dtype=torch.bfloat16)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-2, atol=0)  # the logits are rounded
+    for found, wanted in zip(gradients, exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found.double() - wanted).norm() < 2e-2 * wanted.norm()
+
+
+def test_a_target_that_is_nearly_certain_keeps_its_gradient_in_bf16():
+    """p = 0.9990 is 1.0 in bf16; p - 1 is not 0."""
+    logits = torch.tensor([[7.0, 0.0]], dtype=torch.bfloat16)
+    gradient = torch.empty_like(logits)
+    token_losses(logits, torch.tensor([0]), Head(D, V, "eager", torch.bfloat16).columns, gradient)
+    torch.testing.assert_close(gradient[0, 0].float(), torch.tensor(-9.11e-4), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_targets_the_head_gives_logits(kernel):
+    head = Head(D, V, kernel, torch.float64)
+    torch.testing.assert_close(head(HIDDEN), HIDDEN @ head.weight.T)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "linear"])
+def test_chunked_kernels_never_hold_exact_logits_of_all_tokens(kernel):
+    seen: list[int] = []
+
+    def spy(logits, targets, columns, gradient):
+        seen.append(len(logits))
+        return token_losses(logits, targets, columns, gradient)
+
+    head = Head(D, V, kernel, torch.float64)
+    head.token_losses = spy
+    head(HIDDEN, TARGETS)
+    assert sum(seen) == B * S and len(seen) == count_loss_chunks(B * S) > 1
+
+
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(2, 2), (2048, 2), (2049, 3), (4096, 4), (8192, 8)])
+def test_a_chunk_has_1024_tokens_at_most_and_there_are_two(num_tokens, chunks):
+    assert count_loss_chunks(num_tokens) == chunks

@@ -1,17 +1,19 @@
-"""RMSNorm: both kernels are the formula, forward and backward."""
+"""RMSNorm: every kernel is the formula, forward and backward."""
 
 import pytest
 import torch
+from liger import compare, needs_liger
 from torch.autograd import gradcheck
 
-from dtlayout.ops.norm import NORMS, RMSNorm
+from dtlayout.errors import KernelError
+from dtlayout.ops.norm import NORMS, RMSNorm, liger_rms_norm
 
 EPS = 1e-3
 generator = torch.Generator().manual_seed(0)
 X = torch.randn(3, 5, 8, dtype=torch.float64, generator=generator)
 WEIGHT = torch.randn(8, dtype=torch.float64, generator=generator)
 
-each_kernel = pytest.mark.parametrize("kernel", NORMS)
+each_kernel = pytest.mark.parametrize("kernel", ["eager", "fused"])  # in float64, which liger does not have
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -49,3 +51,22 @@ def test_the_module_starts_with_weights_of_one_in_its_dtype(kernel):
     module = RMSNorm(8, EPS, kernel, torch.float64)
     assert torch.equal(module.weight, torch.ones(8, dtype=torch.float64))
     torch.testing.assert_close(module(X), rms_norm(X, torch.ones_like(WEIGHT)))
+
+
+@needs_liger
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 5, 256), (2, 16384, 256)])  # liger-kernel has another kernel for many short rows
+def test_ligers_is_the_formula_on_cuda(dtype, shape):
+    inputs = [torch.randn(shape, generator=generator), torch.randn(shape[-1], generator=generator)]
+    compare(lambda x, w: liger_rms_norm(x, w, EPS), rms_norm, inputs, dtype)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor of another kind, which stays one in all operations, as a DTensor does."""
+
+
+def test_liger_refuses_what_is_no_plain_tensor():
+    with pytest.raises(
+        KernelError, match=r"kernels.norm=liger runs on this rank's tensors, .*; use kernels.norm=fused"
+    ):
+        liger_rms_norm(X.as_subclass(Wrapped), WEIGHT, EPS)

@@ -6,12 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from liger import compare, needs_liger
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.presets import PRESETS, find_preset
-from dtlayout.ops.rope import RotaryEmbedding, apply_rope, rotary_frequencies, stretch_frequencies
+from dtlayout.ops.rope import (
+    RotaryEmbedding,
+    apply_rope,
+    eager_rope,
+    liger_rope,
+    rotary_frequencies,
+    stretch_frequencies,
+)
 
 SHAPE = ModelShape(name="m", hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_size=8)
 POSITIONS = 64
@@ -105,3 +113,26 @@ def test_tables_built_on_the_meta_device_are_filled_when_they_get_memory():
     expected = RotaryEmbedding(replace(SHAPE, rope_theta=100.0), POSITIONS, torch.float64)
     assert torch.equal(rotary.cos, expected.cos)
     assert torch.equal(rotary.sin, expected.sin)
+
+
+def test_queries_and_keys_are_rotated_alike_and_gradients_are_rotated_back():
+    q, k = (torch.randn(2, heads, 9, SHAPE.head_dim, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
+    outputs = eager_rope(q, k, ROTARY.cos, ROTARY.sin)
+    for x, rotated in zip((q, k), outputs, strict=True):
+        assert torch.equal(rotated, apply_rope(x, ROTARY.cos, ROTARY.sin))
+        (gradient,) = torch.autograd.grad(rotated, x, rotated.detach())
+        torch.testing.assert_close(gradient, x.detach(), rtol=1e-12, atol=1e-12)  # a rotation's transpose undoes it
+
+
+@needs_liger
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ligers_is_the_rotation_on_cuda_and_leaves_its_inputs_alone(dtype):
+    rotary = RotaryEmbedding(SHAPE, POSITIONS, torch.float32)
+    tables = rotary.cos.cuda(), rotary.sin.cuda()
+    inputs = [torch.randn(2, 9, heads, SHAPE.head_dim).transpose(1, 2) for heads in (4, 2)]
+    compare(
+        lambda q, k: liger_rope(q, k, *tables),
+        lambda q, k: eager_rope(q, k, rotary.cos.double(), rotary.sin.double()),
+        inputs,
+        dtype,
+    )

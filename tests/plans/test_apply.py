@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dtlayout.errors import InvalidConfig
-from dtlayout.plans.apply import recompute_blocks
+from dtlayout.plans.apply import prepare_blocks
 from dtlayout.recompute import Recompute
 
 
@@ -20,11 +20,11 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize(("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every-2", [1, 2, 1])])
 def test_exactly_the_covered_blocks_run_forward_twice(mode: str, forwards: list[int]) -> None:
     model = nn.Sequential(Counting(4, 4), Counting(4, 4), Counting(4, 4))
-    recompute_blocks(model, "*", Recompute.parse(mode))
+    prepare_blocks(model, "*", Recompute.parse(mode), compiles=False)
     model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert [block.forwards for block in model] == forwards
 
 
 def test_blocks_without_a_number_cannot_be_counted() -> None:
     with pytest.raises(InvalidConfig, match=r"plan.blocks='\*' matches 'head', whose last part is no number"):
-        recompute_blocks(nn.ModuleDict({"head": nn.Linear(2, 2)}), "*", Recompute.parse("full"))
+        prepare_blocks(nn.ModuleDict({"head": nn.Linear(2, 2)}), "*", Recompute.parse("full"), compiles=False)

@@ -75,8 +75,7 @@ def test_each_pair_of_matmuls_opens_by_columns_and_closes_by_rows(sequence_paral
         assert {styles[f"{block}.{name}"] for name in split} == {"colwise"}
         assert {styles[f"{block}.self_attn.o_proj"], styles[f"{block}.mlp.down_proj"]} == {closing}
     assert styles["model.embed_tokens"] == ("embedding-scatter" if sequence_parallel else "embedding")
-    assert styles["lm_head"] == ("colwise-gather" if sequence_parallel else "colwise")
-    assert styles["loss"] == "vocab-loss"
+    assert styles["lm_head"] == ("head-gather" if sequence_parallel else "head")
 
 
 def test_sequence_parallelism_without_tensor_parallelism_changes_nothing():

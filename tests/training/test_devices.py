@@ -23,6 +23,7 @@ def taken(monkeypatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", found.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     return found
 
 
@@ -51,14 +52,14 @@ def test_the_cpu_is_taken_where_it_is_asked_for_although_there_is_cuda(taken):
 )
 def test_a_rank_takes_the_gpu_of_its_local_rank_and_the_peak_of_its_name(taken, monkeypatch, wanted, gpu, peak):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert open_device(wanted, gpu) == Device("cuda", "NVIDIA H100 80GB HBM3", peak)
+    assert open_device(wanted, gpu) == Device("cuda", "NVIDIA H100 80GB HBM3", peak, (9, 0))
     assert taken == [3]
 
 
 @pytest.mark.usefixtures("taken")
 def test_a_gpu_that_no_constants_file_knows_has_no_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce GTX 970")
-    assert open_device("auto", "auto") == Device("cuda", "NVIDIA GeForce GTX 970", None)
+    assert open_device("auto", "auto") == Device("cuda", "NVIDIA GeForce GTX 970", None, (9, 0))
 
 
 def test_without_torchrun_a_process_is_a_world_of_its_own(monkeypatch):

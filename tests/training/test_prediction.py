@@ -53,7 +53,8 @@ def runs(draw: st.DrawFn) -> tuple[Config, Layout]:
     config = Config(
         model=model, batch=batch, train=TrainConfig(steps=1), precision=precision,
         kernels=Kernels(
-            attention=draw(st.sampled_from(("sdpa-flash", "sdpa-math"))), norm=draw(st.sampled_from(("eager", "fused")))
+            attention=draw(st.sampled_from(("auto", "sdpa-flash", "sdpa-math"))),
+            norm=draw(st.sampled_from(("eager", "fused"))),
         ),
         cluster=ClusterConfig(gpus_per_node=draw(st.integers(1, 17))),
     )  # fmt: skip
@@ -144,3 +145,22 @@ def test_a_prediction_is_one_line_and_says_how_much_it_is_worth():
     cpu = describe(predict(config, layout, find_gpu("cpu")), find_gpu("cpu"))
     assert "(uncalibrated: an order of magnitude)" in cpu and "MFU" not in cpu
     assert to_predicted(predict(config, layout, find_gpu("cpu")), find_gpu("cpu")).mfu is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compute", "attention"),
+    [
+        ("a100-80g-sxm", "bfloat16", "sdpa-flash"),
+        ("a100-80g-sxm", "float32", "sdpa-efficient"),
+        ("a100-80g-sxm", "float64", "sdpa-math"),
+        ("cpu", "float32", "sdpa-flash"),
+    ],
+)
+def test_auto_is_predicted_as_the_kernel_that_it_stands_for(gpu, compute, attention):
+    auto, named = (
+        replace(make_config(), kernels=Kernels(attention=a), precision=Precision(params="float64", compute=compute))
+        for a in ("auto", attention)
+    )
+    layout = Layout(dp_shard=8)
+    found = predict(auto, layout, find_gpu(gpu))
+    assert found == predict(named, layout, find_gpu(gpu)) and found.kernels.attention == attention

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from dtlayout.errors import CheckpointError, KernelError
+from dtlayout.config import parse_config
+from dtlayout.errors import CheckpointError, InvalidConfig, KernelError
+from dtlayout.layout import Layout
+from dtlayout.signals import StopRequest
+from dtlayout.training import run
+from dtlayout.training.devices import Device
 from dtlayout.training.run import check_attention, check_steps_left
 
 
@@ -14,6 +19,32 @@ def test_another_attention_kernel_than_was_asked_for_is_an_error():
         check_attention("sdpa-flash", {"math"})
     with pytest.raises(KernelError, match=r"but flash, math ran"):
         check_attention("sdpa-math", {"math", "flash"})
+    check_attention("flash-attn", {"flash-attn"})
+    with pytest.raises(KernelError, match=r"attention='fa3', but flash ran"):
+        check_attention("fa3", {"flash"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("attention", "flash-attn", "no package flash_attn here; install it: pip install 'dtlayout\\[flash-attn\\]'"),
+        ("swiglu", "liger", "no package liger_kernel here; install it: pip install 'dtlayout\\[liger\\]'"),
+        ("attention", "fa3", "this GPU has 8.0; use kernels.attention=sdpa-flash"),
+    ],
+)
+def test_a_kernel_that_is_not_here_is_refused_before_ranks_join(monkeypatch, name, value, reason):
+    config = parse_config(
+        {
+            "model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 8}, "kernels": {name: value},
+            "train": {"steps": 1},
+        }
+    )  # fmt: skip
+    monkeypatch.setattr(run, "open_device", lambda *_: Device("cuda", "a GPU", None, (8, 0)))
+    monkeypatch.setattr(run, "join_ranks", lambda *_: pytest.fail("ranks joined"))
+    monkeypatch.setattr("dtlayout.ops.packages.find_spec", lambda module: None)
+    with pytest.raises(InvalidConfig, match=reason) as caught:
+        run.train(config, Layout(), StopRequest())
+    assert len(caught.value.problems) == 1
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused():

@@ -1,0 +1,65 @@
+"""Decoder layers alone, trained: a stage without embedding and head that is first and last at once.
+
+In place of a loss it takes the gradient of its output, as a stage inside a pipeline does.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.cells import Training
+from dtlayout.mesh.build import build_mesh
+from dtlayout.models.llama import Llama
+from dtlayout.pipelining.runtime import build_runtime
+from dtlayout.pipelining.schedule import make_schedule
+from dtlayout.pipelining.stage import stage_boundary
+from dtlayout.plans.apply import apply_plan
+from dtlayout.plans.init import initialize
+from dtlayout.plans.plan import make_plan
+from dtlayout.precision import Precision
+from dtlayout.training.build import Assembly
+
+
+class Blocks(Llama):
+    """Hidden states [B, S, D] go in; backward begins with `targets` [B, S, D], the gradient of what comes out."""
+
+    def forward(self, x: Tensor, *, targets: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
+        loss: Tensor = _GivenGradient.apply(super().forward(x), targets)
+        return loss
+
+
+class _GivenGradient(torch.autograd.Function):
+    """A scalar whose gradient is what it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, h_BSD: Tensor, gradient_BSD: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient_BSD)
+        return h_BSD.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        (gradient_BSD,) = ctx.saved_tensors
+        return gradient_BSD, None
+
+
+def assemble_blocks(cell: Training, precision: Precision, *, seed: int, device_type: str) -> Assembly:
+    """As `training.build.assemble`, of a cell's blocks."""
+    shape, batch, layout = cell.shape, cell.batch, cell.layout
+    plan = make_plan(shape, layout, cell.kernels, precision)
+    schedule = make_schedule(layout, batch)
+    mesh = build_mesh(layout, device_type)
+    with torch.device("meta"):
+        module = Blocks(
+            shape,
+            cell.kernels,
+            batch.seq_len,
+            layers=cell.stage.layers,
+            embedding=cell.stage.embedding,
+            head=cell.stage.head,
+            dtype=getattr(torch, precision.params),
+        )
+    sync = apply_plan(module, plan, mesh)
+    initialize([module], shape, seed, device_type)
+    runtime = build_runtime([module], schedule, [sync], mesh, stage_boundary(shape, layout, batch, precision))
+    return Assembly(mesh, plan, schedule, [cell.stage], [module], runtime)

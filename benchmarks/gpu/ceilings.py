@@ -1,0 +1,105 @@
+"""What the device reaches in one operation alone: matmul, copy, attention."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.cells import AttentionCall, Ceiling, Copy, Matmul
+from benchmarks.gpu.rows import Reached
+from dtlayout.kernels import Kernels
+from dtlayout.models.presets import find_preset
+from dtlayout.ops.attention import causal_attention
+from dtlayout.precision import Precision
+from dtlayout.training.devices import Device, find_predicted_gpu
+
+NUM_ROUNDS = 5
+"""Their median counts."""
+ROUND_S, MOST_CALLS = 0.02, 50
+"""A round repeats the operation for about so long, so that the host is ahead of the device."""
+Operation = Callable[[], Any]
+
+
+def measure_ceiling(cell: Ceiling, device: Device) -> Reached:
+    """Run a cell's operation on random data."""
+    prepare: Callable[[Any, str], Operation] = PREPARE[type(cell)]
+    seconds = median_s(prepare(cell, device.type), TIMERS[device.type])
+    per_second = cell.work / seconds
+    gpu = None if device.type == "cpu" else find_predicted_gpu(device, "auto")
+    best = None if gpu is None else {"TFLOP/s": gpu.peak_flops_per_s, "GB/s": gpu.memory_bytes_per_s}[cell.unit]
+    return Reached(median_s=seconds, per_second=per_second, share=per_second / best if best else None)
+
+
+def prepare_matmul(cell: Matmul, device_type: str) -> Operation:
+    """The product, into memory that is there."""
+    a, b = _random(cell.m, cell.k, device=device_type), _random(cell.n, cell.k, device=device_type)
+    out = torch.empty(cell.m, cell.n, dtype=a.dtype, device=device_type)
+    return lambda: torch.mm(a, b.T, out=out)  # a linear layer's weight is [n, k]
+
+
+def prepare_copy(cell: Copy, device_type: str) -> Operation:
+    """The copy."""
+    source = torch.empty(cell.num_bytes, dtype=torch.uint8, device=device_type).random_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def prepare_attention(cell: AttentionCall, device_type: str) -> Operation:
+    """Forward without autograd's bookkeeping, or backward alone."""
+    Kernels(attention=cell.kernel).check(Precision(), device_type)
+    model = find_preset(cell.model)
+    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    # Transposed as the model's own.
+    inputs = [_random(1, cell.seq_len, n, model.head_dim, device=device_type).transpose(1, 2) for n in heads]
+    q, k, v = (x.requires_grad_(cell.direction == "backward") for x in inputs)
+    out = causal_attention(q, k, v, cell.kernel)
+    if cell.direction == "forward":
+        return lambda: causal_attention(q, k, v, cell.kernel)
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+
+PREPARE: dict[type, Callable[..., Operation]] = {
+    Matmul: prepare_matmul,
+    Copy: prepare_copy,
+    AttentionCall: prepare_attention,
+}
+
+
+def median_s(run: Operation, time_calls: Callable[[Operation, int], float]) -> float:
+    """Seconds of one call, the median of several rounds of calls."""
+    run()
+    once_s = time_calls(run, 2)
+    num_calls = min(MOST_CALLS, max(1, round(ROUND_S / max(once_s, 1e-9))))
+    return statistics.median(time_calls(run, num_calls) for _ in range(NUM_ROUNDS))
+
+
+def time_on_cuda(run: Operation, num_calls: int) -> float:
+    """Seconds of one of some calls in a row, between two events of the device's stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(num_calls):
+        run()
+    end.record()
+    end.synchronize()
+    elapsed_ms: float = start.elapsed_time(end)
+    return elapsed_ms / 1e3 / num_calls
+
+
+def time_on_cpu(run: Operation, num_calls: int) -> float:
+    """The same by the clock."""
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        run()
+    return (time.perf_counter() - started) / num_calls
+
+
+TIMERS = {"cuda": time_on_cuda, "cpu": time_on_cpu}
+
+
+def _random(*shape: int, device: str) -> Tensor:
+    """Zeros would draw less power, and so be faster."""
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)

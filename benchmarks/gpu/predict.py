@@ -1,0 +1,40 @@
+"""What the cost model says of a training cell on the GPU that was found. Imports no torch."""
+
+from benchmarks.gpu.cells import Training
+from benchmarks.gpu.rows import Prediction
+from dtlayout.cluster import Cluster, Gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.memory import count_stage_parameters, estimate_ranks
+from dtlayout.costmodel.scenario import Scenario
+
+ENGINE = "dtlayout"
+"""The trainer that runs here, as the cost model calls it."""
+
+
+def predict(cell: Training, gpu: Gpu) -> Prediction:
+    """Step and peak of a cell with its kernels and its layout, by the constants of this trainer."""
+    scenario = Scenario(
+        model=cell.shape,
+        batch=cell.batch,
+        cluster=Cluster(gpu=gpu, num_gpus=1, gpus_per_node=1),
+        engine=find_engine(ENGINE, gpu.name),
+    )
+    estimator = Estimator(scenario)
+    if cell.num_blocks is not None:
+        return _predict_blocks(cell, estimator)
+    found = estimator.estimate(cell.layout, cell.kernels)
+    return Prediction(
+        step_time_s=found.step_time_s, peak_bytes=found.peak_bytes, capacity_bytes=estimator.capacity_bytes
+    )
+
+
+def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
+    """A stage without embedding and head, of which there is no layout: its work, its update and the step's rest."""
+    stage, layout = cell.stage, cell.layout
+    (memory,) = estimate_ranks(estimator.scenario, layout, cell.kernels, [stage], [0])
+    work = estimator.stage_work(stage, layout, cell.kernels)
+    m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
+    update_s = sum(estimator.update_of(layout, n, m, work.forward_s, work.backward_s))
+    step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)
+    return Prediction(step_time_s=step_time_s, peak_bytes=memory.total, capacity_bytes=estimator.capacity_bytes)

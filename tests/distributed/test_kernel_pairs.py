@@ -1,0 +1,100 @@
+"""Every pair of values of the axes that a user chooses from is exact, or refused for a reason that is true."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any, get_args
+
+import pytest
+import torch
+from parity import Case, compiling_with, largest_difference, merge, run_layout, run_reference
+from ranks import Ranks
+
+from dtlayout.config import check_layout, parse_config
+from dtlayout.errors import InvalidLayout
+from dtlayout.kernels import Compile, Kernels, Loss
+from dtlayout.layout import Layout
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "attention": ("sdpa-flash", "sdpa-math"),
+    "norm": ("fused", "eager"),
+    "loss": get_args(Loss),
+    "compile": get_args(Compile),
+    "recompute": ("none", "full", "selective", "every-2"),
+    "zero": (1, 2, 3),
+    "pp": (1, 2, 4),
+    "tp": (1, 2, 4),
+}
+"""On a CPU; kernels that need CUDA have their tests in tests/ops."""
+KERNELS = ("attention", "norm", "loss", "compile")
+
+
+def is_possible(choice: dict[str, Any]) -> bool:
+    """Whether 4 ranks can be laid out so, and nothing refuses it."""
+    return 4 % (choice["pp"] * choice["tp"]) == 0 and not (choice["compile"] == "model" and choice["tp"] > 1)
+
+
+def pairs_of(choice: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return set(combinations(sorted(choice.items()), 2))
+
+
+def cover_pairs() -> Iterator[dict[str, Any]]:
+    """Few choices that hold every pair of values which any possible choice holds: each time one with most new pairs."""
+    possible = [c for values in product(*AXES.values()) if is_possible(c := dict(zip(AXES, values, strict=True)))]
+    pairs = {id(choice): pairs_of(choice) for choice in possible}
+    left = set().union(*pairs.values())
+    while left:
+        best = max(possible, key=lambda choice: len(pairs[id(choice)] & left))
+        left -= pairs[id(best)]
+        yield best
+
+
+CASES = list(cover_pairs())
+
+
+def to_case(choice: dict[str, Any]) -> Case:
+    degrees = {name: choice[name] for name in ("recompute", "zero", "pp", "tp")}
+    layout = Layout(dp_shard=4 // (choice["pp"] * choice["tp"]), **degrees)
+    return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}))
+
+
+@pytest.mark.parametrize("case", map(to_case, CASES), ids=[" ".join(map(str, c.values())) for c in CASES])
+def test_every_pair_is_exact_in_float64(ranks4: Ranks, case: Case) -> None:
+    found = merge(ranks4.run(run_compiled, case, timeout_s=180))
+    size, whose = largest_difference(found, run_reference(replace(case, kernels=Kernels())))
+    assert size <= 1e-10, whose
+
+
+def run_compiled(case: Case) -> Any:
+    """The step with everything of torch.compile but its code generation, which takes half a minute a graph."""
+    torch._dynamo.reset()  # what other layouts compiled would count as recompiles
+    with compiling_with("aot_eager"):
+        return run_layout(case)
+
+
+def test_all_pairs_are_there_but_those_that_are_refused_and_those_of_too_many_ranks():
+    covered = set().union(*(pairs_of(choice) for choice in CASES))
+    every = {
+        tuple(sorted([(a, x), (b, y)]))
+        for a, b in combinations(AXES, 2)
+        for x, y in product(AXES[a], AXES[b])
+    }  # fmt: skip
+    too_many = {(("pp", p), ("tp", t)) for p, t in ((2, 4), (4, 2), (4, 4))}
+    assert every - covered == too_many | {(("compile", "model"), ("tp", t)) for t in (2, 4)}
+
+
+def test_compiling_a_whole_stage_under_tp_is_refused():
+    """torch.compile fails there: see `test_a_compiled_stage_with_a_split_embedding_fails`."""
+    config = parse_config(
+        {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 16}, "train": {"steps": 1},
+         "layout": {"tp": 2}, "kernels": {"compile": "model"}, "precision": {"compute": "float32"}}
+    )  # fmt: skip
+    with pytest.raises(InvalidLayout, match=r"kernels.compile=model .* use kernels.compile=blocks"):
+        check_layout(config, world_size=4)
+
+
+def test_a_compiled_stage_with_a_split_embedding_fails(ranks4: Ranks) -> None:
+    """When this fails, torch has learnt it: take the refusal away."""
+    case = Case(Layout(tp=4), kernels=Kernels(compile="model"))
+    with pytest.raises(AssertionError, match="_prepare_output_fn"):
+        ranks4.run(run_compiled, case, timeout_s=120)

@@ -1,0 +1,172 @@
+"""Implementations of SDPA's flash backend: what is in the dispatcher before, inside and after, and what it computes."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention import explicit_attention, make_inputs
+from torch.nn.attention import current_flash_attention_impl
+
+from dtlayout.errors import KernelError
+from dtlayout.ops.attention import attention_implementation
+from dtlayout.ops.flash_attn import override_flash
+
+FORWARD, BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
+
+FLASH_ATTN = """
+import math
+import torch
+
+def heads_first(q, *others):
+    groups = [q.shape[2] // t.shape[2] for t in others]
+    repeated = (t.repeat_interleave(group, dim=2) for t, group in zip(others, groups))
+    return [t.transpose(1, 2) for t in (q, *repeated)]
+
+def scores_of(q, k, scale, causal):
+    scores = q @ k.transpose(-2, -1) * scale
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf) if causal else scores
+
+def _flash_attn_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):
+    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+    q, k, v = heads_first(q, k, v)
+    scores = scores_of(q, k, softmax_scale, causal)
+    out = (scores.softmax(-1) @ v).transpose(1, 2).contiguous()
+    return out, scores.logsumexp(-1), torch.empty(0, dtype=q.dtype), torch.tensor([1, 2])
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+    softcap, alibi_slopes, deterministic, rng_state=None,
+):
+    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+    assert rng_state.tolist() == [1, 2]
+    q, k, v, dout, out = heads_first(q, k, v, dout, out)
+    p = (scores_of(q, k, softmax_scale, causal) - softmax_lse[..., None]).exp()
+    ds = p * (dout @ v.transpose(-2, -1) - (dout * out).sum(-1, keepdim=True)) * softmax_scale
+    for result, gradient in ((dq, ds @ k), (dk, ds.transpose(-2, -1) @ q), (dv, p.transpose(-2, -1) @ dout)):
+        result.copy_(gradient.transpose(1, 2).unflatten(2, (result.shape[2], -1)).sum(3))
+    return softmax_lse
+"""
+"""The signatures of flash-attn 2.7 and 2.8, and attention by arXiv:2307.08691, sec. 3.1, in one tile."""
+FLASH_ATTN_3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q) -> Tensor")
+library.define("bwd(Tensor q) -> Tensor")
+"""
+
+
+def is_overridden(operator: str, key: str = "CUDA") -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
+
+
+without_cuda = pytest.mark.skipif(is_overridden(FORWARD), reason="PyTorch's own kernel for CUDA hides who overrides it")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that modules are imported from; they are forgotten afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("flash_attn"):
+            del sys.modules[name]
+
+
+def add_module(folder: Path, name: str, source: str) -> None:
+    path = folder / f"{name.replace('.', '/')}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+
+
+def add_packages(folder: Path) -> None:
+    add_module(folder, "flash_attn.__init__", "")
+    add_module(folder, "flash_attn.flash_attn_interface", FLASH_ATTN)
+    add_module(folder, "flash_attn_interface", FLASH_ATTN_3)
+
+
+@without_cuda
+@pytest.mark.parametrize(("kernel", "name"), [("flash-attn", "flash-attn"), ("fa3", "FA3")])
+def test_an_implementation_is_there_inside_and_gone_afterwards_also_after_an_error(packages, kernel, name):
+    add_packages(packages)
+
+    def state() -> tuple[str | None, bool, bool]:
+        return current_flash_attention_impl(), is_overridden(FORWARD), is_overridden(BACKWARD)
+
+    own = (None, False, False)
+    assert state() == own
+    with attention_implementation(kernel):
+        assert state() == (name, True, True)
+    assert state() == own
+    with pytest.raises(ValueError, match="in between"), attention_implementation(kernel):
+        assert state() == (name, True, True)
+        raise ValueError("in between")
+    assert state() == own
+
+
+@without_cuda
+@pytest.mark.parametrize("kernel", ["sdpa-flash", "sdpa-math", "sdpa-efficient", "sdpa-cudnn"])
+def test_pytorchs_own_kernels_need_no_implementation(kernel):
+    with attention_implementation(kernel):
+        assert (current_flash_attention_impl(), is_overridden(FORWARD)) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module", "source", "reason"),
+    [
+        (
+            "flash-attn",
+            "flash_attn.flash_attn_interface",
+            "raise ImportError('undefined symbol: x\\nsecond')",
+            "undefined",
+        ),
+        ("fa3", "flash_attn_interface", "raise ImportError('undefined symbol: x')", "undefined symbol: x;"),
+    ],
+)
+def test_a_package_that_cannot_be_loaded_is_one_line(packages, kernel, module, source, reason):
+    add_module(packages, "flash_attn.__init__", "")
+    add_module(packages, module, source)
+    with pytest.raises(KernelError) as caught, attention_implementation(kernel):
+        pytest.fail("it has no implementation")
+    assert str(caught.value).startswith(f"kernels.attention={kernel}: {reason}")
+    assert "install its package for this torch" in str(caught.value) and "\n" not in str(caught.value)
+    assert current_flash_attention_impl() is None
+
+
+@pytest.fixture
+def on_cpu(packages):
+    """flash-attn under aten's operators for the CPU, where PyTorch has none of its own."""
+    add_packages(packages)
+    handle = override_flash("CPU")
+    yield
+    handle.remove()
+    assert not is_overridden(FORWARD, "CPU") and not is_overridden(BACKWARD, "CPU")
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_aten_hands_flash_attn_what_it_wants_and_gets_back_what_autograd_needs(on_cpu, kv_heads, scale, is_contiguous):
+    inputs = make_inputs(kv_heads)
+    if not is_contiguous:  # as the model has them: [B, S, H, K] in memory
+        inputs = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in inputs]
+    got, log_sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)
+    scaled = inputs if scale is None else [inputs[0] * scale * inputs[0].shape[-1] ** 0.5, *inputs[1:]]
+    expected = explicit_attention(*scaled)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert got.stride() == inputs[0].stride() and log_sums.shape == (2, 4, 9)
+    weights = torch.randn(got.shape, dtype=got.dtype)
+    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (got, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+def test_without_causal_mask_no_mask_is_asked_for(on_cpu):
+    q, k, v = (t.detach() for t in make_inputs(4))
+    got = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    torch.testing.assert_close(got, (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1) @ v)

@@ -1,0 +1,84 @@
+"""Compiling in place: names stay, numbers stay, and torch.compile really gets what the plan says."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from parity import SHAPE, compiling_with
+from torch import nn
+from torch._dynamo.utils import counters
+
+from dtlayout.kernels import Compile, Kernels
+from dtlayout.layout import Layout
+from dtlayout.models.llama import Llama
+from dtlayout.plans.apply import compile_rest, prepare_blocks
+from dtlayout.plans.init import initialize
+from dtlayout.plans.plan import make_plan
+from dtlayout.precision import Precision
+
+MODEL = replace(SHAPE, num_layers=3)
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def build(compile: Compile, recompute: str = "none") -> Llama:
+    kernels = Kernels(compile=compile)
+    model = Llama(MODEL, kernels, max_seq_len=16)
+    initialize([model], MODEL, seed=0, device="cpu")
+    plan = make_plan(MODEL, Layout(recompute=recompute), kernels, Precision())
+    prepare_blocks(model, plan.blocks, plan.recompute, compiles=compile == "blocks")
+    compile_rest(model, compile)
+    return model
+
+
+def train_step(model: nn.Module) -> dict[str, torch.Tensor]:
+    loss = model(TOKENS, targets=TOKENS.roll(-1, 1))
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("compile", "graphs"), [("none", 0), ("loss", 1), ("model", 1), ("blocks", 1)])
+def test_as_many_graphs_are_made_as_there_are_different_parts_and_none_breaks(compile, graphs):
+    expected = train_step(build("none"))
+    with compiling_with("aot_eager"):
+        model = build(compile)
+        found = train_step(model)
+        again = train_step(model)
+    assert list(found) == list(expected)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    torch.testing.assert_close(found["loss"], expected["loss"])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient if name == "loss" else 2 * gradient)  # both steps add up
+    assert again["loss"] == found["loss"]
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_is_compiled_with_its_block(recompute):
+    expected = train_step(build("none"))
+    with compiling_with("aot_eager"):
+        found = train_step(build("blocks", recompute))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_generated_code_computes_the_same():
+    expected, found = train_step(build("none")), train_step(build("blocks"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("compile", "row"), [("blocks", "model.layers.*"), ("loss", "(all)"), ("model", "(all)")])
+def test_a_printed_plan_says_what_is_compiled(compile, row):
+    lines = str(make_plan(MODEL, Layout(), Kernels(compile=compile), Precision())).splitlines()
+    assert [line.split() for line in lines if "compiled" in line] == [[row, "compiled:", compile]]
