@@ -6,7 +6,7 @@ is one third of elementwise traffic, backward two.
 
 from dataclasses import dataclass
 
-from dtlayout.costmodel.comm import half_all_reduce_s, message_link, tp_link
+from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels, count_loss_chunks
@@ -38,9 +38,9 @@ class BlockTime:
     backward_s: float
     """The same of backward, without recomputation."""
     forward_tp_s: float
-    """tp's collectives that forward waits for."""
+    """tp's collectives and cp's messages that forward waits for."""
     backward_tp_s: float
-    """tp's collectives that backward waits for."""
+    """Those that backward waits for."""
     host_s: float = 0.0
     """Least time that the host needs for forward and backward together."""
 
@@ -74,11 +74,12 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     elementwise_s = traffic * tokens / _memory_bytes_per_s(scenario)
     launch_s = constants.norm_launch_s if is_eager_norm else 0.0
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
+    forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
     return BlockTime(
         forward_s=matmuls + attention_forward_s + elementwise_s / 3 + launch_s,
         backward_s=2 * (matmuls + elementwise_s / 3 + launch_s) + attention_backward_s,
-        forward_tp_s=forward_tp_s,
-        backward_tp_s=backward_tp_s,
+        forward_tp_s=forward_tp_s + forward_cp_s,
+        backward_tp_s=backward_tp_s + backward_cp_s,
         host_s=host_s(scenario, layout),
     )
 
@@ -120,6 +121,26 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
         return 4 * half * exposed, 2 * habits.input_reductions * half * exposed
     regathered = 2 if habits.regathers_inputs else 0
     return 4 * half * exposed, (2 + habits.input_reductions + regathered) * half * exposed
+
+
+def block_cp_s(
+    scenario: Scenario, layout: Layout, attention_forward_s: float, attention_backward_s: float
+) -> tuple[float, float]:
+    """What attention does not hide of the ring on which cp ranks hand on keys and values (arXiv:2310.01889, sec. 3).
+
+    Each of cp - 1 hops sends a rank's keys and values, in backward also their gradients, while the chunk that came
+    before is attended to.
+    """
+    cp = layout.cp
+    if cp == 1:
+        return 0.0, 0.0
+    model, link = scenario.model, data_link(scenario, layout, layout.tp, cp)
+    kv = 2 * tokens_of(scenario, layout) * model.num_kv_heads * model.head_dim / layout.tp * activation_size(scenario)
+
+    def exposed_s(size: float, attention_s: float) -> float:
+        return (cp - 1) * max(0.0, size / link.bytes_per_s + link.latency_s - attention_s / cp)
+
+    return exposed_s(kv, attention_forward_s), exposed_s(2 * kv, attention_backward_s)
 
 
 def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:

@@ -18,7 +18,7 @@ from dtlayout.costmodel.memory import (
     estimate_memory,
     tokens_of,
 )
-from dtlayout.costmodel.scenario import Scenario, cut
+from dtlayout.costmodel.scenario import Scenario, count_state_shards, cut
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
@@ -190,7 +190,7 @@ class Estimator:
     def update_of(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> tuple[float, float]:
         """The same of n parameters behind m microbatches of so many seconds."""
         gpu, constants = self.scenario.cluster.gpu, self.scenario.engine.constants
-        traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / layout.dp_shard)
+        traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / count_state_shards(layout))
         optimizer_s = traffic / (gpu.memory_bytes_per_s * constants.memory_efficiency)
         return self._data_parallel_s(layout, n, m, forward_s, backward_s), optimizer_s
 
@@ -200,21 +200,21 @@ class Estimator:
         Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
         under ZeRO-3, the backward) that uses them.
         """
-        if layout.dp == 1:
+        if layout.dp * layout.cp == 1:
             return 0.0
         habits, share = self.scenario.engine.habits, self.scenario.engine.constants.overlap
         hidden = share if habits.overlaps_reduction else 0.0
-        stride = layout.cp * layout.tp
         reduce_bytes, gather_bytes = habits.reduce_bytes * n, activation_size(self.scenario) * n
         if habits.sharding == "fsdp2":
             reduce_bytes = BYTES[self.scenario.precision.reduce] * n
-        shards, copies = layout.dp_shard, layout.dp_replicate
-        shard_link = data_link(self.scenario, layout, stride, shards)
+        shards = count_state_shards(layout)
+        copies = layout.dp * layout.cp // shards
+        shard_link = data_link(self.scenario, layout, layout.tp, shards)
         reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
         gather_s = half_all_reduce_s(gather_bytes, shards, shard_link)
         if habits.reduction == "all-reduce":
             reduce_s = 2 * reduce_s
-        copy_link = data_link(self.scenario, layout, stride * shards, copies)
+        copy_link = data_link(self.scenario, layout, layout.tp * shards, copies)
         copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
         reductions = m if layout.zero > 1 and (habits.sharding == "fsdp2" or layout.pp == 1) else 1
         again_s = gather_s if layout.zero == 3 else 0.0  # behind the same backward as the reduction, on the same link

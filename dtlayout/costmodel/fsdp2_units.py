@@ -1,8 +1,8 @@
 """FSDP2's units: their parameters on one rank, and what gathering and reducing them holds.
 
 A unit is what FSDP2 gathers together: a block, the embedding, final norm with head; what is tied belongs to the root.
-Legend: S = dp_shard, t = tp; p, e, r bytes of the master, compute and reduce formats; a unit has n parameters on a tp
-rank, and N ≥ n with the padding to S equal shards. Read off plans/fsdp.py and torch's fsdp/_fully_shard.
+Legend: S = dp_shard · cp, t = tp; p, e, r bytes of the master, compute and reduce formats; a unit has n parameters on a
+tp rank, and N ≥ n with the padding to S equal shards. Read off plans/fsdp.py and torch's fsdp/_fully_shard.
 
 [Note: a unit's reduction]
 Weight gradients come in the compute format. When a unit's backward is over they are, under ZeRO-1 before the last
@@ -20,7 +20,7 @@ from math import ceil
 
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients
 from dtlayout.costmodel.phase import Part, Phase, changes
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.precision import BYTES
@@ -115,7 +115,7 @@ class Sharding:
         self.params, self.compute, self.reduce = (
             BYTES[each] for each in (precision.params, precision.compute, precision.reduce)
         )
-        self.zero, self.shards, self.tp = layout.zero, layout.dp_shard, layout.tp
+        self.zero, self.shards, self.tp = layout.zero, count_state_shards(layout), layout.tp
         self.is_hybrid = layout.dp_replicate > 1
         self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
         self.copies_buffer = self.shards == 1 or scenario.cluster.gpu.name == "cpu"

@@ -2,17 +2,17 @@
 
 Here with a distributed optimizer; under FSDP2 components are what they are at one moment (fsdp2_memory.py).
 
-n parameters of a stage on one tp rank, S = dp_shard, t = tp, T tokens of a microbatch on one cp rank, h hidden, f FFN,
-V vocabulary, a heads, e bytes of an activation. The tp, dp and cp ranks of a pipeline rank hold the same. The peak is
-that of the fullest moment of the schedule; what an optimizer step or a reduction needs beside it is not added, because
-activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; activations arXiv:2205.05198, sec. 4.
+n parameters of a stage on one tp rank, S = dp_shard · cp, t = tp, T tokens of a microbatch on one cp rank, h hidden,
+f FFN, V vocabulary, a heads, e bytes of an activation. The tp, dp and cp ranks of a pipeline rank hold the same. The
+peak is that of the fullest moment of the schedule; what an optimizer step or a reduction needs beside it is not added,
+because activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; activations arXiv:2205.05198, sec. 4.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dtlayout.costmodel.fsdp2_memory import fullest_bytes, resident_bytes
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernels import FLASH_LIKE, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
@@ -137,17 +137,18 @@ def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int) -> fl
 
 def parameter_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
     """bf16 weights, over S under ZeRO-3."""
-    return 2 * n / (layout.dp_shard if layout.zero == 3 else 1)
+    return 2 * n / (count_state_shards(layout) if layout.zero == 3 else 1)
 
 
 def gradient_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
     """Whole while they accumulate; over S where each microbatch's are reduced at once (ZeRO-2 and -3)."""
-    return scenario.engine.habits.gradient_bytes * n / (layout.dp_shard if layout.zero > 1 and layout.pp == 1 else 1)
+    shards = count_state_shards(layout) if layout.zero > 1 and layout.pp == 1 else 1
+    return scenario.engine.habits.gradient_bytes * n / shards
 
 
 def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
     """Masters and both moments, over S."""
-    return _MIXED_PRECISION_STATE_BYTES * n / layout.dp_shard
+    return _MIXED_PRECISION_STATE_BYTES * n / count_state_shards(layout)
 
 
 def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> float:

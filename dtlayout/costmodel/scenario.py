@@ -36,6 +36,11 @@ class Scenario:
     """Number formats; engines other than fsdp2 ones keep bf16 weights and fp32 masters whatever it says."""
 
 
+def count_state_shards(layout: Layout) -> int:
+    """Ranks that share the state: those of dp_shard and cp, in FSDP2 as in Megatron; 1 where it is not sharded."""
+    return layout.dp_shard * layout.cp if layout.dp_shard > 1 or layout.dp == 1 else 1
+
+
 def cut(scenario: Scenario, layout: Layout) -> list[StageSlice]:
     """The stages of a layout as the engine cuts them, where the layout does not say so itself."""
     return to_slices(layout.stage_layers or count_stage_layers(scenario, layout.num_stages))

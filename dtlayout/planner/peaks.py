@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2_blocks import sizes_of
+from dtlayout.costmodel.scenario import count_state_shards
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import StageSlice
@@ -188,7 +189,7 @@ class Peaks:
         Under fsdp2 masters with their moments, what is computed with where it stays, and accumulated gradients.
         """
         if self._is_fsdp2:
-            precision, shards = self.scenario.precision, layout.dp_shard
+            precision, shards = self.scenario.precision, count_state_shards(layout)
             params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
             gradients = reduce * n if layout.zero == 1 else min(reduce, params) * n / shards
             state = 3 * params * n / shards + (compute * n if layout.zero < 3 else 0.0)

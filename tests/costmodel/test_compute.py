@@ -110,6 +110,15 @@ def test_collectives_of_a_block(layout, habits, forward, backward):
     assert hidden == pytest.approx((0.4 * forward * HALF_S, 0.4 * backward * HALF_S))
 
 
+def test_cp_waits_for_what_attention_does_not_hide_of_keys_and_values():
+    """1 MB of them at 50 GB/s and 5 µs a hop, behind half of 20 µs; backward 2 MB behind half of 50 µs."""
+    kernels = Kernels()
+    found = block_time(scenario(), Layout(cp=2), kernels)
+    assert (found.forward_tp_s, found.backward_tp_s) == pytest.approx(((25 - 10) * US, (45 - 25) * US))
+    fast = block_time(scenario(flash2_efficiency=0.2), Layout(cp=2), kernels)  # attention takes 50 and 125 µs
+    assert (fast.forward_tp_s, fast.backward_tp_s) == (0, 0)
+
+
 def test_without_tp_nothing_is_sent():
     assert block_tp_s(scenario(), Layout(dp_shard=8)) == (0, 0)
 
