@@ -97,6 +97,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     if kernels.attention in _FLASH:
         forward = flops / 2 / (peak * getattr(constants, _FLASH[kernels.attention]))
         return forward, 2.5 * forward
+    assert kernels.attention in ("torch", "sdpa-math", "megatron-softmax"), "auto is resolved before it is predicted"
     is_fused = kernels.attention == "megatron-softmax"
     traffic = constants.fused_softmax_traffic_bytes if is_fused else constants.softmax_traffic_bytes
     fill = constants.matmul_fill

@@ -290,7 +290,8 @@ class Estimator:
     def block(self, layout: Layout, kernels: Kernels) -> BlockTime:
         """A block of one microbatch, without recomputation."""
         crosses = layout.pp > 1 and layout.world_size > self.scenario.cluster.gpus_per_node
-        key = ("block", layout.tp, layout.cp, layout.shards_sequence, layout.micro_batch, kernels, crosses)
+        nodes = layout.world_size if layout.cp > 1 else 1  # cp's ring may cross them
+        key = ("block", nodes, layout.tp, layout.cp, layout.shards_sequence, layout.micro_batch, kernels, crosses)
         return self._remember(key, lambda: block_time(self.scenario, layout, kernels))
 
     def head(self, layout: Layout, kernels: Kernels) -> BlockTime:

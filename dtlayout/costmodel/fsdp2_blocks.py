@@ -53,7 +53,7 @@ class Sizes:
     logits: float
     """As many as are there at once, in the compute format; their gradient is as large."""
     logit_work: float
-    """What the loss needs beside them, when it is fullest: softmax, and on CPU the logits, in the exact format."""
+    """What the loss needs beside them, when it is fullest: their exponentials in the exact format."""
     head_weight: float
     """The head's weight, and its gradient; 0 where that is not computed in forward."""
     is_split: bool
@@ -136,7 +136,6 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
     product = 0 if has_norm_kernel else e if kernels.norm == "eager" else w
     columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
     at_once = 1 if kernels.loss == "eager" else math.ceil(tokens / count_loss_chunks(tokens)) / tokens
-    copies = 2 if e < w and scenario.cluster.gpu.name == "cpu" else 1
     query, key = width * e / t, tokens * model.num_kv_heads * model.head_dim * e / t
     attention, results, forward_work, backward_work = _attention(scenario, layout, kernels, query, key)
     return Sizes(
@@ -154,7 +153,7 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
         forward_work=forward_work,
         backward_work=backward_work,
         logits=tokens * columns * e * (at_once if kernels.loss == "linear" else 1),
-        logit_work=tokens * columns * w * copies * at_once,
+        logit_work=tokens * columns * w * at_once,
         head_weight=columns * model.hidden_size * e if kernels.loss == "linear" else 0.0,
         is_split=t > 1,
         shards_sequence=layout.shards_sequence,
@@ -179,6 +178,8 @@ def _attention(
     heads = layout.micro_batch * scenario.batch.seq_len / layout.cp * model.num_heads / layout.tp
     scores, copy = heads * scenario.batch.seq_len, w * heads * model.head_dim
     inputs = query + 2 * key
+    if kernels.attention == "sdpa-efficient":  # which gets keys and values once for every query head
+        return 4 * query + w * heads, query + w * heads, 0.0, 3 * query
     if kernels.attention in FLASH_LIKE:
         return inputs + query + w * heads, query + w * heads, 0.0, inputs
     match kernels.attention:

@@ -53,7 +53,7 @@ class Llama(nn.Module):
             return h_BSD
         if targets is None:
             return self.lm_head(h_BSD)
-        return self.lm_head(h_BSD, targets) / num_targets
+        return self.lm_head(h_BSD, targets, num_targets)
 
 
 class Decoder(nn.Module):

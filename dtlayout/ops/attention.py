@@ -52,8 +52,7 @@ def causal_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: Att
             raise
         raise KernelError(
             f"kernels.attention={kernel!r} does not run {q_BHSK.dtype} heads of width {q_BHSK.shape[-1]} on "
-            f"{q_BHSK.device.type}; use precision.compute='bfloat16' (which flash needs on CUDA) or "
-            f"kernels.attention='sdpa-math'"
+            f"{q_BHSK.device.type}; use kernels.attention='sdpa-math', which runs everything"
         ) from error
 
 
@@ -72,7 +71,7 @@ def attention_implementation(kernel: Attention) -> Iterator[None]:
         return
     try:
         activate_flash_attention_impl(name)
-    except (ImportError, RuntimeError) as error:  # not there, or built for another torch
+    except (ImportError, RuntimeError, ValueError) as error:  # not there, for another torch, or unknown to this one
         reason = str(error).partition("\n")[0]
         raise KernelError(f"kernels.attention={kernel}: {reason}; install its package for this torch") from error
     try:

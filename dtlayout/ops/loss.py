@@ -38,25 +38,32 @@ class Columns:
         return log_sums_T, wanted_T
 
 
-TokenLosses = Callable[[Tensor, Tensor, Columns, Tensor], Tensor]
+TokenLosses = Callable[[Tensor, Tensor, Columns, Tensor | float, Tensor], Tensor]
 
 
-def token_losses(logits_TV: Tensor, targets_T: Tensor, columns: Columns, gradient_TV: Tensor) -> Tensor:
-    """-log p(target) of each token, 0 where it is IGNORED, [T] in fp32 or finer; its gradient goes to `gradient_TV`."""
+def token_losses(
+    logits_TV: Tensor, targets_T: Tensor, columns: Columns, scale: Tensor | float, gradient_TV: Tensor
+) -> Tensor:
+    """-log p(target) · scale of each token, 0 where it is IGNORED, [T] in fp32 or finer.
+
+    Its gradient goes to `gradient_TV`: scaled before it is rounded, for a rounded scale would be off everywhere alike.
+    """
     exact = torch.promote_types(logits_TV.dtype, torch.float32)
-    logs_TV = F.log_softmax(logits_TV, dim=-1, dtype=exact)  # over these columns alone; on CUDA one kernel
-    log_sums_T = logits_TV[:, 0].to(exact) - logs_TV[:, 0]
+    largest_T = logits_TV.amax(dim=1).to(exact)
+    exponentials_TV = (logits_TV - largest_T[:, None]).exp_()  # exact, since the largest are
+    sums_T = exponentials_TV.sum(dim=1)
+    log_sums_T = largest_T + sums_T.log()
     index_T, is_here_T = columns.locate(targets_T)
     wanted_T = logits_TV.gather(1, index_T[:, None]).squeeze(1).to(exact) * is_here_T
     joint_T, wanted_T = columns.join(log_sums_T, wanted_T)
     is_valid_T = targets_T != IGNORED
-    weight_T = (log_sums_T - joint_T).exp() * is_valid_T
-    softmax_TV = logs_TV.exp_()
-    torch.mul(softmax_TV, weight_T[:, None], out=gradient_TV)
+    scale_T = is_valid_T.to(exact) * scale
+    weight_T = (log_sums_T - joint_T).exp() / sums_T * scale_T
+    torch.mul(exponentials_TV, weight_T[:, None], out=gradient_TV)
     # The target's own is p - 1: rounded before the difference, a p close to 1 would leave nothing.
-    own_T = softmax_TV.gather(1, index_T[:, None]).squeeze(1) * weight_T - (is_here_T & is_valid_T).to(exact)
+    own_T = exponentials_TV.gather(1, index_T[:, None]).squeeze(1) * weight_T - is_here_T * scale_T
     gradient_TV.scatter_(1, index_T[:, None], own_T[:, None].to(gradient_TV.dtype))
-    return (joint_T - wanted_T) * is_valid_T
+    return (joint_T - wanted_T) * scale_T
 
 
 class Head(nn.Linear):
@@ -69,16 +76,19 @@ class Head(nn.Linear):
         self.columns = Columns()
         self.token_losses: TokenLosses = token_losses
 
-    def forward(self, h_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """The loss is the sum of -log p(target) over targets that are not IGNORED: a scalar in fp32 or finer."""
+    def forward(self, h_BSD: Tensor, targets_BS: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
+        """The loss is the sum of -log p(target) over targets that are not IGNORED, divided by `num_targets`.
+
+        It is a scalar in fp32 or finer.
+        """
         weight_VD = self.columns.local(self.weight)
         if targets_BS is None:
             return F.linear(h_BSD, weight_VD)
         targets_T = targets_BS.flatten()
         if self.kernel == "linear":
-            loss: Tensor = _LinearCrossEntropy.apply(h_BSD.flatten(0, 1), weight_VD, targets_T, self)
+            loss: Tensor = _LinearCrossEntropy.apply(h_BSD.flatten(0, 1), weight_VD, targets_T, self, 1 / num_targets)
         else:
-            loss = _CrossEntropy.apply(F.linear(h_BSD, weight_VD).flatten(0, 1), targets_T, self)
+            loss = _CrossEntropy.apply(F.linear(h_BSD, weight_VD).flatten(0, 1), targets_T, self, 1 / num_targets)
         return loss
 
 
@@ -86,18 +96,18 @@ class _CrossEntropy(torch.autograd.Function):
     """Of logits that are there; their gradient lies beside them until forward ends."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, head: Head) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
         num_chunks = count_loss_chunks(len(logits_TV)) if head.kernel == "chunked" else 1
         gradient_TV = torch.empty_like(logits_TV)
         parts = (logits_TV.chunk(num_chunks), targets_T.chunk(num_chunks), gradient_TV.chunk(num_chunks))
-        losses = [head.token_losses(x, y, head.columns, dx).sum() for x, y, dx in zip(*parts, strict=True)]
+        losses = [head.token_losses(x, y, head.columns, scale, dx).sum() for x, y, dx in zip(*parts, strict=True)]
         ctx.save_for_backward(gradient_TV)
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient_TV,) = ctx.saved_tensors
-        return gradient_TV.mul_(upstream[0]), None, None
+        return gradient_TV.mul_(upstream[0]), None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,7 +117,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head) -> Tensor:
+    def forward(
+        ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float
+    ) -> Tensor:
         h_gradient_TD, weight_gradient_VD = torch.empty_like(h_TD), torch.zeros_like(weight_VD)
         num_chunks = count_loss_chunks(len(h_TD))
         losses = []
@@ -115,13 +127,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for h, targets, h_gradient in zip(*parts, strict=True):
             logits = F.linear(h, weight_VD)
             gradient = torch.empty_like(logits)
-            losses.append(head.token_losses(logits, targets, head.columns, gradient).sum())
+            losses.append(head.token_losses(logits, targets, head.columns, scale, gradient).sum())
             torch.mm(gradient, weight_VD, out=h_gradient)
             weight_gradient_VD.addmm_(gradient.T, h)
         ctx.save_for_backward(h_gradient_TD, weight_gradient_VD)
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         h_gradient_TD, weight_gradient_VD = ctx.saved_tensors
-        return h_gradient_TD.mul_(upstream[0]), weight_gradient_VD.mul_(upstream[0]), None, None
+        return h_gradient_TD.mul_(upstream[0]), weight_gradient_VD.mul_(upstream[0]), None, None, None

@@ -39,8 +39,8 @@ def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     ready = x if type(x) is Tensor else x.clone()
     if type(ready) is not Tensor:
         raise KernelError(
-            "kernels.norm=liger runs on this rank's tensors, and sequence parallelism hands it sharded ones; use "
-            "kernels.norm=fused or layout.sequence_parallel=false"
+            "kernels.norm=liger runs on this rank's tensors, and a plan hands it sharded ones; give its module the "
+            "style sequence, or use kernels.norm=fused"
         )
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 

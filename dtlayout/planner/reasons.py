@@ -112,7 +112,8 @@ def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels
     """The layout that some choices name: every other field at its default, dp_shard as the GPUs that are left."""
     named = {**space.fixed, **choices}
     layout = {name: value for name, value in named.items() if name in CHOICES and name not in KERNEL_NAMES}
-    kernels = Kernels(**{name: value for name, value in named.items() if name in KERNEL_NAMES})
+    asked = Kernels(**{name: value for name, value in named.items() if name in KERNEL_NAMES})
+    kernels, _ = asked.resolve(space.scenario.precision, space.device_type)
     if layout.get("virtual_stages", 1) > 1:
         layout.setdefault("schedule", "interleaved-1f1b")
     if "dp_shard" not in layout:

@@ -113,7 +113,7 @@ class _Run:
         self.display = Display(console, config.train.steps, config.metrics.log_every)
         self.step_times_s: list[float] = []
         gpu = find_predicted_gpu(device, config.cluster.gpu)
-        estimate = predict(config, layout, gpu)
+        estimate = predict(replace(config, kernels=kernels), layout, gpu)
         self.prediction_line, self.predicted = describe(estimate, gpu), to_predicted(estimate, gpu)
 
     def execute(self) -> int:

@@ -58,7 +58,7 @@ def to_case(choice: dict[str, Any]) -> Case:
     return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}))
 
 
-@pytest.mark.parametrize("case", map(to_case, CASES), ids=[" ".join(map(str, c.values())) for c in CASES])
+@pytest.mark.parametrize("case", [to_case(c) for c in CASES], ids=[" ".join(map(str, c.values())) for c in CASES])
 def test_every_pair_is_exact_in_float64(ranks4: Ranks, case: Case) -> None:
     found = merge(ranks4.run(run_compiled, case, timeout_s=180))
     size, whose = largest_difference(found, run_reference(replace(case, kernels=Kernels())))

@@ -24,7 +24,7 @@ def run(kernel: Loss, targets: Tensor, *, dtype=torch.float64, scale=0.37) -> tu
     head = Head(D, V, kernel, dtype)
     head.weight.data = WEIGHT.to(dtype, copy=True)
     hidden = HIDDEN.to(dtype, copy=True).requires_grad_()
-    loss = head(hidden, targets) * scale
+    loss = head(hidden, targets, 1 / scale)
     loss.backward()
     return loss.detach(), hidden.grad, head.weight.grad
 
@@ -44,6 +44,18 @@ def reference(targets: Tensor, *, dtype=torch.float64, scale=0.37) -> tuple[Tens
 def test_every_kernel_is_the_reference_forward_and_backward(kernel, targets):
     assert 0 < (MASKED != IGNORED).sum() < MASKED.numel()
     torch.testing.assert_close(run(kernel, targets), reference(targets))
+
+
+@pytest.mark.parametrize("num_targets", [3.7, torch.tensor(3.7, dtype=torch.float64)], ids=["number", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_number_of_targets_changes_no_format(dtype, num_targets):
+    head = Head(D, V, "eager", dtype)
+    head.weight.data = WEIGHT.to(dtype, copy=True)
+    loss = head(HIDDEN.to(dtype), TARGETS, num_targets)
+    assert loss.dtype == dtype
+    torch.testing.assert_close(
+        loss.double(), reference(TARGETS, scale=1 / 3.7)[0], rtol=1e-14 if dtype.itemsize == 8 else 1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -66,8 +78,17 @@ def test_a_target_that_is_nearly_certain_keeps_its_gradient_in_bf16():
     """p = 0.9990 is 1.0 in bf16; p - 1 is not 0."""
     logits = torch.tensor([[7.0, 0.0]], dtype=torch.bfloat16)
     gradient = torch.empty_like(logits)
-    token_losses(logits, torch.tensor([0]), Head(D, V, "eager", torch.bfloat16).columns, gradient)
+    token_losses(logits, torch.tensor([0]), Head(D, V, "eager", torch.bfloat16).columns, 1.0, gradient)
     torch.testing.assert_close(gradient[0, 0].float(), torch.tensor(-9.11e-4), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_number_of_targets_divides_before_gradients_are_rounded(kernel):
+    """1 / 32,640 is 0.2 % off in bf16, and gradients that were scaled with it would be too, all to the same side."""
+    *_, found = run(kernel, TARGETS, dtype=torch.bfloat16, scale=1 / 32_640)
+    *_, exact = reference(TARGETS, dtype=torch.bfloat16, scale=1 / 32_640)
+    ratio = (found.double() * exact).sum() / exact.square().sum()
+    assert abs(ratio - 1) < 1e-3
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -80,9 +101,9 @@ def test_without_targets_the_head_gives_logits(kernel):
 def test_chunked_kernels_never_hold_exact_logits_of_all_tokens(kernel):
     seen: list[int] = []
 
-    def spy(logits, targets, columns, gradient):
+    def spy(logits, *rest):
         seen.append(len(logits))
-        return token_losses(logits, targets, columns, gradient)
+        return token_losses(logits, *rest)
 
     head = Head(D, V, kernel, torch.float64)
     head.token_losses = spy

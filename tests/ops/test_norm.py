@@ -67,6 +67,6 @@ class Wrapped(torch.Tensor):
 
 def test_liger_refuses_what_is_no_plain_tensor():
     with pytest.raises(
-        KernelError, match=r"kernels.norm=liger runs on this rank's tensors, .*; use kernels.norm=fused"
+        KernelError, match=r"kernels.norm=liger runs on this rank's tensors, .*, or use kernels.norm=fused"
     ):
         liger_rms_norm(X.as_subclass(Wrapped), WEIGHT, EPS)
