@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
@@ -54,6 +54,11 @@ class Gpu:
     """Start of a message between nodes, for each hop."""
     gpus_per_node: int
     """GPUs that share a node's links."""
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """What torch calls its kind of device."""
+        return "cpu" if self.name == "cpu" else "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)

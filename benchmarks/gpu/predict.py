@@ -3,13 +3,10 @@
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Prediction
 from dtlayout.cluster import Cluster, Gpu
-from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import count_stage_parameters, estimate_ranks
 from dtlayout.costmodel.scenario import Scenario
-
-ENGINE = "dtlayout"
-"""The trainer that runs here, as the cost model calls it."""
 
 
 def predict(cell: Training, gpu: Gpu) -> Prediction:
@@ -18,7 +15,7 @@ def predict(cell: Training, gpu: Gpu) -> Prediction:
         model=cell.shape,
         batch=cell.batch,
         cluster=Cluster(gpu=gpu, num_gpus=1, gpus_per_node=1),
-        engine=find_engine(ENGINE, gpu.name),
+        engine=find_engine(OWN_ENGINE, gpu.name),
     )
     estimator = Estimator(scenario)
     if cell.num_blocks is not None:

@@ -24,13 +24,12 @@ from benchmarks.gpu.predict import predict
 from benchmarks.gpu.rows import Prediction, Reached, Row, Status, Trained
 from benchmarks.gpu.training import measure_training
 from dtlayout.cluster import Gpu
+from dtlayout.costmodel.estimate import HOPELESS_SHARE
 from dtlayout.errors import InvalidConfig
 from dtlayout.training.devices import Device, find_predicted_gpu, join_ranks, open_device
 
 LEFT_BEHIND_BYTES = 256 << 20
 """What a cell may leave allocated for the next one: cuBLAS keeps workspaces of some 32 MiB a stream."""
-HOPELESS_SHARE = 1.25
-"""Of the capacity, above which a cell is not tried: as `training.prediction` refuses a run."""
 
 
 class Hopeless(Exception):

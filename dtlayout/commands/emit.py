@@ -53,7 +53,7 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
             "tokenizer": "data/tokenizer.json" if needs_tokenizer else "bytes",
             "max_tokens": max(4_000_000, scenario.batch.num_tokens + 1),
         },
-        "train": {"steps": _STEPS, "device": "cpu" if is_cpu else "cuda"},
+        "train": {"steps": _STEPS, "device": cluster.gpu.device_type},
         "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node},
     }
     notes = {

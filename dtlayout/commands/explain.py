@@ -8,13 +8,13 @@ from dataclasses import asdict
 from dtlayout.cluster import find_gpu, known_gpus
 from dtlayout.commands.arguments import add_config
 from dtlayout.config import Config, check_layout, load_config
-from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
-from dtlayout.training.prediction import OWN_ENGINE, make_scenario, predicted_kernels
+from dtlayout.training.prediction import make_scenario, predicted_kernels
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     gpu = find_gpu(_choose_gpu(config, options.gpu))
     engine = find_engine(options.engine, gpu.name)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
-    layout = _check(config, world_size, engine.name, "cpu" if gpu.name == "cpu" else "cuda")
+    layout = _check(config, world_size, engine.name, gpu.device_type)
     scenario = make_scenario(config, gpu, world_size, engine)
     explanation = explain(scenario, layout, predicted_kernels(config, gpu))
     if options.json:

@@ -14,6 +14,9 @@ from typing import Any, Literal, get_args, get_type_hints
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
 
+OWN_ENGINE = "dtlayout"
+"""The engine whose habits are this trainer's."""
+
 
 def _constant(default: float, low: float, high: float, unit: str) -> float:
     """A constant: its value where nothing was measured, and the bounds that a measured one keeps."""

@@ -29,6 +29,9 @@ from dtlayout.recompute import Recompute
 
 T = TypeVar("T")
 
+HOPELESS_SHARE = 1.25
+"""Of the capacity, above which nobody should try a predicted peak on a GPU: well beyond the model's error, and in
+between a try costs only the minute that it takes to run out of memory."""
 _OPTIMIZER_TRAFFIC_BYTES = 28
 """Read and written for each parameter of a shard: gradient, master and moments in fp32, the last three back."""
 _THRASH_RAMP = 0.05

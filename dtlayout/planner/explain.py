@@ -207,7 +207,7 @@ def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
 
 def _other_kernels(scenario: Scenario, kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
     """Each kernel set otherwise, as far as our trainer has it for this precision and device."""
-    device_type = "cpu" if scenario.cluster.gpu.name == "cpu" else "cuda"
+    device_type = scenario.cluster.gpu.device_type
     for knob, values in _KERNEL_KNOBS.items():
         for value in values:
             others = replace(kernels, **{knob: value})  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.search import TIE, Search, needed_bytes
-from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, Space
+from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, SEARCHED_KERNELS, Space
 
 GIB = 2**30
 _PARTS = {
@@ -61,7 +61,7 @@ def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
         problems.append(f"{layout} needs {layout.world_size} GPUs, the cluster has {scenario.cluster.num_gpus}")
     problems += layout.problems(scenario.model, scenario.batch)
     try:
-        kernels.check(scenario.precision, "cpu" if scenario.cluster.gpu.name == "cpu" else "cuda")
+        kernels.check(scenario.precision, scenario.cluster.gpu.device_type)
     except InvalidConfig as error:
         problems += error.problems
     return problems
@@ -113,7 +113,7 @@ def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels
     named = {**space.fixed, **choices}
     layout = {name: value for name, value in named.items() if name in CHOICES and name not in KERNEL_NAMES}
     asked = Kernels(**{name: value for name, value in named.items() if name in KERNEL_NAMES})
-    kernels, _ = asked.resolve(space.scenario.precision, space.device_type)
+    kernels, _ = asked.resolve(space.scenario.precision, space.scenario.cluster.gpu.device_type)
     if layout.get("virtual_stages", 1) > 1:
         layout.setdefault("schedule", "interleaved-1f1b")
     if "dp_shard" not in layout:
@@ -155,7 +155,7 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
     if layout.tp > 1:
         off = not layout.sequence_parallel
         found.append((f"sequence_parallel={str(off).lower()}", replace(layout, sequence_parallel=off), kernels))
-    for name, values in (("attention", ("sdpa-flash", "sdpa-math")), ("norm", ("fused", "eager"))):
+    for name, values in SEARCHED_KERNELS.items():
         other = next(value for value in values if value != getattr(kernels, name))
         found.append((f"{name}={other}", layout, replace(kernels, **{name: other})))  # type: ignore[arg-type]
     for name, other_layout, other_kernels in found:

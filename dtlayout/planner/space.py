@@ -40,6 +40,8 @@ Order = tuple[ScheduleName, int]
 """schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "full", "every-2", "every-4", "every-8")
+SEARCHED_KERNELS = {"attention": ("sdpa-flash", "sdpa-math"), "norm": ("fused", "eager")}
+"""Kernels that a search compares, the fast ones first."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]
 CHOICES: dict[str, type] = {f.name: type(getattr(Layout(), f.name)) for f in fields(Layout)}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
@@ -171,18 +173,13 @@ class Space:
     def kernels(self) -> list[Kernels]:
         """Those that the trainer has; the fast ones first."""
         values: dict[str, tuple[str, ...]] = {name: (kernel,) for name, kernel in asdict(Kernels()).items()}
-        values |= {"attention": ("sdpa-flash", "sdpa-math"), "norm": ("fused", "eager")}
+        values |= SEARCHED_KERNELS
         chosen = [self.choose(name, found) for name, found in values.items()]
         combinations = [dict(zip(values, each, strict=True)) for each in product(*chosen)]
         return [
-            Kernels(**each).resolve(self.scenario.precision, self.device_type)[0]  # type: ignore[arg-type]
+            Kernels(**each).resolve(self.scenario.precision, self.scenario.cluster.gpu.device_type)[0]  # type: ignore[arg-type]
             for each in combinations
         ]
-
-    @property
-    def device_type(self) -> str:
-        """What kernels run on, as PyTorch names it."""
-        return "cpu" if self.scenario.cluster.gpu.name == "cpu" else "cuda"
 
     @cached_property
     def constant(self) -> dict[str, Any]:
@@ -192,7 +189,7 @@ class Space:
     def allows_kernels(self, kernels: Kernels) -> bool:
         """Whether the trainer has these kernels on this device in this precision."""
         try:
-            kernels.check(self.scenario.precision, self.device_type)
+            kernels.check(self.scenario.precision, self.scenario.cluster.gpu.device_type)
         except InvalidConfig:
             return False
         return True

@@ -6,8 +6,8 @@ same refusal, without a word between them.
 
 from dtlayout.cluster import Cluster, Gpu
 from dtlayout.config import Config
-from dtlayout.costmodel.engine import Engine, find_engine
-from dtlayout.costmodel.estimate import Estimate, estimate
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine
+from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
@@ -15,11 +15,6 @@ from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain, largest_component
 from dtlayout.training.metrics import Predicted
 
-OWN_ENGINE = "dtlayout"
-"""The engine whose habits are this trainer's."""
-HOPELESS_SHARE = 1.25
-"""Of the capacity, above which a predicted peak is refused on a GPU: well beyond the model's error, and in between a
-try costs only the minute that it takes to run out of memory."""
 _GIB = 2**30
 
 
@@ -37,7 +32,7 @@ def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
 
 def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
     """A config's kernels on a GPU type as the cost model knows them, without an auto."""
-    return config.kernels.resolve(config.precision, "cpu" if gpu.name == "cpu" else "cuda")[0]
+    return config.kernels.resolve(config.precision, gpu.device_type)[0]
 
 
 def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:

@@ -12,13 +12,14 @@ from tiny import SHAPE
 from dtlayout.batch import Batch
 from dtlayout.cluster import find_gpu, known_gpus
 from dtlayout.config import ClusterConfig, Config, TrainConfig, parse_config
+from dtlayout.costmodel.estimate import HOPELESS_SHARE
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
 from dtlayout.precision import Precision
 from dtlayout.training.devices import Device, find_predicted_gpu
-from dtlayout.training.prediction import HOPELESS_SHARE, describe, predict, refuse_hopeless, to_predicted
+from dtlayout.training.prediction import describe, predict, refuse_hopeless, to_predicted
 
 A100 = find_gpu("a100-80g-sxm")
 
