@@ -46,7 +46,7 @@ class Kernels:
     """Rotary embedding as separate operations in fp32, or as liger-kernel's."""
     swiglu: SwiGLU = "eager"
     """silu(gate) · up as two operations, or as liger-kernel's."""
-    loss: Loss = "eager"
+    loss: Loss = "chunked"
     """Cross-entropy of all logits in fp32 (eager), chunk by chunk of them (chunked), or together with the head's
     matmul, so that no more than a chunk of logits is ever there (linear)."""
     compile: Compile = "none"

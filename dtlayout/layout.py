@@ -48,7 +48,8 @@ class Layout:
     zero: Literal[1, 2, 3] = 1
     """What dp_shard shards: 1 optimizer state, 2 also gradients, 3 also parameters."""
     recompute: str = "none"
-    """Blocks computed again in backward: none, full, selective or every-N."""
+    """Blocks computed again in backward: none, full, every-N, or selective, keep-attention and keep-matmuls, which keep
+    the results of both or of one of these operations."""
 
     def __post_init__(self) -> None:
         values = vars(self)

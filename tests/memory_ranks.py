@@ -30,14 +30,19 @@ def measure_peaks(case: Case) -> list[int]:
     return meter.gather_peaks(case.layout)
 
 
-def predict(case: Case) -> tuple[MemoryEstimate, ...]:
-    """The same by the cost model."""
+def make_scenario(case: Case) -> Scenario:
+    """A case on as many CPU ranks as its layout needs."""
     size = case.layout.world_size
-    scenario = Scenario(
+    return Scenario(
         model=case.model,
         batch=case.batch,
         cluster=Cluster(gpu=find_gpu("cpu"), num_gpus=size, gpus_per_node=size),
         engine=find_engine("dtlayout", "cpu"),
         precision=case.precision,
     )
+
+
+def predict(case: Case) -> tuple[MemoryEstimate, ...]:
+    """The same by the cost model."""
+    scenario = make_scenario(case)
     return estimate_memory(scenario, case.layout, case.kernels, cut(scenario, case.layout))

@@ -379,7 +379,7 @@ configs = st.builds(
         virtual_stages=degrees,
         stage_layers=st.lists(degrees, max_size=5).map(tuple),
         zero=st.sampled_from([1, 2, 3]),
-        recompute=st.sampled_from(["none", "full", "selective", "every-3"]),
+        recompute=st.sampled_from(["none", "full", "selective", "keep-attention", "every-3"]),
     ),
     kernels=st.builds(Kernels, attention=choices(Attention), norm=choices(Norm)),
     precision=st.builds(Precision, params=st.just("float64"), compute=choices(Format), reduce=choices(Format)),

@@ -103,12 +103,20 @@ def test_recompute_every_nth_covers_one_of_n_evenly_spaced(every, num_layers):
 
 
 @pytest.mark.parametrize(
-    ("text", "share", "selective"), [("none", 0, False), ("full", 9, False), ("selective", 9, True)]
+    ("text", "share", "kept"),
+    [
+        ("none", 0, set()),
+        ("full", 9, set()),
+        ("selective", 9, {"matmuls", "attention"}),
+        ("keep-matmuls", 9, {"matmuls"}),
+        ("keep-attention", 9, {"attention"}),
+    ],
 )
-def test_recompute_by_name_covers_all_or_nothing(text, share, selective):
+def test_recompute_by_name_covers_all_or_nothing(text, share, kept):
     recompute = Recompute.parse(text)
     assert sum(map(recompute.covers, range(9))) == share
-    assert recompute.selective == selective
+    assert recompute.kept == kept
+    assert recompute.is_selective == bool(kept)
 
 
 @pytest.mark.parametrize("text", ["", "every-0", "every-", "every-2x", "every--1", "Full", "every-01"])

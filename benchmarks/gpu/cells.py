@@ -80,14 +80,14 @@ class AttentionCall:
 
 Ceiling = Matmul | Copy | AttentionCall
 
-BEST = Kernels(attention="sdpa-flash", norm="fused", loss="eager", compile="none")
+BEST = Kernels(attention="sdpa-flash", norm="fused", loss="chunked", compile="none")
 """What the ablation varies, one factor at a time."""
 BLOCK_FACTORS = {
     "compile": ("blocks",),
     "attention": ("sdpa-cudnn", "sdpa-efficient", "sdpa-math"),
     "norm": ("eager",),
 }
-FACTORS = {"loss": ("linear", "chunked"), **BLOCK_FACTORS}
+FACTORS = {"loss": ("linear", "eager"), **BLOCK_FACTORS}
 """Field of Kernels → what is tried in place of the best."""
 
 
@@ -185,9 +185,11 @@ def vary(base: Training, factors: Mapping[str, Sequence[str]]) -> Iterator[Train
 
 
 def sweep(base: Training, micro_batches: Sequence[int]) -> Iterator[Training]:
-    """Micro-batch over recomputation."""
+    """Micro-batch over recomputation; what keeps one kind of operation alone, at the first micro-batch."""
     for recompute, micro_batch in product(("none", "selective", "full"), micro_batches):
         yield replace(base, recompute=recompute, micro_batch=micro_batch)
+    for recompute in ("keep-attention", "keep-matmuls"):
+        yield replace(base, recompute=recompute, micro_batch=micro_batches[0])
 
 
 def block_matmuls(model: ModelShape, num_tokens: int) -> Iterator[Matmul]:

@@ -11,6 +11,7 @@ from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
+from dtlayout.recompute import Kept, Recompute
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
 """Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
@@ -43,6 +44,12 @@ class BlockTime:
     """Those that backward waits for."""
     host_s: float = 0.0
     """Least time that the host needs for forward and backward together."""
+    attention_s: float = 0.0
+    """Of forward, attention's part."""
+    elementwise_s: float = 0.0
+    """Of forward, norms, rotary embedding and activation function."""
+    last_matmul_s: float = 0.0
+    """Of forward, the last matmul."""
 
 
 def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
@@ -59,7 +66,8 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
     tokens, h, f = tokens_of(scenario, layout), model.hidden_size, model.ffn_size
     kv = model.num_kv_heads * model.head_dim
-    ffn = (2 if model.gated_ffn else 1) * matmul_s(scenario, tokens, f / t, h) + matmul_s(scenario, tokens, h, f / t)
+    last_matmul_s = matmul_s(scenario, tokens, h, f / t)
+    ffn = (2 if model.gated_ffn else 1) * matmul_s(scenario, tokens, f / t, h) + last_matmul_s
     matmuls = matmul_s(scenario, tokens, (h + 2 * kv) / t, h) + matmul_s(scenario, tokens, h, h / t) + ffn
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     shared = t if layout.shards_sequence else 1
@@ -81,7 +89,27 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         forward_tp_s=forward_tp_s + forward_cp_s,
         backward_tp_s=backward_tp_s + backward_cp_s,
         host_s=host_s(scenario, layout),
+        attention_s=attention_forward_s,
+        elementwise_s=elementwise_s / 3 + launch_s,
+        last_matmul_s=last_matmul_s,
     )
+
+
+def recompute_time(scenario: Scenario, layout: Layout, block: BlockTime) -> tuple[float, float]:
+    """A covered block's forward in its backward: seconds of computing, and of tp's collectives.
+
+    torch.utils.checkpoint leaves out the last matmul and its reduction, of which backward needs nothing, and what is
+    kept. With anything kept it sends half of what forward sends, the gathers of sequence parallelism.
+    """
+    recompute = Recompute.parse(layout.recompute)
+    if scenario.engine.habits.checkpointing == "megatron":
+        return (block.attention_s, 0.0) if recompute.is_selective else (block.forward_s, block.forward_tp_s)
+    matmuls_s = block.forward_s - block.attention_s - block.elementwise_s - block.last_matmul_s
+    seconds: dict[Kept, float] = {"matmuls": matmuls_s, "attention": block.attention_s}
+    again_s = block.elementwise_s + sum(seconds[kind] for kind in seconds.keys() - recompute.kept)
+    if not recompute.is_selective:
+        return again_s, block.forward_tp_s * (0.75 if layout.shards_sequence else 0.5)
+    return again_s, block.forward_tp_s * (0.5 if layout.shards_sequence else 0.0)
 
 
 def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:

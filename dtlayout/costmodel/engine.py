@@ -52,6 +52,9 @@ class Habits:
     """Whether a stage waits until its message has gone."""
     overlaps_reduction: bool = True
     """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
+    checkpointing: Literal["torch", "megatron"] = "megatron"
+    """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
+    which runs all of a block's forward, and whose selective recomputation covers attention alone."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 

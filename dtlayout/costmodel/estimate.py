@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_s
-from dtlayout.costmodel.compute import BlockTime, block_time, head_time
+from dtlayout.costmodel.compute import BlockTime, block_time, head_time, recompute_time
 from dtlayout.costmodel.memory import (
     MemoryEstimate,
     activation_size,
@@ -235,8 +235,7 @@ class Estimator:
         block = self.block(layout, kernels)
         recompute = Recompute.parse(layout.recompute)
         covered, num_layers = sum(recompute.covers(layer) for layer in stage.layers), len(stage.layers)
-        again_s = covered * block.forward_s * self._recomputed_share(recompute)
-        again_tp_s = covered * block.forward_tp_s * (0.0 if recompute.selective else 1.0)
+        again_s, again_tp_s = (covered * each for each in recompute_time(self.scenario, layout, block))
         forward_s, backward_s = num_layers * block.forward_s, num_layers * block.backward_s
         forward_tp_s, backward_tp_s = num_layers * block.forward_tp_s, num_layers * block.backward_tp_s + again_tp_s
         gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
@@ -257,10 +256,6 @@ class Estimator:
             forward_s=forward_s + forward_tp_s + host_s / 3 + send_forward_s,
             backward_s=backward_s + backward_tp_s + again_s + 2 * host_s / 3 + send_backward_s,
         )
-
-    def _recomputed_share(self, recompute: Recompute) -> float:
-        """Share of a block's forward that is computed again; selective ones keep what is dear."""
-        return 0.1 if recompute.selective else 1.0
 
     def play(self, layout: Layout, m: int, work: Sequence["StageWork"]) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""

@@ -3,6 +3,11 @@
 Legend: T tokens of a microbatch on one cp rank, h hidden, v width of all key-value heads, f FFN, V vocabulary, a heads,
 s sequence, t = tp; e bytes of the compute format, w of the exact one (fp32 or finer) in which norms, RoPE and the loss
 compute. To be read with models/llama.py and ops/*.py. Left out: what a kernel allocates and frees inside one call.
+
+[Note: what a compiled block keeps]
+torch.compile sees forward and backward together and keeps what is cheapest to go on from: the results of matmuls and
+attention and what they read, one number a token for each norm, and the result of o instead of the second norm's input.
+It computes silu(gate) again. Its norms are so as if one kernel did them. `tests/plans/test_compile.py` counts.
 """
 
 import math
@@ -13,7 +18,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import FLASH_LIKE, Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
-from dtlayout.recompute import Recompute
+from dtlayout.recompute import Kept, Recompute
 
 Steps = list[tuple[Part, float]]
 
@@ -67,7 +72,9 @@ class Sizes:
     has_gate: bool
     """Whether the FFN has one."""
     num_ffn: int
-    """Tensors of that size that the FFN keeps: liger-kernel's computes silu(gate) again."""
+    """Tensors of that size that the FFN keeps: liger-kernel's and a compiled block compute silu(gate) again."""
+    keeps_last: bool
+    """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
 
     @property
     def keeps_stream(self) -> bool:
@@ -98,41 +105,44 @@ class Sizes:
         )
 
     def kept(self, recompute: Recompute, layer: int) -> float:
-        """What a block leaves for its backward: everything, its input, or also the results of matmuls and attention.
+        """What a block leaves for its backward: everything, its input, or also results that are kept.
 
-        Under tp the results of o and down are kept twice, each rank's part as its matmul gives it and their sum.
+        With matmuls kept, under tp the results of o and down are there twice, this rank's part and the sum.
         """
         if not recompute.covers(layer):
             return self.block
-        if not recompute.selective:
-            return self.share
-        sums = 2 * self.share if self.is_split else 0.0
-        matmuls = self.query + 2 * self.key + (2 if self.has_gate else 1) * self.ffn + 2 * self.whole
-        return self.share + matmuls + sums + self.attention_results
+        num_results = 2 if self.keeps_last else 1
+        sums = num_results * self.share if self.is_split and recompute.is_selective else 0.0
+        matmuls = self.query + 2 * self.key + (2 if self.has_gate else 1) * self.ffn + num_results * self.whole
+        kept: dict[Kept, float] = {"matmuls": matmuls, "attention": self.attention_results}
+        return self.share + sums + sum(kept[kind] for kind in recompute.kept)
 
     def recomputed(self, recompute: Recompute, layer: int) -> float:
         """What comes to what a block has kept when it is computed again, up to the last thing that backward needs.
 
-        Selectively: attention's results, v, gate and up are there; q, k and the result of o are let go on the way.
+        With matmuls kept v, gate and up are there; q, k and the result of o are let go on the way.
         """
         if not recompute.covers(layer):
             return 0.0
         again = self.block - (self.share if self.keeps_stream else 0.0)
-        if not recompute.selective:
-            return again
-        reused = self.key + self.attention_results + (2 if self.has_gate else 1) * self.ffn
-        return again - reused - self.query - self.key - self.whole
+        reused = self.key + (2 if self.has_gate else 1) * self.ffn
+        saved: dict[Kept, float] = {
+            "matmuls": reused + self.query + self.key + self.whole,
+            "attention": self.attention_results,
+        }
+        return again - sum(saved[kind] for kind in recompute.kept)
 
 
 def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
-    """The sizes of a layout. On CPU no kernel of PyTorch does a whole norm."""
+    """The sizes of a layout, [Note: what a compiled block keeps]. On CPU no kernel of PyTorch does a whole norm."""
     model, habits, t = scenario.model, scenario.engine.habits, layout.tp
     e = BYTES[scenario.precision.compute]
     w = max(e, 4)
     tokens = layout.micro_batch * scenario.batch.seq_len / layout.cp
     width = tokens * model.hidden_size
     shared = t if layout.shards_sequence else 1
-    has_norm_kernel = kernels.norm == "liger" or (kernels.norm == "fused" and scenario.cluster.gpu.name != "cpu")
+    is_fused = kernels.norm == "fused" and scenario.cluster.gpu.name != "cpu"
+    has_norm_kernel = kernels.norm == "liger" or is_fused or kernels.compiles_blocks
     product = 0 if has_norm_kernel else e if kernels.norm == "eager" else w
     columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
     at_once = 1 if kernels.loss == "eager" else math.ceil(tokens / count_loss_chunks(tokens)) / tokens
@@ -160,7 +170,8 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
         casts=e < w,
         has_norm_kernel=has_norm_kernel,
         has_gate=model.gated_ffn,
-        num_ffn=(3 if kernels.swiglu == "liger" else 4) if model.gated_ffn else 2,
+        num_ffn=(3 if kernels.swiglu == "liger" or kernels.compiles_blocks else 4) if model.gated_ffn else 2,
+        keeps_last=not kernels.compiles_blocks,
     )
 
 

@@ -193,8 +193,10 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     ffn = e * f * ((3 if kernels.swiglu == "liger" else 4) if model.gated_ffn else 2) / t
     beside = constants.block_saved_bytes * h
     whole = norms + beside + norm_copies + projections + scores + ffn
-    # Selective: attention's scores alone are computed again (arXiv:2205.05198, sec. 5); else all but a block's input.
-    return whole, whole - scores if Recompute.parse(layout.recompute).selective else e * h / shared
+    recompute = Recompute.parse(layout.recompute)
+    if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)
+        return whole, whole - scores
+    return whole, e * h / shared + (e * h / t if "attention" in recompute.kept else 0.0)
 
 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:

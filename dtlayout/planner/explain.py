@@ -32,7 +32,7 @@ _TRADES = (
 )  # fmt: skip
 """The knob, and the degree that gives what it takes."""
 _ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
-_RECOMPUTE = ("none", "selective", "every-4", "every-2", "full")
+_RECOMPUTE = ("none", "selective", "keep-attention", "every-4", "every-2", "full")
 _MOST_VIRTUAL_STAGES = 8
 _KERNEL_KNOBS = {
     "norm": ("fused", "eager"),

@@ -151,7 +151,7 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
         found.append(("virtual_stages=2", replace(layout, schedule="interleaved-1f1b", virtual_stages=2), kernels))
     if layout.dp > 1:
         found += [(f"zero={zero}", replace(layout, zero=zero), kernels) for zero in (1, 2, 3) if zero != layout.zero]
-    found += [(f"recompute={r}", replace(layout, recompute=r), kernels) for r in RECOMPUTE[:3] if r != layout.recompute]
+    found += [(f"recompute={r}", replace(layout, recompute=r), kernels) for r in RECOMPUTE[:4] if r != layout.recompute]
     if layout.tp > 1:
         off = not layout.sequence_parallel
         found.append((f"sequence_parallel={str(off).lower()}", replace(layout, sequence_parallel=off), kernels))

@@ -11,7 +11,7 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | zero | 1, 2, 3; only 1 at dp_shard = 1, where nothing is sharded |
 | micro_batch | divisors of B |
 | sequence_parallel | on; for tp > 1 also off |
-| recompute | none, selective, full, every-2, every-4, every-8 |
+| recompute | none, selective, keep-attention, full, every-2, every-4, every-8 |
 | attention, norm | sdpa-flash, sdpa-math; fused, eager |
 | loss, rope, swiglu, compile | what they are by default; others only where they are fixed |
 
@@ -39,7 +39,7 @@ Sharding = tuple[int, int]
 Order = tuple[ScheduleName, int]
 """schedule and virtual_stages."""
 
-RECOMPUTE = ("none", "selective", "full", "every-2", "every-4", "every-8")
+RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
 SEARCHED_KERNELS = {"attention": ("sdpa-flash", "sdpa-math"), "norm": ("fused", "eager")}
 """Kernels that a search compares, the fast ones first."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]

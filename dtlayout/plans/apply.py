@@ -5,7 +5,8 @@ recomputation goes inside the FSDP unit, so that a unit gathers once for its bac
 recomputation; FSDP2's hooks stay outside of what is compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from dtlayout.plans.plan import Plan, match_names
 from dtlayout.plans.sequence_norm import SequenceNorm
 from dtlayout.plans.tensor import TensorStyle
 from dtlayout.plans.vocab_parallel import VocabParallelHead
-from dtlayout.recompute import Recompute
+from dtlayout.recompute import Kept, Recompute
 
 SEQUENCE = Shard(1)  # hidden states are [B, S, D]
 
@@ -89,11 +90,11 @@ def prepare_blocks(module: nn.Module, blocks: str, recompute: Recompute, *, comp
                 f"plan.blocks={blocks!r} matches {name!r}, whose last part is no number; name the blocks"
             )
         block, is_covered = module.get_submodule(name), recompute.covers(int(number))
-        if is_covered and recompute.selective:
-            block.forward = _checkpointed(block.forward, context_fn=_keep_dear_results)
+        if is_covered and recompute.is_selective:
+            block.forward = _checkpointed(block.forward, context_fn=partial(_keep_results, recompute.kept))
         if compiles:
             block.forward = torch.compile(block.forward)
-        if is_covered and not recompute.selective:
+        if is_covered and not recompute.is_selective:
             block.forward = _checkpointed(block.forward)
 
 
@@ -140,23 +141,28 @@ def _find_ties(module: nn.Module) -> list[tuple[str, str]]:
     return ties
 
 
-_DEAR = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+_OPERATIONS: dict[Kept, set[Any]] = {
+    "matmuls": {torch.ops.aten.mm.default, torch.ops.aten.addmm.default},
+    "attention": {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten.bmm.default,  # sdpa-math's two
+    },
+}
+"""What selective recomputation can keep."""
+_REDUCTIONS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
 }
-"""Operations whose results selective recomputation keeps; each attention kernel is one. Not the
-all-gather: what sequence parallelism shards would lie there whole."""
+"""What it always keeps. Not the all-gather: what sequence parallelism shards would lie there whole."""
 
 
-def _keep_dear_results() -> tuple[Any, Any]:
+def _keep_results(kept: Collection[Kept]) -> tuple[Any, Any]:
+    operations = _REDUCTIONS.union(*(_OPERATIONS[kind] for kind in kept))
+
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

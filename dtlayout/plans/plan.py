@@ -43,7 +43,8 @@ class Plan:
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
         rows += [(" + ".join(unit), f"fsdp unit, zero {self.zero}") for unit in self.units]
         if self.recompute.every:
-            what = "selectively" if self.recompute.selective else "in full"
+            kept = " and ".join(sorted(self.recompute.kept))
+            what = f"but for {kept}" if kept else "in full"
             rows.append((self.blocks, f"recomputed {what}, one of {self.recompute.every}"))
         p = self.precision
         rows.append(("(all)", f"params {p.params}, compute {p.compute}, gradients summed in {p.reduce}"))

@@ -3,7 +3,7 @@
 import pytest
 from costmodel.small import US, scenario
 
-from dtlayout.costmodel.compute import attention_s, block_time, block_tp_s, head_time, host_s, matmul_s
+from dtlayout.costmodel.compute import attention_s, block_time, block_tp_s, head_time, host_s, matmul_s, recompute_time
 from dtlayout.costmodel.engine import Habits
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -55,6 +55,24 @@ def test_a_block_is_matmuls_attention_and_passes_over_memory():
     assert found.forward_s == pytest.approx((360 + 40 + 104 / 3) * US)
     assert found.backward_s == pytest.approx((720 + 100 + 208 / 3) * US)
     assert (found.forward_tp_s, found.backward_tp_s, found.host_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "torch_us", "torch_halves", "megatron_us", "megatron_halves"),
+    [
+        # Matmuls 280 without down, attention 40, elementwise 104 / 3; with sequence parallelism, over tp = 2.
+        ("full", (280 + 40 + 104 / 3) / 2, 3, (360 + 40 + 104 / 3) / 2, 4),
+        ("keep-attention", (280 + 104 / 3) / 2, 2, 20, 0),
+        ("keep-matmuls", (40 + 104 / 3) / 2, 2, 20, 0),
+        ("selective", 104 / 3 / 2, 2, 20, 0),
+    ],
+)
+def test_a_block_computed_again(recompute, torch_us, torch_halves, megatron_us, megatron_halves):
+    layout = Layout(tp=2, recompute=recompute)
+    for checkpointing, us, halves in (("torch", torch_us, torch_halves), ("megatron", megatron_us, megatron_halves)):
+        setting = scenario(habits=Habits(checkpointing=checkpointing))
+        found = recompute_time(setting, layout, block_time(setting, layout, Kernels()))
+        assert found == pytest.approx((us * US, halves * HALF_S))
 
 
 def test_an_eager_norm_adds_traffic_and_the_start_of_its_kernels():

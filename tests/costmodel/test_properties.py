@@ -71,7 +71,7 @@ def cases(draw, engines=ENGINES) -> Case:
         schedule="interleaved-1f1b" if v > 1 else draw(st.sampled_from(["1f1b", "1f1b", "gpipe"])),
         virtual_stages=v,
         zero=draw(st.sampled_from([1, 2, 3])),
-        recompute=draw(st.sampled_from(["none", "full", "selective", "every-2"])),
+        recompute=draw(st.sampled_from(["none", "full", "selective", "keep-attention", "keep-matmuls", "every-2"])),
     )
     m = draw(st.integers(1, 20)) * (pp if v > 1 else 1)
     batch = Batch(
@@ -184,7 +184,7 @@ def test_more_tp_needs_no_more_parameter_bytes(case):
 
 
 @settings(max_examples=40, deadline=None)
-@given(cases(MEGATRON_STATE), st.sampled_from(["full", "selective"]))
+@given(cases(MEGATRON_STATE), st.sampled_from(["full", "selective", "keep-attention", "keep-matmuls"]))
 def test_recomputation_needs_no_more_activation_bytes(case, recompute):
     scenario, layout, kernels = case
     never_more((scenario, replace(layout, recompute="none"), kernels), lambda r: r.activations, recompute=recompute)

@@ -23,6 +23,13 @@ OTHER_CASES = {
     "scores": Case(AXES["dp4"], precision=BF16, kernels=MATH),
     "scores, recomputed": Case(Layout(dp_shard=4, recompute="full"), precision=BF16, kernels=MATH),
     "scores, kept from recomputation": Case(Layout(dp_shard=4, recompute="selective"), precision=FP32, kernels=MATH),
+    "scores alone, kept": Case(Layout(dp_shard=4, recompute="keep-attention"), precision=BF16, kernels=MATH),
+    "scores alone, recomputed": Case(Layout(dp_shard=4, recompute="keep-matmuls"), precision=BF16, kernels=MATH),
+    **{
+        f"{recompute} {name}": Case(replace(layout, recompute=recompute), precision=BF16)
+        for recompute in ("keep-attention", "keep-matmuls")
+        for name, layout in {"dp4": Layout(dp_shard=4), "pp2 tp2": Layout(pp=2, tp=2)}.items()
+    },
     "chunked loss": Case(AXES["dp4"], precision=BF16, kernels=Kernels(loss="chunked"), model=WIDE),
     "linear loss": Case(AXES["dp4"], precision=BF16, kernels=Kernels(loss="linear"), model=WIDE),
     "chunked loss over tp": Case(AXES["pp2 tp2"], precision=BF16, kernels=Kernels(loss="chunked"), model=WIDE),

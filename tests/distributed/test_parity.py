@@ -140,7 +140,9 @@ def legal_cases(draw: st.DrawFn) -> Case:
         schedule=schedule,
         virtual_stages=virtual_stages,
         zero=draw(st.sampled_from([1, 2, 3])),
-        recompute=draw(st.sampled_from(["none", "full", "every-2", "every-3", "selective"])),
+        recompute=draw(
+            st.sampled_from(["none", "full", "every-2", "every-3", "selective", "keep-attention", "keep-matmuls"])
+        ),
     )
     rounds = draw(st.sampled_from([1, 2]))
     global_batch = layout.dp * layout.micro_batch * pp * rounds

@@ -57,6 +57,23 @@ def test_tensor_parallelism_alone_sums_twice_a_block_in_each_direction(ranks4: R
 
 
 @pytest.mark.parametrize(
+    ("recompute", "gathers", "scatters"),
+    [("full", 2, 1), ("keep-attention", 2, 0), ("keep-matmuls", 2, 0), ("selective", 2, 0)],
+)
+def test_recomputation_sends_again_what_it_needs_and_does_not_keep(
+    ranks4: Ranks, recompute: str, gathers: int, scatters: int
+) -> None:
+    """In full: all but the reduction after a block's last matmul, of which backward needs nothing."""
+    m, blocks = 2, SHAPE.num_layers
+    for counts in ranks4.run(count_collectives, Case(Layout(tp=4, micro_batch=4, recompute=recompute)), ("tp",)):
+        assert counts["all_gather"] == m * ((4 + gathers) * blocks + 2)
+        assert counts["reduce_scatter"] == m * ((4 + scatters) * blocks + 2)
+    whole = Layout(tp=4, micro_batch=4, recompute=recompute, sequence_parallel=False)
+    for counts in ranks4.run(count_collectives, Case(whole), ("tp",)):
+        assert counts == {"all_reduce": m * ((4 + scatters) * blocks + 4)}
+
+
+@pytest.mark.parametrize(
     "layout",
     [
         Layout(dp_shard=4),

@@ -5,17 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity import SHAPE, compiling_with
+from memory_ranks import make_scenario
+from parity import BF16, SEQ_LEN, SHAPE, Case, compiling_with
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
 
+from dtlayout.costmodel.fsdp2_blocks import sizes_of
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import compile_rest, prepare_blocks
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import make_plan
+from dtlayout.plans.tensor import BLOCKS
 from dtlayout.precision import Precision
+from dtlayout.recompute import Recompute
 
 MODEL = replace(SHAPE, num_layers=3)
 TOKENS = torch.arange(32).view(2, 16)
@@ -69,6 +74,24 @@ def test_recomputation_is_compiled_with_its_block(recompute):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ("norm", "recompute"),
+    [("eager", "none"), *(("fused", each) for each in ("none", "full", "selective", "keep-attention", "keep-matmuls"))],
+)
+def test_a_compiled_block_keeps_what_the_cost_model_says(norm, recompute):
+    case = Case(Layout(micro_batch=2, recompute=recompute), 2, MODEL, BF16, Kernels(compile="blocks", norm=norm))
+    model = Llama(MODEL, case.kernels, SEQ_LEN, dtype=torch.bfloat16)
+    prepare_blocks(model, BLOCKS, Recompute.parse(recompute), compiles=True)
+    saved: list[torch.Tensor] = []
+    hidden = torch.zeros(2, SEQ_LEN, MODEL.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with compiling_with("aot_eager_decomp_partition"), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model.model.layers["0"](hidden, model.model.rotary.cos, model.model.rotary.sin)
+    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in saved if t.dtype is not torch.uint8}
+    found = sum(storage.nbytes() for place, storage in storages.items() if place not in known)
+    assert found == sizes_of(make_scenario(case), case.layout, case.kernels).kept(Recompute.parse(recompute), 0)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")

@@ -102,7 +102,7 @@ def test_no_parameter_is_in_two_units(tied):
 @pytest.mark.parametrize(("recompute", "every", "selective"), [("none", 0, False), ("selective", 1, True)])
 def test_the_plan_carries_what_the_layout_asks(zero, recompute, every, selective):
     plan = plan_of(Layout(dp_shard=2, zero=zero, recompute=recompute))
-    assert (plan.zero, plan.recompute.every, plan.recompute.selective) == (zero, every, selective)
+    assert (plan.zero, plan.recompute.every, plan.recompute.is_selective) == (zero, every, selective)
     assert plan.precision == Precision()
 
 
@@ -115,4 +115,4 @@ def test_a_printed_plan_has_a_row_for_every_decision():
     assert lines[-2].split("  ", 1)[1].strip() == "recomputed in full, one of 3"
     assert len({line.index(line.split("  ", 1)[1].strip()) for line in lines}) == 1  # one column of texts
     assert "recomputed" not in str(plan_of(Layout()))
-    assert "recomputed selectively" in str(plan_of(Layout(recompute="selective")))
+    assert "recomputed but for attention and matmuls" in str(plan_of(Layout(recompute="selective")))
