@@ -60,6 +60,8 @@ class DataConfig:
     """bytes, or the path of a tokenizer.json."""
     end_of_document: str = ""
     """Token after each document, where the tokenizer has none of the usual ones."""
+    document_mask: bool = False
+    """Whether documents that share a sample do not see each other; the loss and its targets stay the same."""
     max_tokens: int = 0
     """Tokens to prepare at most; 0 for all."""
     folder: str = "data/tokens"

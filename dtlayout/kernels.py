@@ -24,6 +24,8 @@ FLASH_LIKE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn", "fa3")
 """Attention that holds no scores, but one number for each row of them."""
 PREDICTED_ONLY = ("flash1", "megatron-softmax", "torch")
 """Kernels of other engines, which the cost model knows and the trainer does not have."""
+BY_DOCUMENT = ("sdpa-flash", "flash-attn", "fa3")
+"""Attention that on CUDA takes one document after the other."""
 CUDA_ONLY = ("sdpa-efficient", "sdpa-cudnn", "flash-attn", "fa3")
 """Attention that has no CPU implementation."""
 Norm = Literal["eager", "fused", "liger"]
@@ -133,6 +135,11 @@ class Kernels:
         """Operations that liger-kernel computes, and what else could."""
         others = (("norm", "fused"), ("rope", "eager"), ("swiglu", "eager"))
         return [(name, other) for name, other in others if getattr(self, name) == "liger"]
+
+
+def needs_mask(attention: Attention, device_type: str) -> bool:
+    """Whether a kernel keeps packed documents apart by a mask, S² numbers a sample, and not by their offsets."""
+    return device_type != "cuda" or attention not in BY_DOCUMENT
 
 
 _LOSS_CHUNK = 1024

@@ -1,7 +1,7 @@
 """Peak memory on ranks as training reports it, and what the cost model says of the same step."""
 
 import torch
-from parity import MAX_NORM, SEED, Case, local_rows
+from parity import MAX_NORM, SEED, Case, local_rows, make_starts
 
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
@@ -26,7 +26,7 @@ def measure_peaks(case: Case) -> list[int]:
     optimizer.zero_grad()
     meter = MemoryMeter("cpu", assembly.modules, optimizer)
     with meter.watch():
-        step(tokens, targets)
+        step(tokens, targets, make_starts(case, tokens))
     return meter.gather_peaks(case.layout)
 
 
@@ -39,6 +39,7 @@ def make_scenario(case: Case) -> Scenario:
         cluster=Cluster(gpu=find_gpu("cpu"), num_gpus=size, gpus_per_node=size),
         engine=find_engine("dtlayout", "cpu"),
         precision=case.precision,
+        document_mask=case.documents,
     )
 
 

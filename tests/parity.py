@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from dtlayout.batch import Batch
+from dtlayout.data.documents import find_starts
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.mesh.ranks import dp_rank
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
+from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import IGNORED
 from dtlayout.plans.init import initialize
 from dtlayout.precision import Precision
@@ -43,10 +45,12 @@ class Case:
     model: ModelShape = SHAPE
     precision: Precision = EXACT
     kernels: Kernels = field(default_factory=Kernels)
+    documents: bool = False
+    seq_len: int = SEQ_LEN
 
     @property
     def batch(self) -> Batch:
-        return Batch(global_batch=self.global_batch, seq_len=SEQ_LEN)
+        return Batch(global_batch=self.global_batch, seq_len=self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,23 @@ def make_tokens(batch: Batch, vocab_size: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+def make_starts(case: Case, tokens: Tensor) -> Tensor | None:
+    """Where documents start, if the case has any: a quarter of the tokens end one."""
+    return find_starts(tokens % 4, end_of_document=0) if case.documents else None
+
+
 def run_reference(case: Case) -> Outcome:
     """The step on one process in the format of the master parameters, or wholly in `case.precision.compute`."""
     dtype = getattr(torch, case.precision.compute)
-    model = Llama(case.model, case.kernels, SEQ_LEN, dtype=getattr(torch, case.precision.params))
+    model = Llama(case.model, case.kernels, case.seq_len, dtype=getattr(torch, case.precision.params))
     initialize([model], case.model, SEED, "cpu")
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     tokens, targets = make_tokens(case.batch, case.model.vocab_size)
-    loss = model(tokens, targets=targets, num_targets=float((targets != IGNORED).sum()))
+    starts = make_starts(case, tokens)
+    documents = None if starts is None else Documents.from_starts(starts)
+    loss = model(tokens, documents, targets=targets, num_targets=float((targets != IGNORED).sum()))
     loss.backward()
     gradients = {name: p.grad.to(masters[name].dtype) for name, p in model.named_parameters()}
     parameters = {name: torch.nn.Parameter(value) for name, value in masters.items()}
@@ -100,7 +111,8 @@ def run_layout(case: Case) -> Outcome | None:
             gradients[name] = parameter.grad.full_tensor()
 
     step.optimizer.register_step_pre_hook(keep_gradients)
-    result = step(*local_rows(case))
+    tokens, targets = local_rows(case)
+    result = step(tokens, targets, make_starts(case, tokens))
     scale = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))  # what clipping did to them
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters = {name: parameter.full_tensor() for name, parameter in named_parameters(assembly, case)}

@@ -1,6 +1,7 @@
 """What ranks do for tests/distributed/test_runtime.py."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtlayout.batch import Batch
@@ -26,6 +27,32 @@ def build_with_too_many_stages() -> None:
 def step_with_an_odd_batch() -> None:
     """Four microbatches, five rows."""
     _build([nn.Linear(8, 8)], width=8).step(torch.zeros(5, 8))
+
+
+def step_with_three_contexts() -> None:
+    """Four microbatches."""
+    _build([nn.Linear(8, 8)], width=8).step(torch.zeros(4, 8), ["a", "b", "c"])
+
+
+def note_contexts() -> list[tuple[float, str]]:
+    """The first number that this rank's stage gets of each microbatch, and the context with it."""
+    stage = _Noting()
+    contexts = ["a", "b", "c", "d"]
+    _build([stage], width=8).step(torch.arange(4.0)[:, None].expand(4, 8), contexts)
+    return stage.noted
+
+
+class _Noting(nn.Module):
+    """Hands on what it gets, times one; the last stage the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+        self.noted: list[tuple[float, str]] = []
+
+    def forward(self, x: torch.Tensor, context: str) -> torch.Tensor:
+        self.noted.append((x[0, 0].item(), context))
+        return x * self.one if dist.get_rank() < LAYOUT.pp - 1 else (x * self.one).sum()
 
 
 def _build(modules: list[nn.Module], width: int) -> Runtime:

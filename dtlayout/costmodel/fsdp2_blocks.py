@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dtlayout.costmodel.phase import Part, Phase, changes
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import FLASH_LIKE, Kernels, count_loss_chunks
+from dtlayout.kernels import FLASH_LIKE, Kernels, count_loss_chunks, needs_mask
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Kept, Recompute
@@ -51,6 +51,10 @@ class Sizes:
     """What attention keeps, its output included."""
     attention_results: float
     """What of it are results of kernels that selective recomputation keeps, instead of q and k."""
+    mask: float
+    """What keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
+    keeps_mask: bool
+    """Whether attention keeps it for its backward."""
     forward_work: float
     """What its forward needs beside what it keeps, when it is fullest."""
     backward_work: float
@@ -141,10 +145,12 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
     tokens = layout.micro_batch * scenario.batch.seq_len / layout.cp
     width = tokens * model.hidden_size
     shared = t if layout.shards_sequence else 1
-    is_fused = kernels.norm == "fused" and scenario.cluster.gpu.name != "cpu"
+    device_type = scenario.cluster.gpu.device_type
+    is_fused = kernels.norm == "fused" and device_type == "cuda"
     has_norm_kernel = kernels.norm == "liger" or is_fused or kernels.compiles_blocks
     product = 0 if has_norm_kernel else e if kernels.norm == "eager" else w
     columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
+    has_mask = scenario.document_mask and needs_mask(kernels.attention, device_type)
     at_once = 1 if kernels.loss == "eager" else math.ceil(tokens / count_loss_chunks(tokens)) / tokens
     query, key = width * e / t, tokens * model.num_kv_heads * model.head_dim * e / t
     attention, results, forward_work, backward_work = _attention(scenario, layout, kernels, query, key)
@@ -160,6 +166,8 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
         norm_rest=(width * product + tokens * w) / shared,
         attention=attention,
         attention_results=results,
+        mask=tokens * scenario.batch.seq_len * e if has_mask else 0.0,
+        keeps_mask=kernels.attention in FLASH_LIKE,
         forward_work=forward_work,
         backward_work=backward_work,
         logits=tokens * columns * e * (at_once if kernels.loss == "linear" else 1),

@@ -135,6 +135,8 @@ class _Stage:
         amounts = ((size.kept(recompute, layer), size.recomputed(recompute, layer)) for layer in chunk.layers)
         self.runs = [(kept, again, len(list(run))) for (kept, again), run in groupby(amounts)]
         is_kept = size.keeps_stream or any(recompute.covers(layer) for layer in chunk.layers[:1])
+        keeps_mask = size.keeps_mask or any(recompute.covers(layer) for layer in chunk.layers)
+        self.kept_mask = size.mask if keeps_mask else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.share
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
         self.all_units = [*ends, *[self.units.block] * len(chunk.layers)]
@@ -168,8 +170,9 @@ class _Stage:
         return self._known[key]
 
     def _forward(self) -> Iterator[Phase]:
-        yield changes((_A, self.received))
+        yield changes((_A, self.received + self.size.mask))
         yield from (self._blocks[kept].times(count) for kept, _, count in self.runs)
+        yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
             yield head_forward(self.size)
 
@@ -186,11 +189,13 @@ class _Stage:
         if units.embedding:
             yield run(units.embedding, IDLE, before)
             before = units.embedding
+        yield changes((_A, self.size.mask))
         for kept, _, count in self.runs:
             work = self._blocks[kept]
             yield run(units.block, work, before)
             yield run(units.block, work, units.block).times(count - 1)
             before = units.block
+        yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
             work = head_forward(self.size)
             yield run(units.head, work, before) if units.head else work
@@ -229,6 +234,7 @@ class _Stage:
             if count > 1:
                 yield run(units.block, work, after, units.block)
             reduced = units.block
+        yield changes((_A, -self.kept_mask))
         if self.has_embedding:
             work = embedding_backward(size, sharding.embedding_gradient(units.with_embedding, is_first=is_first))
             yield run(units.embedding, work, None, reduced) if units.embedding else work

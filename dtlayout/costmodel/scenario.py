@@ -34,6 +34,8 @@ class Scenario:
     """Which program runs it."""
     precision: Precision = field(default_factory=Precision)
     """Number formats; engines other than fsdp2 ones keep bf16 weights and fp32 masters whatever it says."""
+    document_mask: bool = False
+    """Whether documents packed into a sample do not see each other; only the memory of fsdp2 engines knows it."""
 
 
 def count_state_shards(layout: Layout) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dtlayout.kernels import Kernels
 from dtlayout.model_shape import ModelShape
-from dtlayout.ops.attention import causal_attention
+from dtlayout.ops.attention import causal_attention, prepare_mask
+from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import Head
 from dtlayout.ops.mlp import SWIGLUS
 from dtlayout.ops.norm import RMSNorm
@@ -46,9 +47,20 @@ class Llama(nn.Module):
         if shape.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, x: Tensor, *, targets: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
-        """`targets` [B, S]: the loss is the sum over the valid ones divided by `num_targets`, the whole step's."""
-        h_BSD = self.model(x)
+    def forward(
+        self,
+        x: Tensor,
+        documents: Documents | None = None,
+        *,
+        targets: Tensor | None = None,
+        num_targets: Tensor | float = 1.0,
+    ) -> Tensor:
+        """`targets` [B, S]: the loss is the sum over the valid ones divided by `num_targets`, the whole step's.
+
+        With `documents` a token sees no other document than its own. Targets are what they were: the last token of a
+        document predicts the first of the next.
+        """
+        h_BSD = self.model(x, documents)
         if self.lm_head is None:
             return h_BSD
         if targets is None:
@@ -71,15 +83,17 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
+        self.kernel = kernels.attention
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype) if embedding else None
         self.rotary = RotaryEmbedding(shape, max_seq_len, dtype)
         self.layers = nn.ModuleDict({str(i): Block(shape, kernels, dtype) for i in layers})
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype) if norm else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         h_BSD = x if self.embed_tokens is None else self.embed_tokens(x)
+        mask = None if documents is None else prepare_mask(documents, self.kernel, h_BSD)
         for block in self.layers.values():
-            h_BSD = block(h_BSD, self.rotary.cos, self.rotary.sin)
+            h_BSD = block(h_BSD, self.rotary.cos, self.rotary.sin, mask)
         return h_BSD if self.norm is None else self.norm(h_BSD)
 
 
@@ -93,8 +107,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels.norm, dtype)
         self.mlp = FeedForward(shape, kernels, dtype)
 
-    def forward(self, h_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), cos=cos, sin=sin)
+    def forward(self, h_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), cos=cos, sin=sin, mask=mask)
         return h_BSD + self.mlp(self.post_attention_layernorm(h_BSD))
 
 
@@ -112,12 +126,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_width, bias=False, dtype=dtype)
         self.o_proj = nn.Linear(width, width, bias=False, dtype=dtype)
 
-    def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         projected = (self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
         # -1: tensor parallelism decides how many heads are local
         q_BHSK, k_BGSK, v_BGSK = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projected)
         q_BHSK, k_BGSK = self.rope(q_BHSK, k_BGSK, cos, sin)
-        out_BHSK = causal_attention(q_BHSK, k_BGSK, v_BGSK, self.kernel)
+        out_BHSK = causal_attention(q_BHSK, k_BGSK, v_BGSK, self.kernel, mask)
         return self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
 
 

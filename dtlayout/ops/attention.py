@@ -1,4 +1,4 @@
-"""Causal attention, always through scaled_dot_product_attention, with exactly the backend that was asked for.
+"""Causal attention with exactly the backend that was asked for, through scaled_dot_product_attention or varlen_attn.
 
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
 """
@@ -16,8 +16,9 @@ from torch.nn.attention import (
 )
 
 from dtlayout.errors import KernelError
-from dtlayout.kernels import Attention
+from dtlayout.kernels import Attention, needs_mask
 from dtlayout.ops import flash_attn
+from dtlayout.ops.documents import Documents, make_mask
 
 BACKENDS: dict[Attention, SDPBackend] = {
     "sdpa-math": SDPBackend.MATH,
@@ -33,19 +34,32 @@ _REFUSALS = ("No available kernel", "No viable backend")
 """How a backend says that it does not take its inputs."""
 
 
-def causal_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: Attention) -> Tensor:
+def causal_attention(
+    q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: Attention, mask: Tensor | None = None
+) -> Tensor:
     """softmax(q·kᵀ / √K + causal mask)·v, [B, H, S, K]; each of the G key-value heads serves H / G query heads.
+
+    With a `mask`, which `prepare_mask` makes, tokens see those of their own document alone.
 
     Only the named backend is enabled, so that PyTorch cannot fall back to another one: where it does not support the
     inputs, this is a KernelError. What IMPLEMENTATIONS names runs inside `attention_implementation` alone.
     """
     assert kernel in BACKENDS, "auto is resolved, and what can only be predicted refused, before a model is built"
+    if mask is not None and not needs_mask(kernel, q_BHSK.device.type):
+        from dtlayout.ops.varlen import attend_by_document
+
+        return attend_by_document(q_BHSK, k_BGSK, v_BGSK, mask)
     if kernel == "sdpa-efficient":
         k_BGSK, v_BGSK = repeat_heads(k_BGSK, q_BHSK.shape[1]), repeat_heads(v_BGSK, q_BHSK.shape[1])
     try:
         with sdpa_kernel(BACKENDS[kernel]):
             return F.scaled_dot_product_attention(
-                q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1]
+                q_BHSK,
+                k_BGSK,
+                v_BGSK,
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
             )
     except RuntimeError as error:
         if not any(refusal in str(error) for refusal in _REFUSALS):
@@ -54,6 +68,16 @@ def causal_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: Att
             f"kernels.attention={kernel!r} does not run {q_BHSK.dtype} heads of width {q_BHSK.shape[-1]} on "
             f"{q_BHSK.device.type}; use kernels.attention='sdpa-math', which runs everything"
         ) from error
+
+
+def prepare_mask(documents: Documents, kernel: Attention, like: Tensor) -> Tensor:
+    """What `causal_attention` needs to keep documents apart, on the device and in the format of `like`.
+
+    A mask [B, 1, S, S] or the documents' offsets, as the kernel wants; made once for all layers.
+    """
+    if needs_mask(kernel, like.device.type):
+        return make_mask(documents.starts.to(like.device, non_blocking=True), like.dtype)
+    return documents.offsets.to(like.device, non_blocking=True)
 
 
 def repeat_heads(x_BGSK: Tensor, num_heads: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""The flash-attn package as PyTorch's flash attention on CUDA: two operators of aten computed by its functions.
+"""The flash-attn package as PyTorch's flash attention on CUDA: four operators of aten computed by its functions.
 
-Autograd, meta functions and everything that calls scaled_dot_product_attention stay PyTorch's own, which also pads K to
-a multiple of 8 before it comes here. Written for flash-attn 2.7 and 2.8.
+Two are below scaled_dot_product_attention, two below varlen_attn. Autograd, meta functions and everything that calls
+them stay PyTorch's own; K is a multiple of 8 when it comes here. Written for flash-attn 2.7 and 2.8.
 
-Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
+Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T tokens of all documents.
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ def override_flash(dispatch_key: str = "CUDA") -> Overrides:
     library = Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", kernels.forward, dispatch_key)
     library.impl("_scaled_dot_product_flash_attention_backward", kernels.backward, dispatch_key)
+    library.impl("_flash_attention_forward", kernels.forward_by_document, dispatch_key)
+    library.impl("_flash_attention_backward", kernels.backward_by_document, dispatch_key)
     return Overrides(library)
 
 
@@ -64,11 +66,8 @@ class _Kernels:
             dropout_p,
             _scale(q_BHSK, scale),
             causal=is_causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
             return_softmax=return_debug_mask,
+            **_UNUSED,
         )
         out_BHSK = out_BSHK.transpose(1, 2)
         if out_BHSK.stride() != q_BHSK.stride():  # torch.compile counts on the strides of the queries
@@ -104,16 +103,72 @@ class _Kernels:
             dropout_p,
             _scale(q_BHSK, scale),
             causal=is_causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rng_state=rng_state,
+            **_UNUSED,
+        )
+        return gradients
+
+    def forward_by_document(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        offsets_q: Tensor | None,
+        offsets_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        assert offsets_q is not None, "samples of one length go through scaled_dot_product_attention"
+        out_THK, log_sums_HT, debug_mask, rng_state = self.interface._flash_attn_varlen_forward(
+            *(q_THK, k_TGK, v_TGK, offsets_q, offsets_k, max_q, max_k, dropout_p, _scale(q_THK, scale)),
+            causal=is_causal,
+            return_softmax=return_debug_mask,
+            **_UNUSED,
+        )
+        return out_THK, log_sums_HT, rng_state, rng_state.new_zeros(()), debug_mask
+
+    def backward_by_document(
+        self,
+        grad_out: Tensor,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        out_THK: Tensor,
+        log_sums_HT: Tensor,
+        offsets_q: Tensor,
+        offsets_k: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        _rng_state: Tensor,
+        _unused: Tensor,
+        *,
+        scale: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        gradients = tuple(torch.empty_like(t) for t in (q_THK, k_TGK, v_TGK))
+        self.interface._flash_attn_varlen_backward(
+            *(grad_out, q_THK, k_TGK, v_TGK, out_THK, log_sums_HT, *gradients),
+            *(offsets_q, offsets_k, max_q, max_k, dropout_p, _scale(q_THK, scale)),
+            causal=is_causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_UNUSED,
         )
         return gradients
 
 
-def _scale(q_BHSK: Tensor, scale: float | None) -> float:
+_UNUSED = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+"""What its functions could do beside; nothing but `causal` limits what is seen."""
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
     """1 / √K unless it is given, as it is where K is padded."""
-    return float(q_BHSK.shape[-1] ** -0.5 if scale is None else scale)
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)

@@ -1,8 +1,9 @@
 """Runtime: executes a schedule's actions on this rank's stages. One stage without a pipeline is the same thing.
 
 A stage is any module that takes a tensor and gives one; the last one also takes the keyword arguments of `step` and
-gives the loss, a scalar. Gradients add up in the parameters; when they are summed over data-parallel ranks is the
-business of the GradientSync that comes with each stage.
+gives the loss, a scalar. What every stage needs of a microbatch beside that tensor is its context, a second argument.
+Gradients add up in the parameters; when they are summed over data-parallel ranks is the business of the GradientSync
+that comes with each stage.
 """
 
 from collections import deque
@@ -84,22 +85,26 @@ class Runtime:
         last = {a.stage: a for a in self.actions if a.kind is Kind.BACKWARD}
         self.last_backwards = set(last.values())
 
-    def step(self, inputs: Tensor, **targets: Any) -> Tensor | None:
+    def step(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
         """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
 
-        `inputs` [microbatches · B, …] go to the first stage. Of the keyword arguments, which go to the last stage,
-        tensors with as many rows are split with them; whatever else is handed on as it is. DtlayoutError if the rows
-        do not make equal microbatches.
+        `inputs` [microbatches · B, …] go to the first stage. Of `contexts`, one for each microbatch or none at all,
+        every stage gets the one of its microbatch, as it is; ranks send them nowhere, so each brings the same. Of the
+        keyword arguments, which go to the last stage, tensors with as many rows as `inputs` are split with them;
+        whatever else is handed on as it is. DtlayoutError if the rows do not make equal microbatches, or if there are
+        more or fewer contexts.
         """
         num_rows, m = inputs.shape[0], self.schedule.num_microbatches
         if num_rows % m:
             raise DtlayoutError(f"{num_rows} rows do not make {m} equal microbatches; bring a multiple of {m}")
+        if len(contexts) not in (0, m):
+            raise DtlayoutError(f"{len(contexts)} contexts came for {m} microbatches; bring one for each, or none")
         split_targets: list[dict[str, Any]] = [{} for _ in range(m)]
         for name, value in targets.items():
             is_split = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
             for i, part in enumerate(value.chunk(m) if is_split else [value] * m):
                 split_targets[i][name] = part
-        step = _Step(self, inputs.chunk(m), split_targets)
+        step = _Step(self, inputs.chunk(m), contexts, split_targets)
         for action in self.actions:
             step.execute(action)
         return step.finish()
@@ -108,9 +113,16 @@ class Runtime:
 class _Step:
     """The tensors that are alive during one step."""
 
-    def __init__(self, runtime: Runtime, inputs: Sequence[Tensor], targets: Sequence[dict[str, Any]]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        inputs: Sequence[Tensor],
+        contexts: Sequence[Any],
+        targets: Sequence[dict[str, Any]],
+    ):
         self.runtime = runtime
         self.inputs = inputs
+        self.contexts = contexts
         self.targets = targets
         self.received: dict[Action, tuple[Tensor, dist.Work]] = {}
         self.to_send: dict[Action, Tensor] = {}
@@ -148,7 +160,8 @@ class _Step:
             x = self.inputs[i]
         else:
             x = self._take(Action(Kind.RECEIVE_FORWARD, stage, i)).requires_grad_()
-        output = self.runtime.modules[stage](x, **(self.targets[i] if is_last else {}))
+        context = self.contexts[i : i + 1]  # none where there are none
+        output = self.runtime.modules[stage](x, *context, **(self.targets[i] if is_last else {}))
         if is_last:
             self.loss = output.detach() if self.loss is None else self.loss + output.detach()
         else:

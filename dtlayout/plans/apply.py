@@ -141,21 +141,19 @@ def _find_ties(module: nn.Module) -> list[tuple[str, str]]:
     return ties
 
 
-_OPERATIONS: dict[Kept, set[Any]] = {
-    "matmuls": {torch.ops.aten.mm.default, torch.ops.aten.addmm.default},
+_OPERATIONS: dict[Kept, set[str]] = {
+    "matmuls": {"aten.mm.default", "aten.addmm.default"},
     "attention": {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten.bmm.default,  # sdpa-math's two
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten.bmm.default",  # sdpa-math's two
+        "torch_attn._varlen_attn.default",
     },
 }
-"""What selective recomputation can keep."""
-_REDUCTIONS = {
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-}
+"""What selective recomputation can keep; by name, since the last is not there before documents come: ops/varlen.py."""
+_REDUCTIONS = {"_c10d_functional.reduce_scatter_tensor.default", "_c10d_functional.all_reduce.default"}
 """What it always keeps. Not the all-gather: what sequence parallelism shards would lie there whole."""
 
 
@@ -163,6 +161,6 @@ def _keep_results(kept: Collection[Kept]) -> tuple[Any, Any]:
     operations = _REDUCTIONS.union(*(_OPERATIONS[kind] for kind in kept))
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if str(operation) in operations else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

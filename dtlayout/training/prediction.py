@@ -22,7 +22,14 @@ def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Sc
     """What a config trains, on so many GPUs of a type."""
     per_node = gpu.gpus_per_node if gpu.name == "cpu" else config.cluster.gpus_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
-    return Scenario(model=config.model, batch=config.batch, cluster=cluster, engine=engine, precision=config.precision)
+    return Scenario(
+        model=config.model,
+        batch=config.batch,
+        cluster=cluster,
+        engine=engine,
+        precision=config.precision,
+        document_mask=config.data.document_mask,
+    )
 
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:

@@ -21,6 +21,7 @@ from dtlayout.checkpoint.sharded import (
 )
 from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
+from dtlayout.data.documents import find_starts
 from dtlayout.data.open import open_samples
 from dtlayout.data.samples import Samples
 from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
@@ -177,9 +178,11 @@ class _Run:
             index, self.config.train.steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio
         )
         set_learning_rate(self.optimizer, lr)
-        tokens, targets = (t.to(self.device.type) for t in self.samples.batch(index, self.indices))
+        tokens, targets = self.samples.batch(index, self.indices)
+        starts = find_starts(tokens, self.samples.tokens.end_of_document) if self.config.data.document_mask else None
+        tokens, targets = tokens.to(self.device.type), targets.to(self.device.type)
         with self.recorder if is_first else nullcontext():
-            result = self.step(tokens, targets, stop=self.stop.is_made)
+            result = self.step(tokens, targets, starts, stop=self.stop.is_made)
         if is_first:
             check_attention(self.kernels.attention, set(self.recorder.executed["attention"]))
         return result, lr

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.mesh.axes import PP
+from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import IGNORED
 from dtlayout.pipelining.runtime import Runtime
 from dtlayout.pipelining.tied import parameters_counted_once, sum_tied_gradients
@@ -55,9 +56,16 @@ class TrainStep:
         self.counted = parameters_counted_once(self.modules, aliases)
         self.num_copies = mesh.size() // (mesh["dp_replicate"].size() * mesh["dp_shard"].size())
 
-    def __call__(self, inputs: Tensor, targets: Tensor, *, stop: bool = False) -> StepResult:
-        """Train on this data-parallel rank's share [microbatches · B, S]; every rank of a pipeline brings the same."""
-        loss = self.runtime.step(inputs, targets=targets, num_targets=self._count_targets(targets))
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
+    ) -> StepResult:
+        """Train on this data-parallel rank's share [microbatches · B, S]; every rank of a pipeline brings the same.
+
+        `starts`, where documents are not to see each other, say of each token at which position its own starts; they
+        stay on the CPU.
+        """
+        documents = [] if starts is None else self._split(starts)
+        loss = self.runtime.step(inputs, documents, targets=targets, num_targets=self._count_targets(targets))
         sum_tied_gradients(self.modules, self.aliases, self.mesh)
         numbers = self._sum_numbers(loss, stop)
         norm = numbers[1].sqrt()
@@ -67,6 +75,10 @@ class TrainStep:
         # Only now does the host wait for the device, which has the whole update to work on.
         loss_value, squared_norm, stops = numbers.tolist()
         return StepResult(loss=loss_value, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
+
+    def _split(self, starts: Tensor) -> list[Documents]:
+        """The documents of each microbatch."""
+        return [Documents.from_starts(part) for part in starts.chunk(self.runtime.schedule.num_microbatches)]
 
     def _count_targets(self, targets: Tensor) -> Tensor:
         """Valid targets of the global batch; each data-parallel share is known to `num_copies` ranks."""

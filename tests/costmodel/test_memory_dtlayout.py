@@ -33,6 +33,7 @@ def estimate(
     microbatches: int = 8,
     gpu: str = "a100-80g-sxm",
     precision: Precision | None = None,
+    document_mask: bool = False,
 ) -> tuple[MemoryEstimate, ...]:
     scenario = Scenario(
         model=model,
@@ -40,6 +41,7 @@ def estimate(
         cluster=Cluster(gpu=find_gpu(gpu), num_gpus=layout.world_size, gpus_per_node=8),
         engine=find_engine("dtlayout", gpu),
         precision=precision or Precision(),
+        document_mask=document_mask,
     )
     return estimate_memory(scenario, layout, kernels or Kernels(), cut(scenario, layout))
 
@@ -64,6 +66,28 @@ def test_state_takes_the_bytes_of_theory(dp_shard, dp_replicate, tp, precision):
     assert rank.optimizer == 2 * masters * n / dp_shard + 4 * NUM_TENSORS
     whole_embedding = (EMBEDDING - EMBEDDING // tp) if tp > 1 else 0  # each rank has one part of the sum
     assert rank.gradients == pytest.approx(masters * (n + whole_embedding), rel=0.02)  # the last unit's in bf16 beside
+
+
+@pytest.mark.parametrize(
+    ("attention", "recompute", "gpu", "num_masks"),
+    [
+        ("sdpa-flash", "none", "a100-80g-sxm", [0, 0]),
+        ("flash-attn", "none", "a100-80g-sxm", [0, 0]),
+        ("sdpa-efficient", "none", "a100-80g-sxm", [2, 1]),
+        ("sdpa-flash", "none", "cpu", [2, 1]),
+        ("sdpa-cudnn", "full", "a100-80g-sxm", [1, 1]),  # fullest while the last microbatch's gradients are reduced
+        ("sdpa-math", "full", "a100-80g-sxm", [1, 1]),
+    ],
+)
+def test_documents_cost_a_mask_for_each_microbatch_in_flight_where_attention_takes_no_offsets(
+    attention, recompute, gpu, num_masks
+):
+    layout, kernels = Layout(pp=2, micro_batch=2, recompute=recompute), Kernels(attention=attention)
+    without, with_masks = (
+        estimate(layout, kernels=kernels, gpu=gpu, document_mask=has_documents) for has_documents in (False, True)
+    )
+    more = [after.total - before.total for before, after in zip(without, with_masks, strict=True)]
+    assert more == [count * 2 * SEQ_LEN**2 * 2 for count in num_masks]
 
 
 def test_zero_3_holds_shards_and_the_unit_in_use():

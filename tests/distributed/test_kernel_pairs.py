@@ -58,8 +58,23 @@ def to_case(choice: dict[str, Any]) -> Case:
     return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}))
 
 
+WITH_DOCUMENTS = [
+    Case(Layout(pp=4, recompute="full"), kernels=Kernels(compile="blocks"), documents=True),
+    Case(Layout(tp=4, recompute="selective"), kernels=Kernels(compile="blocks"), documents=True),
+    Case(Layout(pp=2, tp=2), kernels=Kernels(compile="blocks", attention="sdpa-math"), documents=True),
+    Case(Layout(dp_shard=4, zero=3), kernels=Kernels(compile="model"), documents=True),
+]
+
+
 @pytest.mark.parametrize("case", [to_case(c) for c in CASES], ids=[" ".join(map(str, c.values())) for c in CASES])
 def test_every_pair_is_exact_in_float64(ranks4: Ranks, case: Case) -> None:
+    found = merge(ranks4.run(run_compiled, case, timeout_s=180))
+    size, whose = largest_difference(found, run_reference(replace(case, kernels=Kernels())))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("case", WITH_DOCUMENTS, ids=[f"{c.layout} {c.kernels.compile}" for c in WITH_DOCUMENTS])
+def test_documents_that_do_not_see_each_other_are_exact_where_something_is_compiled(ranks4: Ranks, case: Case) -> None:
     found = merge(ranks4.run(run_compiled, case, timeout_s=180))
     size, whose = largest_difference(found, run_reference(replace(case, kernels=Kernels())))
     assert size <= 1e-10, whose

@@ -39,6 +39,14 @@ OTHER_CASES = {
     "unequal shards": Case(AXES["zero 3"], precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
     "large vocabulary": Case(AXES["pp2 tp2"], precision=BF16, model=WIDE),
     "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
+    **{
+        f"documents, {name}": Case(AXES[name], precision=BF16, documents=True, seq_len=128)
+        for name in ("dp4", "pp4", "pp4 gpipe", "pp2 tp2", "pp2 interleaved", "full recompute zero 3")
+    },
+    "documents, scores": Case(AXES["pp4"], precision=BF16, kernels=MATH, documents=True, seq_len=128),
+    "documents, scores recomputed": Case(
+        Layout(pp=4, recompute="full"), precision=FP32, kernels=MATH, documents=True, seq_len=128
+    ),
     **{f"tied {name}": Case(TIED_LAYOUTS[name], precision=BF16, model=TIED) for name in ("zero 3", "pp2 tp2")},
 }
 

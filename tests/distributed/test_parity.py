@@ -109,6 +109,15 @@ def test_every_kernel_is_exact_in_float64(ranks4: Ranks, kernels: Kernels) -> No
     assert size <= 1e-10, whose
 
 
+@pytest.mark.parametrize(
+    "name", ["dp4", "tp4 with sp", "pp4", "pp2 tp2", "zero 3", "pp2 interleaved", "full recompute zero 3"]
+)
+def test_documents_that_do_not_see_each_other_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    size, whose = difference(ranks4, Case(AXES[name], documents=True))
+    assert size <= 1e-10, whose
+    assert abs(run_reference(Case(AXES[name])).loss / run_reference(Case(AXES[name], documents=True)).loss - 1) > 1e-6
+
+
 @pytest.mark.parametrize("name", ["dp4", "tp4 with sp", "pp2 tp2", "zero 3"])
 def test_bf16_errs_no_more_than_one_process_in_bf16_does(ranks4: Ranks, name: str) -> None:
     layout = AXES[name]

@@ -1,5 +1,6 @@
 """Real runs of train.py, under torchrun and alone: what they leave, how they resume, stop and end."""
 
+import json
 import re
 import shutil
 import signal
@@ -121,6 +122,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(tmp_path):
     assert 1 <= len(lines) == summary["steps"] < 5
     assert not (files.run / "checkpoints").exists()
     assert "Traceback" not in log.read_text()
+
+
+def test_documents_that_do_not_see_each_other_train_alike_in_every_layout(tmp_path):
+    files, log = write_tiny(tmp_path, steps=6, num_layers=2), tmp_path / "log"
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{i} + {i}"}) + "\n" for i in range(2000)), encoding="utf-8")
+    runs = {"alone": (1, ("true",)), "pp2": (2, ("true", "--layout.pp=2")), "without": (1, ("false",))}
+    found = {}
+    for name, (num_ranks, (is_masked, *layout)) in runs.items():
+        run = tmp_path / name
+        arguments = [f"--data.source={documents}", f"--data.document_mask={is_masked}", f"--train.run_folder={run}"]
+        assert launch(num_ranks, files.config, *arguments, *layout, log=log) == 0, log.read_text()
+        found[name] = losses(run)
+    assert found["pp2"] == pytest.approx(found["alone"], rel=1e-5)
+    assert abs(found["without"][-1] - found["alone"][-1]) > 1e-3
+    assert found["alone"][-1] < found["alone"][0] - 0.5  # it learns
+    assert load_config(tmp_path / "alone" / "config.toml").data.document_mask
 
 
 def test_eight_ranks_learn_what_one_process_learns(tmp_path):

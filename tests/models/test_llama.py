@@ -8,9 +8,11 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dtlayout.data.documents import find_starts
 from dtlayout.kernels import Kernels
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.llama import Llama
+from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import IGNORED
 
 SHAPE = ModelShape(name="m", hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_size=96, vocab_size=50)
@@ -146,6 +148,23 @@ def test_a_token_sees_only_the_tokens_before_it(tokens):
     before, after = build()(tokens), build()(changed)
     assert torch.equal(before[:, :25], after[:, :25])
     assert not torch.isclose(before[:, 25:], after[:, 25:]).all(-1).any()
+
+
+@pytest.mark.parametrize("kernels", ALL_KERNELS[::2], ids=lambda k: k.attention)
+def test_the_loss_with_documents_is_that_of_each_document_computed_alone(kernels, tokens):
+    """Their positions count on from what is before them, which rotary embeddings do not see."""
+    model, targets, end = build(GQA, kernels), tokens.roll(-1, dims=1), 3
+    tokens[0, [4, 5, 30]] = tokens[1, 0] = tokens[1, -1] = end
+    alone, num_documents = 0.0, 0
+    for row, wanted in zip(tokens, targets, strict=True):
+        ends = [i + 1 for i, token in enumerate(row.tolist()) if token == end]
+        for first, last in pairwise(sorted({0, *ends, SEQ_LEN})):
+            alone += model(row[None, first:last], targets=wanted[None, first:last])
+            num_documents += 1
+    documents = Documents.from_starts(find_starts(tokens, end))
+    together = model(tokens, documents, targets=targets)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
+    assert num_documents >= 6 and not torch.isclose(together, model(tokens, targets=targets), rtol=1e-4)
 
 
 def test_a_shorter_sequence_is_a_prefix(tokens):

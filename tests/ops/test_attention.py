@@ -4,12 +4,13 @@ from typing import get_args
 
 import pytest
 import torch
-from attention import explicit_attention, make_inputs
+from attention import STARTS, attention_of_each_document, explicit_attention, make_inputs
 
 from dtlayout.errors import KernelError
-from dtlayout.kernels import CUDA_ONLY, PREDICTED_ONLY, Attention
+from dtlayout.kernels import CUDA_ONLY, PREDICTED_ONLY, Attention, needs_mask
 from dtlayout.measure.kernels import KernelRecorder
-from dtlayout.ops.attention import BACKENDS, attention_implementation, causal_attention, repeat_heads
+from dtlayout.ops.attention import BACKENDS, attention_implementation, causal_attention, prepare_mask, repeat_heads
+from dtlayout.ops.documents import Documents, make_mask
 from dtlayout.ops.packages import PACKAGES, find_installed
 
 RAN = {"sdpa-flash": "flash", "sdpa-math": "math"}
@@ -32,6 +33,25 @@ def test_output_and_gradients_are_those_of_explicit_softmax(kernel, kv_heads):
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@on_cpu
+def test_with_documents_output_and_gradients_are_those_of_each_document_alone(kernel, kv_heads):
+    inputs = make_inputs(kv_heads)
+    mask = prepare_mask(Documents.from_starts(STARTS), kernel, inputs[0])
+    got, expected = causal_attention(*inputs, kernel, mask), attention_of_each_document(*inputs)
+    weights = torch.randn(got.shape, dtype=torch.float64)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (got, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+def test_documents_come_as_offsets_to_flash_kernels_on_cuda_and_as_a_mask_to_all_others():
+    by_offsets = {
+        (kernel, device) for kernel in BACKENDS for device in ("cpu", "cuda") if not needs_mask(kernel, device)
+    }
+    assert by_offsets == {("sdpa-flash", "cuda"), ("flash-attn", "cuda"), ("fa3", "cuda")}
+
+
 @on_cpu
 def test_a_query_depends_on_no_later_key(kernel):
     q, k, v = (t.detach() for t in make_inputs(2))
@@ -48,8 +68,10 @@ def test_a_query_depends_on_no_later_key(kernel):
 @on_cpu
 def test_only_the_kernel_that_was_asked_for_runs(kernel, dtype, kv_heads):
     with KernelRecorder() as recorder:
-        causal_attention(*make_inputs(kv_heads, dtype=dtype), kernel)
-    assert recorder.executed["attention"] == [RAN[kernel]]
+        inputs = make_inputs(kv_heads, dtype=dtype)
+        causal_attention(*inputs, kernel)
+        causal_attention(*inputs, kernel, prepare_mask(Documents.from_starts(STARTS), kernel, inputs[0]))
+    assert recorder.executed["attention"] == [RAN[kernel]] and recorder.counts["attention"][RAN[kernel]] == 2
 
 
 @pytest.mark.filterwarnings("ignore:Flash attention")
@@ -87,9 +109,10 @@ def test_repeated_heads_are_those_that_grouped_queries_read():
     assert repeat_heads(q, 4) is q
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("kernel", BACKENDS)
-def test_on_cuda_each_kernel_is_explicit_softmax_and_no_other_runs(kernel, kv_heads):
+def test_on_cuda_each_kernel_is_explicit_softmax_and_no_other_runs(kernel, kv_heads, has_documents):
     if not torch.cuda.is_available():
         pytest.skip(f"{kernel} on CUDA: there is no CUDA device here")
     if kernel in PACKAGES and kernel not in find_installed():
@@ -97,12 +120,16 @@ def test_on_cuda_each_kernel_is_explicit_softmax_and_no_other_runs(kernel, kv_he
     if kernel == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("fa3 on CUDA: this GPU is no Hopper")
     generator = torch.Generator().manual_seed(0)
+    starts = torch.tensor([[0] * 100 + [100] * 156, [0] * 256], dtype=torch.int32)
     shapes = [(2, 4, 256, 64), (2, kv_heads, 256, 64), (2, kv_heads, 256, 64)]
     inputs = [torch.randn(s, generator=generator).bfloat16().cuda().requires_grad_() for s in shapes]
     exact = [t.detach().double().cpu().requires_grad_() for t in inputs]
     expected = explicit_attention(*exact)
+    if has_documents:
+        expected = causal_attention(*exact, "sdpa-math", make_mask(starts, torch.float64))
+    mask = prepare_mask(Documents.from_starts(starts), kernel, inputs[0]) if has_documents else None
     with attention_implementation(kernel), KernelRecorder() as recorder:
-        got = causal_attention(*inputs, kernel)
+        got = causal_attention(*inputs, kernel, mask)
         gradients = torch.autograd.grad(got.sum(), inputs)
     name = kernel.removeprefix("sdpa-")
     assert recorder.executed["attention"] == [name]

@@ -6,17 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention import explicit_attention, make_inputs
+from attention import STARTS, attention_of_each_document, explicit_attention, make_inputs
+from parity import SHAPE, compiling_with
 from torch.nn.attention import current_flash_attention_impl
 
 from dtlayout.errors import KernelError
-from dtlayout.ops.attention import attention_implementation
+from dtlayout.kernels import Kernels
+from dtlayout.models.llama import Llama
+from dtlayout.ops import attention
+from dtlayout.ops.attention import attention_implementation, causal_attention, prepare_mask
+from dtlayout.ops.documents import Documents
 from dtlayout.ops.flash_attn import override_flash
+from dtlayout.plans.apply import prepare_blocks
+from dtlayout.plans.init import initialize
+from dtlayout.recompute import Recompute
 
 FORWARD, BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
+BY_DOCUMENT = "_flash_attention_forward", "_flash_attention_backward"
 
 FLASH_ATTN = """
 import math
+from itertools import pairwise
 import torch
 
 def heads_first(q, *others):
@@ -49,6 +59,45 @@ def _flash_attn_backward(
     ds = p * (dout @ v.transpose(-2, -1) - (dout * out).sum(-1, keepdim=True)) * softmax_scale
     for result, gradient in ((dq, ds @ k), (dk, ds.transpose(-2, -1) @ q), (dv, p.transpose(-2, -1) @ dout)):
         result.copy_(gradient.transpose(1, 2).unflatten(2, (result.shape[2], -1)).sum(3))
+    return softmax_lse
+
+def documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    assert q.shape[-1] % 8 == 0 and cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    for start, end in pairwise(cu_seqlens_q.tolist()):
+        assert 0 <= end - start <= min(max_seqlen_q, max_seqlen_k)
+        if start < end:
+            yield slice(start, end)
+    assert end == len(q)
+
+varlen_forwards = 0
+
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
+    leftpad_k=None, seqused_k=None, zero_tensors=False,
+):
+    global varlen_forwards
+    varlen_forwards += 1
+    out, log_sums = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=q.dtype)
+    for part in documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        out[None, part], log_sums[None, :, part], *_ = _flash_attn_forward(
+            *(t[None, part] for t in (q, k, v)), dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+            softcap, alibi_slopes, return_softmax,
+        )
+    return out, log_sums, torch.empty(0, dtype=q.dtype), torch.tensor([1, 2])
+
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):
+    for part in documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        tensors = [t[None, part] for t in (dout, q, k, v, out, dq, dk, dv)]
+        tensors.insert(5, softmax_lse[None, :, part])
+        _flash_attn_backward(
+            *tensors, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            deterministic, torch.tensor([1, 2]),
+        )
     return softmax_lse
 """
 """The signatures of flash-attn 2.7 and 2.8, and attention by arXiv:2307.08691, sec. 3.1, in one tile."""
@@ -146,7 +195,7 @@ def on_cpu(packages):
     handle = override_flash("CPU")
     yield
     handle.remove()
-    assert not is_overridden(FORWARD, "CPU") and not is_overridden(BACKWARD, "CPU")
+    assert not any(is_overridden(operator, "CPU") for operator in (FORWARD, BACKWARD, *BY_DOCUMENT))
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False])
@@ -170,3 +219,50 @@ def test_without_causal_mask_no_mask_is_asked_for(on_cpu):
     q, k, v = (t.detach() for t in make_inputs(4))
     got = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
     torch.testing.assert_close(got, (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1) @ v)
+
+
+@pytest.fixture
+def by_offsets(on_cpu, monkeypatch):
+    """Documents come to attention on the CPU as they do to flash kernels on CUDA; the package that computes it."""
+    monkeypatch.setattr(attention, "needs_mask", lambda *_: False)
+    return sys.modules["flash_attn.flash_attn_interface"]
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("width", [8, 6])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_by_offsets_output_and_gradients_are_those_of_each_document_alone(by_offsets, kv_heads, width, is_contiguous):
+    inputs = [t[..., :width].detach().requires_grad_() for t in make_inputs(kv_heads)]
+    if not is_contiguous:
+        inputs = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in inputs]
+    offsets = prepare_mask(Documents.from_starts(STARTS), "flash-attn", inputs[0])
+    got, expected = causal_attention(*inputs, "flash-attn", offsets), attention_of_each_document(*inputs)
+    assert by_offsets.varlen_forwards == 1
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(got.shape, dtype=got.dtype)
+    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (got, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "compiles", "forwards"),
+    [("none", False, 1), ("full", False, 2), ("selective", False, 1), ("none", True, 1), ("selective", True, 1)],
+)
+def test_a_model_computes_by_offsets_what_it_does_with_a_mask(by_offsets, recompute, compiles, forwards, monkeypatch):
+    torch._dynamo.reset()
+    tokens = torch.arange(18).view(2, 9)
+
+    def train_step(model: Llama) -> dict[str, torch.Tensor]:
+        initialize([model], SHAPE, seed=0, device="cpu")
+        loss = model(tokens, Documents.from_starts(STARTS), targets=tokens)
+        loss.backward()
+        return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+    model = Llama(SHAPE, Kernels(), 9, dtype=torch.float64)
+    with compiling_with("aot_eager"):
+        prepare_blocks(model, "model.layers.*", Recompute.parse(recompute), compiles=compiles)
+        got = train_step(model)
+    assert by_offsets.varlen_forwards == forwards * SHAPE.num_layers
+    monkeypatch.undo()
+    expected = train_step(Llama(SHAPE, Kernels(), 9, dtype=torch.float64))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)

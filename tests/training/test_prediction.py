@@ -11,7 +11,7 @@ from tiny import SHAPE
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import find_gpu, known_gpus
-from dtlayout.config import ClusterConfig, Config, TrainConfig, parse_config
+from dtlayout.config import ClusterConfig, Config, DataConfig, TrainConfig, parse_config
 from dtlayout.costmodel.estimate import HOPELESS_SHARE
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
@@ -148,6 +148,12 @@ def test_a_prediction_is_one_line_and_says_how_much_it_is_worth():
     cpu = describe(predict(config, layout, find_gpu("cpu")), find_gpu("cpu"))
     assert "(uncalibrated: an order of magnitude)" in cpu and "MFU" not in cpu
     assert to_predicted(predict(config, layout, find_gpu("cpu")), find_gpu("cpu")).mfu is None
+
+
+def test_documents_that_do_not_see_each_other_are_part_of_what_is_predicted():
+    config, layout = replace(make_config(), kernels=Kernels(attention="sdpa-cudnn")), Layout(dp_shard=64)
+    masked = replace(config, data=DataConfig(document_mask=True))
+    assert predict(masked, layout, A100).peak_bytes == predict(config, layout, A100).peak_bytes + 2 * 2048**2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Documents packed into samples, and the two forms in which attention kernels learn where each begins.
+
+Either a mask that is added to the scores, and holds causality too, or offsets: where documents begin when the B·S
+tokens of a microbatch lie in one row.
+
+Legend: B batch, S sequence, N documents of a microbatch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a microbatch, on the CPU until a stage's forward needs them.
+
+    A value instead of a tensor, since FSDP2 moves the tensors that go into a module to its device, and waits for them.
+    """
+
+    starts: Tensor
+    """For each token the position at which its document starts, [B, S] int32."""
+    offsets: Tensor
+    """`list_offsets` of them."""
+
+    @classmethod
+    def from_starts(cls, starts_BS: Tensor) -> "Documents":
+        """Those of `starts_BS` on the CPU; with CUDA in memory from which a copy starts without waiting."""
+        parts = starts_BS, list_offsets(starts_BS)
+        return cls(*(t.pin_memory() for t in parts)) if torch.cuda.is_available() else cls(*parts)
+
+
+def list_offsets(starts_BS: Tensor) -> Tensor:
+    """Where each document starts in the row of all tokens, and where the last one ends, int32.
+
+    N + 1 numbers, the last repeated up to a power of two: those documents are empty, and torch.compile sees few shapes.
+
+    >>> list_offsets(torch.tensor([[0, 0, 2], [0, 1, 1]]))
+    tensor([0, 2, 3, 4, 6, 6, 6, 6], dtype=torch.int32)
+    """
+    positions_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+    firsts = (starts_BS == positions_S).flatten().nonzero().flatten()
+    offsets = torch.full((1 << len(firsts).bit_length(),), starts_BS.numel(), dtype=torch.int32)
+    offsets[: len(firsts)] = firsts
+    return offsets
+
+
+def make_mask(starts_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query may see a key, a token of its document that is not later, and -inf elsewhere, [B, 1, S, S].
+
+    In the format of the scores: a boolean one would be converted, and kept for backward, in each layer.
+    """
+    positions_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+    is_hidden_BSS = (positions_S > positions_S[:, None]) | (positions_S < starts_BS[..., None])
+    mask_BSS = torch.zeros(is_hidden_BSS.shape, dtype=dtype, device=starts_BS.device)
+    return mask_BSS.masked_fill_(is_hidden_BSS, -torch.inf).unsqueeze(1)
