@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check format bench-gpu bench-validate clean
+.PHONY: train test check format bench-gpu bench-recompute bench-validate clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -18,6 +18,10 @@ check: .venv/.installed-test
 # On a machine with a GPU and torch, which needs nothing to be installed.
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
+
+# What each kind of recomputation saves and costs, on the CPU: two minutes.
+bench-recompute: .venv/.installed
+	PYTHONPATH=. $(BIN)/python -m benchmarks.recompute > benchmarks/recompute.md
 
 # Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
 bench-validate: .venv/.installed

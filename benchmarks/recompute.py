@@ -1,6 +1,6 @@
 """What each kind of recomputation saves and costs: measured on this CPU, and predicted for a GPU, as Markdown.
 
-    PYTHONPATH=. python -m benchmarks.recompute > benchmarks/recompute.md
+    make bench-recompute
 
 The trainer's own step on one rank, bf16 on synthetic tokens. Kinds alternate round by round, since timings on a shared
 machine drift; a time is the median of its rounds over that of `none`.
@@ -23,11 +23,11 @@ from dtlayout.cluster import find_gpu
 from dtlayout.training.devices import join_ranks, open_device
 
 KINDS = ("none", "selective", "keep-matmuls", "keep-attention", "every-2", "full")
-HERE = Training(model="llama3.2-1b", num_blocks=4, seq_len=2048, global_batch=2, micro_batch=1)
-"""Long enough for attention to weigh, small enough for a laptop."""
+HERE = Training(model="debug", num_blocks=4, seq_len=1024, global_batch=1, micro_batch=1)
+"""Small enough for a laptop; its matmuls are narrower than those of any real model, so that attention weighs more."""
 THERE = Training(model="llama3.1-8b", num_blocks=32, seq_len=8192, global_batch=4, micro_batch=1)
 THERE_GPU = "h200-141g-sxm"
-NUM_ROUNDS, NUM_STEPS = 5, 1
+NUM_ROUNDS, NUM_STEPS = 5, 3
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
     print("# Recomputation: what it saves and what it costs\n")
     print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}.")
-    print("\n`PYTHONPATH=. python -m benchmarks.recompute`: peaks are what the storage tracker counts.")
+    print("\n`make bench-recompute`: peaks are what the storage tracker counts.")
     print(f"{HERE.subject}, sequence {HERE.seq_len}, bf16, {NUM_ROUNDS} rounds:\n")
     print("| recompute | peak, MiB | predicted | saved, MiB | step, s | over none |")
     print("|---|--:|--:|--:|--:|--:|")
