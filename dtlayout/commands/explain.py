@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from dtlayout.cluster import find_gpu, known_gpus
 from dtlayout.commands.arguments import add_config
-from dtlayout.config import Config, check_layout, load_config
+from dtlayout.config import Config, check_compile, check_layout, load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
@@ -63,6 +63,7 @@ def _check(config: Config, world_size: int, engine: str, device_type: str) -> La
     if engine == OWN_ENGINE:
         layout = check_layout(config, world_size)
         config.kernels.check(config.precision, device_type)
+        check_compile(config.kernels, layout, device_type)
         return layout
     layout = config.layout.resolve(world_size)
     layout.check(config.model, config.batch)

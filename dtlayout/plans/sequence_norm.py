@@ -4,9 +4,7 @@ DTensor knows what PyTorch's operators do to shards; a kernel that is none of th
 than its tokens, so its gradient of the weight is one term of a sum over tp.
 """
 
-from functools import partial
-
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import SequenceParallel
@@ -19,12 +17,14 @@ class SequenceNorm(SequenceParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, RMSNorm):
-            module.forward = partial(_normalize_shard, module)  # type: ignore[method-assign]
+            # Not a forward for each instance, for which torch.compile would compile each block anew.
+            module.__class__ = _ShardedRMSNorm
         return super()._apply(module, device_mesh)
 
 
-def _normalize_shard(norm: RMSNorm, x: DTensor) -> DTensor:
-    weight = norm.weight
-    assert isinstance(weight, DTensor), "sequence parallelism replicates it"
-    local = NORMS[norm.kernel](x.to_local(), weight.to_local(grad_placements=[Partial()]), norm.eps)
-    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+class _ShardedRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert isinstance(x, DTensor) and isinstance(weight, DTensor), "sequence parallelism makes them"
+        local = NORMS[self.kernel](x.to_local(), weight.to_local(grad_placements=[Partial()]), self.eps)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)

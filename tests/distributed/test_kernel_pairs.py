@@ -10,7 +10,7 @@ import torch
 from parity import Case, compiling_with, largest_difference, merge, run_layout, run_reference
 from ranks import Ranks
 
-from dtlayout.config import check_layout, parse_config
+from dtlayout.config import check_compile, check_layout, parse_config
 from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Compile, Kernels, Loss
 from dtlayout.layout import Layout
@@ -31,7 +31,14 @@ KERNELS = ("attention", "norm", "loss", "compile")
 
 def is_possible(choice: dict[str, Any]) -> bool:
     """Whether 4 ranks can be laid out so, and nothing refuses it."""
-    return 4 % (choice["pp"] * choice["tp"]) == 0 and not (choice["compile"] == "model" and choice["tp"] > 1)
+    if 4 % (choice["pp"] * choice["tp"]) > 0:
+        return False
+    case = to_case(choice)
+    try:
+        check_compile(case.kernels, case.layout, "cpu")
+    except InvalidLayout:
+        return False
+    return True
 
 
 def pairs_of(choice: dict[str, Any]) -> set[tuple[Any, ...]]:
@@ -49,13 +56,13 @@ def cover_pairs() -> Iterator[dict[str, Any]]:
         yield best
 
 
-CASES = list(cover_pairs())
-
-
 def to_case(choice: dict[str, Any]) -> Case:
     degrees = {name: choice[name] for name in ("recompute", "zero", "pp", "tp")}
     layout = Layout(dp_shard=4 // (choice["pp"] * choice["tp"]), **degrees)
     return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}))
+
+
+CASES = list(cover_pairs())
 
 
 WITH_DOCUMENTS = [
@@ -81,9 +88,12 @@ def test_documents_that_do_not_see_each_other_are_exact_where_something_is_compi
 
 
 def run_compiled(case: Case) -> Any:
-    """The step with everything of torch.compile but its code generation, which takes half a minute a graph."""
+    """The step with everything of torch.compile but its code generation, which takes half a minute a graph.
+
+    All blocks of a shape are one graph, or those after torch's limit of eight would run eagerly, without a word.
+    """
     torch._dynamo.reset()  # what other layouts compiled would count as recompiles
-    with compiling_with("aot_eager"):
+    with torch._dynamo.config.patch(error_on_recompile=True), compiling_with("aot_eager"):
         return run_layout(case)
 
 
@@ -98,18 +108,33 @@ def test_all_pairs_are_there_but_those_that_are_refused_and_those_of_too_many_ra
     assert every - covered == too_many | {(("compile", "model"), ("tp", t)) for t in (2, 4)}
 
 
-def test_compiling_a_whole_stage_under_tp_is_refused():
-    """torch.compile fails there: see `test_a_compiled_stage_with_a_split_embedding_fails`."""
+REFUSED = {
+    "kernels.compile=model .* use kernels.compile=blocks": ("none", "model"),
+    "kernels.compile=blocks .* use layout.recompute=selective": ("keep-matmuls", "blocks"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_torch_compile_fails_on_is_refused(reason: str) -> None:
+    """It does: see `test_what_is_refused_fails`."""
+    recompute, compile = REFUSED[reason]
     config = parse_config(
-        {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 16}, "train": {"steps": 1},
-         "layout": {"tp": 2}, "kernels": {"compile": "model"}, "precision": {"compute": "float32"}}
+        {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 16},
+         "train": {"steps": 1, "device": "cpu"}, "layout": {"tp": 2, "recompute": recompute},
+         "kernels": {"compile": compile}, "precision": {"compute": "float32"}}
     )  # fmt: skip
-    with pytest.raises(InvalidLayout, match=r"kernels.compile=model .* use kernels.compile=blocks"):
+    with pytest.raises(InvalidLayout, match=reason):
         check_layout(config, world_size=4)
 
 
-def test_a_compiled_stage_with_a_split_embedding_fails(ranks4: Ranks) -> None:
+FAILURES = {
+    "_prepare_output_fn": Case(Layout(tp=4), kernels=Kernels(compile="model")),
+    "DeviceMesh": Case(Layout(tp=4, recompute="keep-matmuls"), kernels=Kernels(compile="blocks")),
+}
+
+
+@pytest.mark.parametrize("words", FAILURES)
+def test_what_is_refused_fails(ranks4: Ranks, words: str) -> None:
     """When this fails, torch has learnt it: take the refusal away."""
-    case = Case(Layout(tp=4), kernels=Kernels(compile="model"))
-    with pytest.raises(AssertionError, match="_prepare_output_fn"):
-        ranks4.run(run_compiled, case, timeout_s=120)
+    with pytest.raises(AssertionError, match=words):
+        ranks4.run(run_compiled, FAILURES[words], timeout_s=120)
