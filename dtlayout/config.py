@@ -257,7 +257,7 @@ def check_layout(config: Config, world_size: int) -> Layout:
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     try:
-        check_compile(config.kernels, layout, config.train.device)
+        config.kernels.check_compile(layout.tp, layout.recompute, config.train.device)
     except InvalidLayout as error:
         problems += error.problems
     try:
@@ -267,22 +267,6 @@ def check_layout(config: Config, world_size: int) -> Layout:
     if problems:
         raise InvalidLayout(problems)
     return layout
-
-
-def check_compile(kernels: Kernels, layout: Layout, device_type: str) -> None:
-    """Raise InvalidLayout where torch.compile fails on what tp splits; a `device_type` of "auto" is not known yet."""
-    if layout.tp > 1 and kernels.compile == "model":
-        raise InvalidLayout(
-            f"kernels.compile=model cannot trace the embedding that layout.tp={layout.tp} splits over the vocabulary; "
-            f"use kernels.compile=blocks"
-        )
-    runs_attention_again = layout.recompute == "keep-matmuls" and kernels.attention != "sdpa-math"
-    if layout.tp > 1 and kernels.compile == "blocks" and runs_attention_again and device_type == "cpu":
-        raise InvalidLayout(
-            f"kernels.compile=blocks cannot keep the random state that layout.recompute=keep-matmuls needs to run "
-            f"kernels.attention={kernels.attention} again on a CPU beside the mesh of layout.tp={layout.tp}; "
-            f"use layout.recompute=selective or kernels.attention=sdpa-math"
-        )
 
 
 def _override(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

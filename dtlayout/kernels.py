@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_type_hints
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.precision import Precision
 
 Attention = Literal[
@@ -125,6 +125,21 @@ class Kernels:
         ]
         if problems:
             raise InvalidConfig(problems)
+
+    def check_compile(self, tp: int, recompute: str, device_type: str) -> None:
+        """Raise InvalidLayout where torch.compile fails on what tp splits; a `device_type` of "auto" passes."""
+        if tp > 1 and self.compile == "model":
+            raise InvalidLayout(
+                f"kernels.compile=model cannot trace the embedding that layout.tp={tp} splits over the vocabulary; "
+                f"use kernels.compile=blocks"
+            )
+        runs_attention_again = recompute == "keep-matmuls" and self.attention != "sdpa-math"
+        if tp > 1 and self.compile == "blocks" and runs_attention_again and device_type == "cpu":
+            raise InvalidLayout(
+                f"kernels.compile=blocks cannot keep the random state that layout.recompute=keep-matmuls needs to run "
+                f"kernels.attention={self.attention} again on a CPU beside the mesh of layout.tp={tp}; "
+                f"use layout.recompute=selective or kernels.attention=sdpa-math"
+            )
 
     def _cuda_only(self) -> list[tuple[str, str, str]]:
         """Name, kernel, and what runs on the CPU instead."""

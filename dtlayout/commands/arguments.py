@@ -13,6 +13,19 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a TOML file; --section.key=value overrides it")
 
 
+def choose_gpu(config: Any, asked: str | None) -> Any:
+    """The Gpu that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
+    from dtlayout.cluster import find_gpu, known_gpus
+
+    name = asked or config.cluster.gpu
+    if name == "auto":
+        raise InvalidConfig(
+            f"cluster.gpu='auto' asks the device of a run, and nothing runs here; give --gpu with one of cpu, "
+            f"{', '.join(known_gpus())}"
+        )
+    return find_gpu(name)
+
+
 def add_scenario(parser: argparse.ArgumentParser) -> None:
     """A model, a batch, a cluster and an engine; `read_scenario` makes a value of them."""
     parser.add_argument(

@@ -2,16 +2,14 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from dtlayout.cluster import find_gpu, known_gpus
-from dtlayout.commands.arguments import add_config
-from dtlayout.config import Config, check_compile, check_layout, load_config
-from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
+from dtlayout.commands.arguments import add_config, choose_gpu
+from dtlayout.commands.text import align
+from dtlayout.config import Config, check_layout, load_config
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import InvalidConfig
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.training.prediction import make_scenario, predicted_kernels
@@ -35,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the explanation of a legal layout, or refuse it."""
     config = load_config(options.config, options.overrides)
-    gpu = find_gpu(_choose_gpu(config, options.gpu))
+    gpu = choose_gpu(config, options.gpu)
     engine = find_engine(options.engine, gpu.name)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
-    layout = _check(config, world_size, engine.name, gpu.device_type)
+    layout = _check(config, world_size, engine, gpu.device_type)
     scenario = make_scenario(config, gpu, world_size, engine)
     explanation = explain(scenario, layout, predicted_kernels(config, gpu))
     if options.json:
@@ -48,25 +46,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_gpu(config: Config, asked: str | None) -> str:
-    name = asked or config.cluster.gpu
-    if name == "auto":
-        raise InvalidConfig(
-            f"cluster.gpu='auto' asks the device of a run, and nothing runs here; give --gpu with one of cpu, "
-            f"{', '.join(known_gpus())}"
-        )
-    return name
-
-
-def _check(config: Config, world_size: int, engine: str, device_type: str) -> Layout:
+def _check(config: Config, world_size: int, engine: Engine, device_type: str) -> Layout:
     """The layout on so many ranks; what only our trainer lacks is no problem of another engine."""
-    if engine == OWN_ENGINE:
+    if engine.name == OWN_ENGINE:
         layout = check_layout(config, world_size)
         config.kernels.check(config.precision, device_type)
-        check_compile(config.kernels, layout, device_type)
+        config.kernels.check_compile(layout.tp, layout.recompute, device_type)
         return layout
     layout = config.layout.resolve(world_size)
     layout.check(config.model, config.batch)
+    engine.check_recompute(layout.recompute)
     return layout
 
 
@@ -106,7 +95,7 @@ def _format_memory(estimate: Estimate) -> list[str]:
         for rank, memory in enumerate(estimate.memory)
     ]
     fullest = estimate.busiest_rank
-    return [*_align([header, *rows]), "", f"rank {fullest}  {_draw_bar(estimate)}"]
+    return [*align([header, *rows]), "", f"rank {fullest}  {_draw_bar(estimate)}"]
 
 
 def _draw_bar(estimate: Estimate) -> str:
@@ -129,13 +118,13 @@ def _draw_bar(estimate: Estimate) -> str:
 def _format_time(estimate: Estimate) -> list[str]:
     parts = {**estimate.time.as_dict(), "total": estimate.step_time_s}
     rows = [[name, f"{seconds:.4f}", f"{seconds / estimate.step_time_s:.1%}"] for name, seconds in parts.items()]
-    return _align([["step", "seconds", "share"], *rows])
+    return align([["step", "seconds", "share"], *rows])
 
 
 def _format_changes(explanation: Explanation) -> list[str]:
     now, growth = explanation.estimate, explanation.growth
     if explanation.changes:
-        return _align([["change", "step, s", "faster", "peak, GiB"], *(_row(c, now) for c in explanation.changes)])
+        return align([["change", "step, s", "faster", "peak, GiB"], *(_row(c, now) for c in explanation.changes)])
     if now.fits:
         return ["no single change is predicted to be faster"]
     component = explanation.limit.component
@@ -144,7 +133,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
     if growth is None:
         return [*lines, "no number of GPUs that was tried fits either; take a smaller micro-batch, sequence or model"]
     text = f"{growth.estimate.layout.world_size} GPUs would do, as {growth.estimate.layout}:"
-    return [*lines, text, *_align([["change", "step, s", "faster", "peak, GiB"], _row(growth, now)])]
+    return [*lines, text, *align([["change", "step, s", "faster", "peak, GiB"], _row(growth, now)])]
 
 
 def _row(change: Change, now: Estimate) -> list[str]:
@@ -154,15 +143,6 @@ def _row(change: Change, now: Estimate) -> list[str]:
         f"{after.step_time_s:.3f}",
         f"{change.saved_s / now.step_time_s:+.1%}",
         f"{after.peak_bytes / _GIB:.2f}",
-    ]
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
     ]
 
 

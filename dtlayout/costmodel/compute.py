@@ -11,7 +11,7 @@ from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
-from dtlayout.recompute import Kept, Recompute
+from dtlayout.recompute import Recompute
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
 """Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
@@ -46,10 +46,14 @@ class BlockTime:
     """Least time that the host needs for forward and backward together."""
     attention_s: float = 0.0
     """Of forward, attention's part."""
+    score_traffic_s: float = 0.0
+    """Of attention's, what moves scores between its matmuls; none in flash kernels."""
     elementwise_s: float = 0.0
     """Of forward, norms, rotary embedding and activation function."""
     last_matmul_s: float = 0.0
     """Of forward, the last matmul."""
+    forward_cp_s: float = 0.0
+    """Of `forward_tp_s`, cp's messages."""
 
 
 def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
@@ -90,26 +94,37 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         backward_tp_s=backward_tp_s + backward_cp_s,
         host_s=host_s(scenario, layout),
         attention_s=attention_forward_s,
+        score_traffic_s=score_traffic_s(scenario, layout, kernels),
         elementwise_s=elementwise_s / 3 + launch_s,
         last_matmul_s=last_matmul_s,
+        forward_cp_s=forward_cp_s,
     )
 
 
-def recompute_time(scenario: Scenario, layout: Layout, block: BlockTime) -> tuple[float, float]:
-    """A covered block's forward in its backward: seconds of computing, and of tp's collectives.
+def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: BlockTime) -> tuple[float, float]:
+    """A covered block's forward in its backward: seconds of computing, and of what tp and cp send.
 
     torch.utils.checkpoint leaves out the last matmul and its reduction, of which backward needs nothing, and what is
-    kept. With anything kept it sends half of what forward sends, the gathers of sequence parallelism.
+    kept; around a compiled block it leaves out nothing. With anything kept tp sends half of what forward sends, the
+    gathers of sequence parallelism, and cp nothing where that is attention. Separate attention keeps no softmax.
     """
     recompute = Recompute.parse(layout.recompute)
     if scenario.engine.habits.checkpointing == "megatron":
         return (block.attention_s, 0.0) if recompute.is_selective else (block.forward_s, block.forward_tp_s)
+    if kernels.compile == "blocks" and not recompute.is_selective:
+        return block.forward_s, block.forward_tp_s
     matmuls_s = block.forward_s - block.attention_s - block.elementwise_s - block.last_matmul_s
-    seconds: dict[Kept, float] = {"matmuls": matmuls_s, "attention": block.attention_s}
-    again_s = block.elementwise_s + sum(seconds[kind] for kind in seconds.keys() - recompute.kept)
-    if not recompute.is_selective:
-        return again_s, block.forward_tp_s * (0.75 if layout.shards_sequence else 0.5)
-    return again_s, block.forward_tp_s * (0.5 if layout.shards_sequence else 0.0)
+    again_s, again_cp_s = block.elementwise_s, 0.0
+    if "matmuls" not in recompute.kept:
+        again_s += matmuls_s
+    if "attention" in recompute.kept:
+        again_s += block.score_traffic_s
+    else:
+        again_s, again_cp_s = again_s + block.attention_s, block.forward_cp_s
+    tp_s = block.forward_tp_s - block.forward_cp_s
+    if recompute.is_selective:
+        return again_s, again_cp_s + tp_s * (0.5 if layout.shards_sequence else 0.0)
+    return again_s, again_cp_s + tp_s * (0.75 if layout.shards_sequence else 0.5)
 
 
 def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
@@ -126,13 +141,21 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
         forward = flops / 2 / (peak * getattr(constants, _FLASH[kernels.attention]))
         return forward, 2.5 * forward
     assert kernels.attention in ("torch", "sdpa-math", "megatron-softmax"), "auto is resolved before it is predicted"
-    is_fused = kernels.attention == "megatron-softmax"
-    traffic = constants.fused_softmax_traffic_bytes if is_fused else constants.softmax_traffic_bytes
     fill = constants.matmul_fill
     lengthened = (1 + fill / model.head_dim) * (1 + fill / seq_len) ** 2
     matmuls = flops * lengthened / (peak * constants.matmul_efficiency)
-    moved = traffic * tokens * seq_len * model.num_heads / t / _memory_bytes_per_s(scenario)
+    moved = score_traffic_s(scenario, layout, kernels)
     return matmuls + moved, 2 * matmuls + 1.5 * moved
+
+
+def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
+    """Of forward, moving every score through memory between attention's matmuls."""
+    if kernels.attention in _FLASH:
+        return 0.0
+    constants, scores = scenario.engine.constants, tokens_of(scenario, layout) * scenario.batch.seq_len
+    is_fused = kernels.attention == "megatron-softmax"
+    traffic = constants.fused_softmax_traffic_bytes if is_fused else constants.softmax_traffic_bytes
+    return traffic * scores * scenario.model.num_heads / layout.tp / _memory_bytes_per_s(scenario)
 
 
 def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:

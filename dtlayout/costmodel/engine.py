@@ -12,7 +12,8 @@ from importlib.resources import files
 from typing import Any, Literal, get_args, get_type_hints
 
 from dtlayout import toml
-from dtlayout.errors import InvalidConfig
+from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.recompute import Recompute
 
 OWN_ENGINE = "dtlayout"
 """The engine whose habits are this trainer's."""
@@ -188,6 +189,18 @@ class Engine:
     def is_calibrated(self) -> bool:
         """Whether runs of this engine on this GPU type stand behind the constants."""
         return bool(self.fitted)
+
+    def has_recompute(self, recompute: str) -> bool:
+        """Whether the engine has this kind of recomputation; none but ours and torchtitan's tells operations apart."""
+        return self.habits.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1
+
+    def check_recompute(self, recompute: str) -> None:
+        """Raise InvalidLayout for a kind of recomputation that the engine does not have."""
+        if not self.has_recompute(recompute):
+            raise InvalidLayout(
+                f"layout.recompute={recompute} is nothing that {self.name} has; "
+                f"use selective, which computes attention alone again, or full"
+            )
 
     def with_constants(self, **values: float) -> "Engine":
         """The same engine with other constants; InvalidConfig if one is outside its bounds."""

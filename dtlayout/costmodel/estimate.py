@@ -235,7 +235,7 @@ class Estimator:
         block = self.block(layout, kernels)
         recompute = Recompute.parse(layout.recompute)
         covered, num_layers = sum(recompute.covers(layer) for layer in stage.layers), len(stage.layers)
-        again_s, again_tp_s = (covered * each for each in recompute_time(self.scenario, layout, block))
+        again_s, again_tp_s = (covered * each for each in recompute_time(self.scenario, layout, kernels, block))
         forward_s, backward_s = num_layers * block.forward_s, num_layers * block.backward_s
         forward_tp_s, backward_tp_s = num_layers * block.forward_tp_s, num_layers * block.backward_tp_s + again_tp_s
         gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s

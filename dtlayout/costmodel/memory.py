@@ -196,7 +196,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     recompute = Recompute.parse(layout.recompute)
     if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)
         return whole, whole - scores
-    return whole, e * h / shared + (e * h / t if "attention" in recompute.kept else 0.0)
+    return whole, e * h / shared
 
 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:

@@ -30,6 +30,8 @@ BACKENDS: dict[Attention, SDPBackend] = {
 }
 IMPLEMENTATIONS: dict[Attention, str] = {"flash-attn": flash_attn.NAME, "fa3": "FA3"}
 """What the flash backend has to be for a kernel, where it is not PyTorch's own."""
+_WIDEST_FLASH = 256
+"""Head width up to which there are flash kernels."""
 _REFUSALS = ("No available kernel", "No viable backend")
 """How a backend says that it does not take its inputs."""
 
@@ -46,6 +48,8 @@ def causal_attention(
     """
     assert kernel in BACKENDS, "auto is resolved, and what can only be predicted refused, before a model is built"
     if mask is not None and not needs_mask(kernel, q_BHSK.device.type):
+        if q_BHSK.shape[-1] > _WIDEST_FLASH:  # flash itself would say it with a traceback
+            raise _refusal(kernel, q_BHSK)
         from dtlayout.ops.varlen import attend_by_document
 
         return attend_by_document(q_BHSK, k_BGSK, v_BGSK, mask)
@@ -64,10 +68,14 @@ def causal_attention(
     except RuntimeError as error:
         if not any(refusal in str(error) for refusal in _REFUSALS):
             raise
-        raise KernelError(
-            f"kernels.attention={kernel!r} does not run {q_BHSK.dtype} heads of width {q_BHSK.shape[-1]} on "
-            f"{q_BHSK.device.type}; use kernels.attention='sdpa-math', which runs everything"
-        ) from error
+        raise _refusal(kernel, q_BHSK) from error
+
+
+def _refusal(kernel: Attention, q_BHSK: Tensor) -> KernelError:
+    return KernelError(
+        f"kernels.attention={kernel!r} does not run {q_BHSK.dtype} heads of width {q_BHSK.shape[-1]} on "
+        f"{q_BHSK.device.type}; use kernels.attention='sdpa-math', which runs everything"
+    )
 
 
 def prepare_mask(documents: Documents, kernel: Attention, like: Tensor) -> Tensor:

@@ -26,9 +26,12 @@ class Documents:
 
     @classmethod
     def from_starts(cls, starts_BS: Tensor) -> "Documents":
-        """Those of `starts_BS` on the CPU; with CUDA in memory from which a copy starts without waiting."""
-        parts = starts_BS, list_offsets(starts_BS)
-        return cls(*(t.pin_memory() for t in parts)) if torch.cuda.is_available() else cls(*parts)
+        """Those of `starts_BS`, which lies on the CPU."""
+        return cls(starts_BS, list_offsets(starts_BS))
+
+    def pinned(self) -> "Documents":
+        """The same in memory from which a copy to a GPU starts without waiting."""
+        return Documents(self.starts.pin_memory(), self.offsets.pin_memory())
 
 
 def list_offsets(starts_BS: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ def attend_by_document(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, offsets: 
     """`causal_attention` of each document alone, [B, H, S, K]; `offsets` are those of `documents.list_offsets`."""
     batch, _, seq_len, width = q_BHSK.shape
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSK, k_BGSK, v_BGSK))
-    q_THK, k_TGK, v_TGK = (F.pad(x, (0, -width % _WIDTH)).contiguous() for x in rows)
+    if width % _WIDTH:  # not otherwise, since it copies
+        rows = (F.pad(x, (0, -width % _WIDTH)) for x in rows)
+    q_THK, k_TGK, v_TGK = (x.contiguous() for x in rows)
     out_THK = varlen_attn(
         q_THK, k_TGK, v_TGK, offsets, offsets, seq_len, seq_len,
         scale=width**-0.5, window_size=(-1, 0), **_GROUPING,

@@ -14,10 +14,10 @@ from dtlayout.batch import Batch
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
+from dtlayout.planner.refusals import find_refusals
 
 LEAST_GAIN = 0.01
 """Share of the step that a change must save to be worth a word; less is within what measured steps vary."""
@@ -181,7 +181,7 @@ def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
         if moved not in tried and moved.is_legal(model, batch) and _fits(estimator, moved, now.kernels):
             yield _to_change(estimator, now, knob, moved, now.kernels)
         tried.add(moved)
-    for knob, others in _other_kernels(estimator.scenario, now.kernels):
+    for knob, others in _other_kernels(now.kernels):
         if _fits(estimator, now.layout, others):
             yield _to_change(estimator, now, knob, now.layout, others)
 
@@ -201,20 +201,17 @@ def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
 
 
 def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
-    """Whether every rank's peak is within the capacity; time, which takes longer, is not looked at."""
+    """Whether the engine runs it and it fits on each rank; time, which takes longer, is not looked at."""
+    if find_refusals(estimator.scenario, layout, kernels):
+        return False
     return max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
 
 
-def _other_kernels(scenario: Scenario, kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
-    """Each kernel set otherwise, as far as our trainer has it for this precision and device."""
-    device_type = scenario.cluster.gpu.device_type
+def _other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
+    """Each kernel set otherwise, whether the engine has it or not."""
     for knob, values in _KERNEL_KNOBS.items():
         for value in values:
             others = replace(kernels, **{knob: value})  # type: ignore[arg-type]
-            try:
-                others.check(scenario.precision, device_type)
-            except InvalidConfig:
-                continue
             if others != kernels:
                 yield knob, others
 

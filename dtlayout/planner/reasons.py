@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
-from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.planner.refusals import find_refusals
 from dtlayout.planner.search import TIE, Search, needed_bytes
 from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, SEARCHED_KERNELS, Space
 
@@ -59,12 +59,7 @@ def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
     scenario, problems = space.scenario, []
     if layout.world_size != scenario.cluster.num_gpus:
         problems.append(f"{layout} needs {layout.world_size} GPUs, the cluster has {scenario.cluster.num_gpus}")
-    problems += layout.problems(scenario.model, scenario.batch)
-    try:
-        kernels.check(scenario.precision, scenario.cluster.gpu.device_type)
-    except InvalidConfig as error:
-        problems += error.problems
-    return problems
+    return problems + layout.problems(scenario.model, scenario.batch) + find_refusals(scenario, layout, kernels)
 
 
 def describe_misfit(estimate: Estimate, allowed_bytes: float) -> str:

@@ -178,19 +178,21 @@ class Search:
         space = self.space
         for tp, pp, dp in space.degrees:
             num_shardings = len(space.shardings(tp, dp))
-            kernels = [k for k in space.kernels if space.allows_kernels(k)]
+            # The list of kernels for each kind of recomputation.
+            kernels = {r: [k for k in space.kernels if space.allows_kernels(k, tp, r)] for r in space.recompute}
+            num_kernels = sum(map(len, kernels.values()))
             num_each = len(space.recompute) * num_shardings * len(space.kernels)
             tensor = [sp for sp in space.sequence_parallel(tp) if space.allows_tensor(tp, sp)]
             num_tensor = len(space.sequence_parallel(tp))
             for order, micro_batch in product(space.orders(pp), space.micro_batches):
                 is_legal = tensor and space.allows_pipeline(Pipeline(pp, *order, dp, micro_batch))
-                num_legal = len(tensor) * (num_each // max(1, len(space.kernels))) * len(kernels) if is_legal else 0
+                num_legal = len(tensor) * num_shardings * num_kernels if is_legal else 0
                 self._counts["not legal"] += num_tensor * num_each - num_legal
                 if num_legal:
                     for sp, recompute in product(tensor, space.recompute):
                         layout = self._layout(tp, pp, dp, order, micro_batch, sp, recompute)
-                        best = self._undominated(layout, kernels)
-                        self._counts["slower kernels"] += (len(kernels) - len(best)) * num_shardings
+                        best = self._undominated(layout, kernels[recompute])
+                        self._counts["slower kernels"] += (len(kernels[recompute]) - len(best)) * num_shardings
                         m = layout.num_microbatches(space.scenario.batch)
                         yield from (_Skeleton(layout, k, m, self._peaks.stages(layout)) for k in best)
 

@@ -31,6 +31,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, ScheduleName
 from dtlayout.model_shape import divisors
+from dtlayout.planner.refusals import find_refusals
 from dtlayout.recompute import Recompute
 
 T = TypeVar("T")
@@ -165,9 +166,10 @@ class Space:
 
     @cached_property
     def recompute(self) -> list[str]:
-        """How much is computed again."""
-        layers = self.scenario.model.num_layers
-        return self.choose("recompute", [r for r in RECOMPUTE if Recompute.parse(r).every <= layers])
+        """How much is computed again, as far as the engine can."""
+        layers, engine = self.scenario.model.num_layers, self.scenario.engine
+        kinds = [kind for kind in RECOMPUTE if Recompute.parse(kind).every <= layers and engine.has_recompute(kind)]
+        return self.choose("recompute", kinds)
 
     @cached_property
     def kernels(self) -> list[Kernels]:
@@ -186,13 +188,9 @@ class Space:
         """Fields of Layout that no axis varies."""
         return {name: self.fixed[name] for name in ("cp", "stage_layers") if name in self.fixed}
 
-    def allows_kernels(self, kernels: Kernels) -> bool:
-        """Whether the trainer has these kernels on this device in this precision."""
-        try:
-            kernels.check(self.scenario.precision, self.scenario.cluster.gpu.device_type)
-        except InvalidConfig:
-            return False
-        return True
+    def allows_kernels(self, kernels: Kernels, tp: int = 1, recompute: str = "none") -> bool:
+        """Whether the trainer has these kernels on this device in this precision, with these choices beside them."""
+        return not find_refusals(self.scenario, Layout(tp=tp, recompute=recompute), kernels)
 
     def allows_tensor(self, tp: int, sequence_parallel: bool) -> bool:
         """Whether tp splits the model: `Layout.is_legal`, with every other axis off."""

@@ -19,7 +19,7 @@ from dtlayout.checkpoint.sharded import (
     read_origin,
     save_checkpoint,
 )
-from dtlayout.config import Config, check_compile
+from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
 from dtlayout.data.documents import find_starts
 from dtlayout.data.open import open_samples
@@ -50,7 +50,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
     config.kernels.check(config.precision, device.type, device.capability)
-    check_compile(config.kernels, layout, device.type)
+    config.kernels.check_compile(layout.tp, layout.recompute, device.type)
     kernels, why = config.kernels.resolve(config.precision, device.type, device.capability, find_installed())
     check_packages(kernels)
     refuse_hopeless(config, layout, find_predicted_gpu(device, config.cluster.gpu))

@@ -64,6 +64,12 @@ class TrainStep:
         `starts`, where documents are not to see each other, say of each token at which position its own starts; they
         stay on the CPU.
         """
+        # Only now does the host wait for the device, which has the whole update to work on.
+        loss, squared_norm, stops = self.launch(inputs, targets, starts, stop=stop).tolist()
+        return StepResult(loss=loss, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
+
+    def launch(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False) -> Tensor:
+        """The step without waiting for its numbers: loss, squared gradient norm and the ranks that ask to stop."""
         documents = [] if starts is None else self._split(starts)
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=self._count_targets(targets))
         sum_tied_gradients(self.modules, self.aliases, self.mesh)
@@ -72,13 +78,12 @@ class TrainStep:
         clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # Only now does the host wait for the device, which has the whole update to work on.
-        loss_value, squared_norm, stops = numbers.tolist()
-        return StepResult(loss=loss_value, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
+        return numbers
 
     def _split(self, starts: Tensor) -> list[Documents]:
         """The documents of each microbatch."""
-        return [Documents.from_starts(part) for part in starts.chunk(self.runtime.schedule.num_microbatches)]
+        parts = [Documents.from_starts(part) for part in starts.chunk(self.runtime.schedule.num_microbatches)]
+        return [part.pinned() for part in parts] if self.runtime.device_type == "cuda" else parts
 
     def _count_targets(self, targets: Tensor) -> Tensor:
         """Valid targets of the global batch; each data-parallel share is known to `num_copies` ranks."""

@@ -1,5 +1,7 @@
 """Seconds of blocks and heads, against numbers computed by hand; tokens of a microbatch, heads and widths are round."""
 
+from dataclasses import replace
+
 import pytest
 from costmodel.small import US, scenario
 
@@ -58,21 +60,53 @@ def test_a_block_is_matmuls_attention_and_passes_over_memory():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "torch_us", "torch_halves", "megatron_us", "megatron_halves"),
+    ("recompute", "us", "halves"),
     [
         # Matmuls 280 without down, attention 40, elementwise 104 / 3; with sequence parallelism, over tp = 2.
-        ("full", (280 + 40 + 104 / 3) / 2, 3, (360 + 40 + 104 / 3) / 2, 4),
-        ("keep-attention", (280 + 104 / 3) / 2, 2, 20, 0),
-        ("keep-matmuls", (40 + 104 / 3) / 2, 2, 20, 0),
-        ("selective", 104 / 3 / 2, 2, 20, 0),
+        ("full", (280 + 40 + 104 / 3) / 2, 3),
+        ("keep-attention", (280 + 104 / 3) / 2, 2),
+        ("keep-matmuls", (40 + 104 / 3) / 2, 2),
+        ("selective", 104 / 3 / 2, 2),
     ],
 )
-def test_a_block_computed_again(recompute, torch_us, torch_halves, megatron_us, megatron_halves):
-    layout = Layout(tp=2, recompute=recompute)
-    for checkpointing, us, halves in (("torch", torch_us, torch_halves), ("megatron", megatron_us, megatron_halves)):
-        setting = scenario(habits=Habits(checkpointing=checkpointing))
-        found = recompute_time(setting, layout, block_time(setting, layout, Kernels()))
-        assert found == pytest.approx((us * US, halves * HALF_S))
+def test_a_block_computed_again(recompute, us, halves):
+    found = time_again(Layout(tp=2, recompute=recompute), "torch")
+    assert found == pytest.approx((us * US, halves * HALF_S))
+
+
+def test_megatron_computes_all_of_a_block_again_or_attention_alone():
+    full, selective = (time_again(Layout(tp=2, recompute=r), "megatron") for r in ("full", "selective"))
+    assert full == pytest.approx(((360 + 40 + 104 / 3) / 2 * US, 4 * HALF_S))
+    assert selective == pytest.approx((20 * US, 0))
+
+
+def test_a_compiled_block_is_computed_again_to_its_end():
+    kernels = Kernels(compile="blocks")
+    block = block_time(scenario(), TP2_SP, kernels)
+    assert time_again(replace(TP2_SP, recompute="full"), "torch", kernels) == (block.forward_s, block.forward_tp_s)
+    assert time_again(replace(TP2_SP, recompute="selective"), "torch", kernels)[0] < block.forward_s / 2
+
+
+def test_kept_matmuls_of_attention_leave_its_softmax_to_be_computed_again():
+    """200 us of moving scores; 104 / 3 elsewhere."""
+    found = time_again(Layout(recompute="selective"), "torch", Kernels(attention="sdpa-math"))
+    assert found == pytest.approx(((200 + 104 / 3) * US, 0))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "share"), [("full", 1), ("keep-matmuls", 1), ("keep-attention", 0), ("selective", 0)]
+)
+def test_the_ring_of_context_parallelism_runs_again_with_attention(recompute, share):
+    layout = Layout(cp=4, recompute=recompute)
+    ring_s = block_time(scenario(), layout, Kernels()).forward_tp_s
+    assert ring_s > 0
+    assert time_again(layout, "torch")[1] == pytest.approx(share * ring_s)
+
+
+def time_again(layout: Layout, checkpointing: str, kernels: Kernels | None = None) -> tuple[float, float]:
+    kernels = kernels or Kernels()
+    setting = scenario(habits=Habits(checkpointing=checkpointing))
+    return recompute_time(setting, layout, kernels, block_time(setting, layout, kernels))
 
 
 def test_an_eager_norm_adds_traffic_and_the_start_of_its_kernels():

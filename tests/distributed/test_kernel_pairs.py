@@ -10,7 +10,7 @@ import torch
 from parity import Case, compiling_with, largest_difference, merge, run_layout, run_reference
 from ranks import Ranks
 
-from dtlayout.config import check_compile, check_layout, parse_config
+from dtlayout.config import check_layout, parse_config
 from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Compile, Kernels, Loss
 from dtlayout.layout import Layout
@@ -35,7 +35,7 @@ def is_possible(choice: dict[str, Any]) -> bool:
         return False
     case = to_case(choice)
     try:
-        check_compile(case.kernels, case.layout, "cpu")
+        case.kernels.check_compile(case.layout.tp, case.layout.recompute, "cpu")
     except InvalidLayout:
         return False
     return True

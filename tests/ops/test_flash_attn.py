@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention import STARTS, attention_of_each_document, explicit_attention, make_inputs
 from parity import SHAPE, compiling_with
+from torch._dynamo.utils import counters
 from torch.nn.attention import current_flash_attention_impl
 
 from dtlayout.errors import KernelError
@@ -246,7 +247,15 @@ def test_by_offsets_output_and_gradients_are_those_of_each_document_alone(by_off
 
 @pytest.mark.parametrize(
     ("recompute", "compiles", "forwards"),
-    [("none", False, 1), ("full", False, 2), ("selective", False, 1), ("none", True, 1), ("selective", True, 1)],
+    [
+        ("none", False, 1),
+        ("full", False, 2),
+        ("selective", False, 1),
+        ("keep-attention", False, 1),
+        ("keep-matmuls", False, 2),
+        ("none", True, 1),
+        ("selective", True, 1),
+    ],
 )
 def test_a_model_computes_by_offsets_what_it_does_with_a_mask(by_offsets, recompute, compiles, forwards, monkeypatch):
     torch._dynamo.reset()
@@ -266,3 +275,27 @@ def test_a_model_computes_by_offsets_what_it_does_with_a_mask(by_offsets, recomp
     monkeypatch.undo()
     expected = train_step(Llama(SHAPE, Kernels(), 9, dtype=torch.float64))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_heads_that_no_flash_kernel_takes_are_refused_in_one_line(by_offsets):
+    q = torch.zeros(1, 1, 4, 264)
+    with pytest.raises(KernelError, match=r"heads of width 264 .* use kernels.attention='sdpa-math'"):
+        causal_attention(q, q, q, "flash-attn", torch.tensor([0, 4]))
+
+
+def test_batches_of_more_documents_are_the_same_graph_as_long_as_their_offsets_are_as_many(by_offsets):
+    torch._dynamo.reset()
+    counters.clear()
+    model = Llama(SHAPE, Kernels(), 9, dtype=torch.float64)
+    initialize([model], SHAPE, seed=0, device="cpu")
+    few, more, many = (torch.zeros(2, 9, dtype=torch.int32) for _ in range(3))
+    more[0, 4:] = 4  # three documents instead of two: four offsets both
+    many[:, 4:], many[:, 6:] = 4, 6  # six: eight offsets
+    tokens = torch.arange(18).view(2, 9)
+    with compiling_with("aot_eager"):
+        prepare_blocks(model, "model.layers.*", Recompute.parse("none"), compiles=True)
+        graphs = []
+        for starts in (few, more, many, few):
+            model(tokens, Documents.from_starts(starts), targets=tokens).backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 2, 2]

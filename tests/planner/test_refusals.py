@@ -1,0 +1,56 @@
+"""What an engine cannot run is neither recommended nor advised, and says why."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import SHAPE
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import InvalidLayout
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.planner.explain import explain
+from dtlayout.planner.refusals import find_refusals
+from dtlayout.planner.search import Search
+from dtlayout.planner.space import Space
+
+MODEL = replace(SHAPE, hidden_size=1024, ffn_size=2048, num_layers=4, vocab_size=8192)
+
+
+def scenario(engine: str = "dtlayout", gpu: str = "a100-80g-sxm") -> Scenario:
+    cluster = Cluster(gpu=find_gpu(gpu), num_gpus=4, gpus_per_node=4)
+    return Scenario(
+        model=MODEL, batch=Batch(global_batch=8, seq_len=512), cluster=cluster, engine=find_engine(engine, gpu)
+    )
+
+
+@pytest.mark.parametrize("engine", ["megatron", "aa-scaling", "nanotron"])
+def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine):
+    assert not {"keep-attention", "keep-matmuls"} & set(Space(scenario(engine)).recompute)
+    assert "keep-attention" in Space(scenario("torchtitan")).recompute
+    layout = Layout(dp_shard=4, recompute="keep-attention")
+    (problem,) = find_refusals(scenario(engine), layout, Kernels())
+    assert problem.startswith(f"layout.recompute=keep-attention is nothing that {engine} has; use selective")
+    with pytest.raises(InvalidLayout, match="use selective"):
+        find_engine(engine, "a100-80g-sxm").check_recompute("keep-matmuls")
+    advised = explain(scenario(engine), replace(layout, recompute="full"), Kernels()).changes
+    assert not any("keep-" in override for change in advised for override in change.overrides)
+
+
+def test_no_whole_stage_is_compiled_where_tp_splits_the_embedding():
+    ranked = Search(Space(scenario(), fixed={"compile": "model"})).run().ranked
+    assert ranked
+    assert {(found.layout.tp, found.kernels.compile) for found in ranked} == {(1, "model")}
+
+
+def test_no_change_is_advised_that_the_trainer_refuses():
+    here = scenario(gpu="cpu")
+    layout = Layout(tp=2, dp_shard=2, recompute="keep-matmuls")
+    (problem,) = find_refusals(here, layout, Kernels(compile="blocks"))
+    assert "use layout.recompute=selective or kernels.attention=sdpa-math" in problem
+    for kernels in (Kernels(), Kernels(compile="model")):
+        for change in explain(here, layout, kernels).changes:
+            assert not find_refusals(here, change.estimate.layout, change.estimate.kernels)
