@@ -15,6 +15,7 @@ from dtlayout.errors import DtlayoutError
 
 COMMANDS = {
     "check": "Say whether a config can train on so many ranks, and what it would do.",
+    "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",
     "explain": "Show a layout's memory and time by component, what binds it and what would help.",
     "prepare": "Tokenize the data of a config once, as training would.",
     "recommend": "Find the fastest layouts of a model that fit on a cluster, and say what stands against the others.",

@@ -30,6 +30,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "pipelining.stage", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],
+    "dry run": ["dryrun.*"],
     "programs": ["commands.*", "cli", "launch"],
 }  # fmt: skip
 ORDER = list(LAYERS)

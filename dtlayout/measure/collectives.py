@@ -92,13 +92,17 @@ class CollectiveRecorder(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.observe(func, args, kwargs, result)
+        return result
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record an operator that somebody else saw, if it is a collective."""
         if func.namespace in _NAMESPACES:
             operator = func.name().split("::")[1].split(".")[0].strip("_")
             if operator not in _NO_COLLECTIVES:
                 names = (argument.name for argument in func._schema.arguments)
                 arguments = dict(zip(names, args, strict=False)) | kwargs
                 self.events.append(_describe(operator, func.name(), arguments, result))
-        return result
 
 
 def _describe(operator: str, full_name: str, arguments: dict[str, Any], result: Any) -> Collective:

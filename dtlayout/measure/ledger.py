@@ -4,9 +4,10 @@ An *allocation* is one storage: a size and a category. What a storage is often s
 a gradient, an output turns out to be saved for backward), so an allocation has one category for its whole life, the
 strongest one it ever claimed, and categories are summed up only when someone asks. The order is that of `Category`.
 
-A *window* is what one reading looks back on; what was read in earlier windows is kept as numbers only.
+A *window* is what one reading looks back on; what was read in earlier windows is kept as numbers only. Marks divide it.
 """
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from itertools import accumulate, islice
@@ -16,11 +17,12 @@ class Category(IntEnum):
     """What a storage is for; a higher one wins."""
 
     OTHER = 0
-    ACTIVATION = 1
-    GRADIENT = 2
-    OPTIMIZER = 3
-    GATHERED = 4
-    PARAMETER = 5
+    COMMUNICATION = 1
+    ACTIVATION = 2
+    GRADIENT = 3
+    OPTIMIZER = 4
+    GATHERED = 5
+    PARAMETER = 6
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Footprint:
     """Bytes by category, at one moment or as the largest of each over time."""
 
     other: int = 0
+    communication: int = 0
     activation: int = 0
     gradient: int = 0
     optimizer: int = 0
@@ -56,9 +59,12 @@ class Allocation:
 class Ledger:
     """Every change of size, in order; `total_bytes` and `peak_bytes` are kept up as changes come."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_peak: Callable[[], None] = lambda: None) -> None:
+        """`on_peak` is called whenever the total is higher than ever."""
         self.total_bytes = 0
         self.peak_bytes = 0
+        self._on_peak = on_peak
+        self._marks: list[tuple[str, int]] = []
         self._changes: list[tuple[Allocation, int]] = []
         self._num_carried = 0
         self._past_peak = Footprint()
@@ -71,7 +77,13 @@ class Ledger:
             allocation.nbytes = nbytes
             self._changes.append((allocation, change_bytes))
             self.total_bytes += change_bytes
-            self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+            if self.total_bytes > self.peak_bytes:
+                self.peak_bytes = self.total_bytes
+                self._on_peak()
+
+    def mark(self, name: str) -> None:
+        """What is written down from now on belongs to `name`."""
+        self._marks.append((name, len(self._changes)))
 
     def begin_window(self) -> None:
         """Keeps the peaks so far as numbers and starts again from what is alive."""
@@ -79,6 +91,7 @@ class Ledger:
         alive = dict.fromkeys(allocation for allocation, _ in self._changes if allocation.nbytes)
         self._changes = [(allocation, allocation.nbytes) for allocation in alive]
         self._num_carried = len(self._changes)
+        self._marks = []
 
     def forget_peak(self) -> None:
         """Starts again from what is alive, as if nothing had been before."""
@@ -104,6 +117,14 @@ class Ledger:
         carried_bytes = sum(nbytes for _, nbytes in self._changes[: self._num_carried])
         changes = (change_bytes for _, change_bytes in islice(self._changes, self._num_carried, None))
         return list(accumulate(changes, initial=carried_bytes))
+
+    @property
+    def highest_by_mark(self) -> list[tuple[str, int]]:
+        """The largest total from each mark of the window to the next, what was there when it began included."""
+        curve = self.curve_bytes
+        starts = [max(0, place - self._num_carried) for _, place in self._marks]
+        parts = zip(starts, [*starts[1:], len(curve) - 1], strict=True)
+        return [(name, max(curve[a : b + 1])) for (name, _), (a, b) in zip(self._marks, parts, strict=True)]
 
     def _read(self) -> tuple[Footprint, Footprint, Footprint]:
         """(now, at the total's peak, each category's own peak)"""

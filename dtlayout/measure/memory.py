@@ -15,8 +15,9 @@ A storage has one category for its whole life, the strongest of these (see ledge
   as the loss: that one is over at the first operator with gradients disabled, usually backward's. So the seed of
   `loss.backward()` counts, 4 bytes; a batch counts if it was made inside the block. FSDP2's communication
   buffers don't.
-- other: the rest. Temporaries, gradients of activations, communication buffers, and all data older than the block
-  that is none of the above, from the first operator that touches it.
+- communication: storage that went into a collective or a message, or came out of one, or that FSDP2 copies through.
+- other: the rest. Temporaries, gradients of activations, and all data older than the block that is none of the above,
+  from the first operator that touches it.
 
 Sizes are `UntypedStorage.nbytes()` on one device type. Not seen: what a kernel or a custom operator allocates and
 frees inside one call, a caching allocator's rounding, and storages that no operator touches, such as the random state
@@ -47,6 +48,13 @@ from torch.utils._pytree import tree_leaves
 from dtlayout.measure.ledger import Allocation, Category, Footprint, Ledger
 from dtlayout.measure.storages import FakeTensorMode, any_wraps, current_fake_mode, each_storage, each_tensor
 
+_COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
+"""Namespaces of operators that send, or copy for those that do."""
+
+
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+"""Gets an operator, its arguments, its keyword arguments and its result."""
+
 
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of every storage on `device_type` while it is entered; enter it again for the next step.
@@ -60,14 +68,24 @@ class StorageTracker(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, modules: Sequence[nn.Module] = (), optimizers: Sequence[Optimizer] = (), device_type: str = "cpu"
+        self,
+        modules: Sequence[nn.Module] = (),
+        optimizers: Sequence[Optimizer] = (),
+        device_type: str = "cpu",
+        on_peak: Callable[[], None] = lambda: None,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        """`on_peak` is called whenever more is held than ever before, `observers` with each operator on plain tensors.
+
+        They could be modes of their own, but each mode costs as much as an operator on fake tensors does.
+        """
         super().__init__()
         self._modules = list(modules)
         self._optimizers = list(optimizers)
         self._device_type = device_type
+        self._observers = list(observers)
         self._fake_mode: FakeTensorMode | None = None
-        self._ledger = Ledger()
+        self._ledger = Ledger(on_peak)
         self._alive: dict[int, _StorageRef] = {}
         self._dead: deque[_StorageRef] = deque()
         self._born_in_forward: dict[int, Allocation] = {}
@@ -106,6 +124,17 @@ class StorageTracker(TorchDispatchMode):
         self._write_deaths()
         return self._ledger.curve_bytes
 
+    @property
+    def highest_by_mark(self) -> list[tuple[str, int]]:
+        """The largest total from each `mark` of the last block to the next."""
+        self._write_deaths()
+        return self._ledger.highest_by_mark
+
+    def mark(self, name: str) -> None:
+        """What happens from now on belongs to `name`."""
+        self._write_deaths()
+        self._ledger.mark(name)
+
     def reset_peak(self) -> None:
         """Peaks count from now on."""
         self._write_deaths()
@@ -139,6 +168,8 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":  # a question to a tensor, such as which device it is on
+            return func(*args, **(kwargs or {}))
         if any_wraps(types):
             # The operators on the local tensors come by; but only here is a DTensor parameter still a parameter.
             self._meet_parameters(each_tensor(args))
@@ -146,6 +177,8 @@ class StorageTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._observe_operator(func, (args, kwargs), result)
+        for observe in self._observers:
+            observe(func, args, kwargs, result)
         return result
 
     def _observe_operator(self, func: Any, arguments: Any, result: Any) -> None:
@@ -161,6 +194,8 @@ class StorageTracker(TorchDispatchMode):
             allocation = self._measure_storage(storage)
             if is_newborn:
                 self._born_in_forward[id(storage)] = allocation
+        if func.namespace in _COMMUNICATION:
+            self._claim(inputs + outputs, Category.COMMUNICATION)
         if func.namespace == "fsdp":
             self._except_buffers(inputs + outputs)
             if func is torch.ops.fsdp.chunk_cat.default:

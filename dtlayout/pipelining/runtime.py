@@ -7,7 +7,7 @@ that comes with each stage.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,8 @@ class Runtime:
         self.actions = schedule.ranks[mesh[PP].get_local_rank()]
         last = {a.stage: a for a in self.actions if a.kind is Kind.BACKWARD}
         self.last_backwards = set(last.values())
+        self.before_action: Callable[[Action | None], None] = lambda action: None
+        """Called with each action before it is executed, and with None after the last; for those who measure."""
 
     def step(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
         """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
@@ -106,8 +108,11 @@ class Runtime:
                 split_targets[i][name] = part
         step = _Step(self, inputs.chunk(m), contexts, split_targets)
         for action in self.actions:
+            self.before_action(action)
             step.execute(action)
-        return step.finish()
+        loss = step.finish()
+        self.before_action(None)
+        return loss
 
 
 class _Step:

@@ -23,17 +23,23 @@ CHUNK = 1 << 20
 """Elements that are computed at a time, which bounds the temporary memory to some 50 MB."""
 
 
-def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str) -> None:
-    """Give sharded modules on the meta device their memory, and fill parameters and RoPE tables.
-
-    Norms are 1. Matrices are normal with `INIT_STD`; those that write into the residual stream have it divided by
-    sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that the stream does not grow with depth.
-    """
+def allocate(modules: Sequence[nn.Module], device: torch.device | str) -> None:
+    """Give sharded modules on the meta device their memory, and fill RoPE tables; parameters hold what was there."""
     for module in modules:
         module.to_empty(device=device)
         for part in module.modules():
             if isinstance(part, RotaryEmbedding):
                 part.reset_buffers()
+
+
+def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str) -> None:
+    """`allocate`, and fill parameters.
+
+    Norms are 1. Matrices are normal with `INIT_STD`; those that write into the residual stream have it divided by
+    sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that the stream does not grow with depth.
+    """
+    allocate(modules, device)
+    for module in modules:
         for name, parameter in module.named_parameters():
             name = model.aliases.get(name, name)
             if "norm" in name:

@@ -1,5 +1,6 @@
 """From values to something that trains: the whole of building a trainer, without an `if` about parallelism."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -42,8 +43,12 @@ def assemble(
     *,
     seed: int,
     device_type: str,
+    give_weights: Callable[[Sequence[nn.Module], ModelShape, int, str], None] = initialize,
 ) -> Assembly:
-    """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them."""
+    """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them.
+
+    Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and `device_type`.
+    """
     plan = make_plan(model, layout, kernels, precision)
     schedule = make_schedule(layout, batch)
     slices = partition(layer_costs(model, batch), layout)
@@ -51,6 +56,6 @@ def assemble(
     stages = schedule.stages_of(mesh[PP].get_local_rank())
     modules: list[nn.Module] = [build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
     sync = [apply_plan(module, plan, mesh) for module in modules]
-    initialize(modules, model, seed, device_type)
+    give_weights(modules, model, seed, device_type)
     runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
     return Assembly(mesh, plan, schedule, slices, modules, runtime)

@@ -1,0 +1,220 @@
+"""A step of one rank of a cluster that is not there, by the code that trains, and what it held, sent and computed.
+
+[Note: what is real]
+Modules, plan, FSDP2, schedule, runtime and optimizer are those of a run: `assemble` builds and `TrainStep` steps them.
+Not real are the process group, which sends nothing, and the tensors, which have no memory, so that nobody can look at
+a number. torch keeps groups and caches for a whole process, so each rank takes a process of its own.
+
+[Note: folding]
+Microbatches repeat each other. A rank has as many in flight as its schedule lets it, at most one for each pipeline rank
+and chunk; once all of those, one more and the last have passed, another one in the middle changes no peak, and sends
+and computes what its neighbour does. So a long step is run with fewer microbatches, and what the middle one sent and
+computed counts for all that were left out. GPipe has them all in flight, and is run whole.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dtlayout.batch import Batch
+from dtlayout.config import Config
+from dtlayout.dryrun.operators import operators_of
+from dtlayout.dryrun.report import UPDATE, Highest, RankReport, Traffic
+from dtlayout.dryrun.world import fake_tensors, fake_world
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.measure.collectives import CollectiveRecorder
+from dtlayout.measure.flops import FlopCounter
+from dtlayout.measure.memory import StorageTracker
+from dtlayout.measure.places import PlaceRecorder
+from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides
+from dtlayout.mesh.ranks import coordinate
+from dtlayout.model_shape import ModelShape
+from dtlayout.pipelining.schedule import Action
+from dtlayout.plans.init import allocate
+from dtlayout.training.build import Assembly, assemble
+from dtlayout.training.optimizer import build_optimizer
+from dtlayout.training.step import TrainStep
+
+_DEVICE = "cpu"
+"""What fake tensors say of themselves."""
+
+
+def dry_run(
+    config: Config,
+    layout: Layout,
+    kernels: Kernels,
+    rank: int,
+    *,
+    device_type: str,
+    gpus_per_node: int,
+    num_steps: int = 0,
+    folds: bool = True,
+) -> RankReport:
+    """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
+
+    `kernels` have no auto; operators hold what they hold on `device_type`. `folds` leaves microbatches out that repeat
+    others. Takes the process: see [Note: what is real].
+    """
+    batch = fold(layout, config.batch) if folds else config.batch
+    with fake_world(rank, layout.world_size), fake_tensors() as fake:
+
+        def allocate_fake(modules: Sequence[nn.Module], model: ModelShape, seed: int, device_type: str) -> None:
+            with fake:
+                allocate(modules, device_type)
+
+        assembly = assemble(
+            config.model,
+            batch,
+            layout,
+            kernels,
+            config.precision,
+            seed=config.train.seed,
+            device_type=_DEVICE,
+            give_weights=allocate_fake,
+        )
+        with fake:
+            observer = _Observer(config, layout, assembly)
+            if num_steps == 0:
+                observer.prime()
+            rows = config.batch.global_batch // layout.dp
+            tokens = torch.zeros(rows, config.batch.seq_len, dtype=torch.int64)
+            targets = torch.zeros_like(tokens)
+            rows = batch.global_batch // layout.dp
+            for _ in range(max(1, num_steps)):
+                observer.watch(tokens[:rows], targets[:rows], operators_of(device_type))
+    return observer.report(rank, gpus_per_node)
+
+
+def fold(layout: Layout, batch: Batch) -> Batch:
+    """The batch with no more microbatches than show all that happens: [Note: folding]."""
+    p, v, m = layout.pp, layout.virtual_stages, layout.num_microbatches(batch)
+    if layout.schedule == "gpipe":
+        return batch
+    enough = p + 2 if v == 1 else 3 * p
+    return replace(batch, global_batch=min(m, enough) * layout.micro_batch * layout.dp)
+
+
+class _Observer:
+    """All that is measured of a rank's steps."""
+
+    def __init__(self, config: Config, layout: Layout, assembly: Assembly):
+        self.config, self.layout = config, layout
+        self.modules = assembly.modules
+        o = config.optimizer
+        self.optimizer = build_optimizer(
+            self.modules, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay
+        )
+        self.step = TrainStep(
+            assembly.runtime,
+            self.optimizer,
+            max_norm=o.max_norm,
+            mesh=assembly.mesh,
+            aliases=config.model.aliases,
+        )
+        assembly.runtime.before_action = self._begin
+        self.num_microbatches_run = assembly.schedule.num_microbatches
+        self.places = PlaceRecorder(self.modules)
+        self.tracker = StorageTracker(
+            self.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe]
+        )
+        self.curve: list[Highest] = []
+        self.action: Action | None = None
+        self.module_at_peak = self.action_at_peak = ""
+
+    def prime(self) -> None:
+        """Leave what a first step makes once: FSDP2's padded shards, and the optimizer's state."""
+        for unit in (part for module in self.modules for part in module.modules() if isinstance(part, FSDPModule)):
+            unit.unshard()
+            unit.reshard()
+        for parameter in (p for module in self.modules for p in module.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def watch(self, tokens: Tensor, targets: Tensor, operators: AbstractContextManager[None]) -> None:
+        """Take one step in a context that exchanges operators."""
+        self.collectives = CollectiveRecorder()
+        self.flops = FlopCounter(lambda: (self.action, self.places.module))
+        self.starts: list[tuple[Action | None, int]] = [(None, 0)]
+        with self.places, self.tracker, operators:
+            self.step.launch(tokens, targets)
+        self.curve += [Highest(action, nbytes) for action, nbytes in self.tracker.highest_by_mark]
+
+    def report(self, rank: int, gpus_per_node: int) -> RankReport:
+        """All of it, what the last step sent and computed."""
+        return RankReport(
+            rank=rank,
+            coordinate=coordinate(rank, self.layout),
+            peak_bytes=self.tracker.peak_bytes,
+            parts=self.tracker.peak,
+            module=self.module_at_peak,
+            action=self.action_at_peak,
+            curve=self.curve,
+            traffic=self._traffic(rank, gpus_per_node),
+            flops=self._flops(),
+            num_microbatches=self.layout.num_microbatches(self.config.batch),
+            num_microbatches_run=self.num_microbatches_run,
+        )
+
+    def _observe(self, *operator: Any) -> None:
+        self.collectives.observe(*operator)
+        self.flops.observe(*operator)
+
+    def _begin(self, action: Action | None) -> None:
+        self.action = action
+        self.tracker.mark(str(action) if action else UPDATE)
+        self.starts.append((action, len(self.collectives.events)))
+
+    def _note_peak(self) -> None:
+        self.module_at_peak, self.action_at_peak = self.places.module, str(self.action) if self.action else UPDATE
+
+    def _repeats(self, action: Action | None) -> int:
+        """How often this happens in a whole step: [Note: folding]."""
+        left_out = self.layout.num_microbatches(self.config.batch) - self.num_microbatches_run
+        return 1 + left_out if action is not None and action.microbatch == 1 else 1
+
+    def _traffic(self, rank: int, gpus_per_node: int) -> list[Traffic]:
+        axes = name_groups(rank, self.layout)
+        events, counts = self.collectives.events, Counter[tuple[str, tuple[int, ...], int]]()
+        ends = [start for _, start in self.starts[1:]] + [len(events)]
+        for (action, start), end in zip(self.starts, ends, strict=True):
+            for event in events[start:end]:
+                if len(event.ranks) > 1:
+                    counts[event.name, event.ranks, event.nbytes] += self._repeats(action)
+        rows = [
+            Traffic(name, axes[ranks], nbytes, count, len({r // gpus_per_node for r in ranks}) > 1)
+            for (name, ranks, nbytes), count in counts.items()
+        ]
+        return sorted(rows, key=lambda row: -row.nbytes * row.count)
+
+    def _flops(self) -> dict[str, int]:
+        flops: Counter[str] = Counter()
+        for (action, module), count in self.flops.flops.items():
+            flops[module] += count * self._repeats(action)
+        return dict(flops)
+
+
+def name_groups(rank: int, layout: Layout) -> dict[tuple[int, ...], str]:
+    """The axes of each group that a rank can talk in, by the group's ranks.
+
+    >>> name_groups(1, Layout(pp=2, tp=2))
+    {(0, 1): 'tp', (1, 3): 'pp', (0, 1, 2, 3): 'all'}
+    """
+    place, sizes, strides = coordinate(rank, layout), axis_sizes(layout), axis_strides(layout)
+    axes = [axis for axis in AXES if sizes[axis] > 1]
+    names = {}
+    for number in range(1, len(axes) + 1):
+        for joined in combinations(reversed(axes), number):
+            first = rank - sum(place[axis] * strides[axis] for axis in joined)
+            offsets = product(*([i * strides[axis] for i in range(sizes[axis])] for axis in joined))
+            ranks = tuple(sorted(first + sum(offset) for offset in offsets))
+            names[ranks] = "all" if number == len(axes) > 1 else "·".join(reversed(joined))
+    return names

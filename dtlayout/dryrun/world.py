@@ -1,0 +1,41 @@
+"""A cluster that is not there: this process as any rank of any number of them, with tensors that have no memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, torch.distributed believes that this is one of so many ranks; what is received is whatever was there."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Makes the mode in which tensors have no memory; enter it for what is to have none.
+
+    DTensor works out global shapes with fake tensors, for which it takes the mode that it finds. Inside it finds none
+    and makes one of its own, so that tensors as large as the whole cluster's are not taken for this rank's.
+    """
+    propagator: Any = ShardingPropagator
+    propagate = propagator._propagate_tensor_meta_non_cached
+
+    def propagate_alone(*arguments: Any) -> Any:
+        with unset_fake_temporarily():
+            return propagate(*arguments)
+
+    propagator._propagate_tensor_meta_non_cached = propagate_alone
+    try:
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+    finally:
+        propagator._propagate_tensor_meta_non_cached = propagate

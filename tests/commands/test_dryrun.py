@@ -1,0 +1,56 @@
+"""dtlayout dryrun: what the ranks of an absent cluster hold and send, for people and for programs, or why not."""
+
+import json
+
+import pytest
+
+from dtlayout.cli import main
+
+DEBUG = ("dryrun", "configs/debug.toml", "--gpu", "cpu")
+
+
+def test_a_person_reads_the_peak_its_parts_the_messages_and_how_far_the_formula_is_off(capsys):
+    arguments = ("--world", "4", "--compare", "--ranks", "3")
+    assert main([*DEBUG, *arguments]) == 0
+    out, progress = capsys.readouterr()
+    assert "rank 3 done, 1 of 1" in progress
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == "layout pp2·tp2+sp mb4 1f1b zero1 on 4 x cpu, dry"
+    assert "rank 3 pp 1 of 2, tp 1 of 2" in lines
+    assert "send pp 262,144 4 no" in lines
+    (peak,) = (line for line in lines if line.startswith("peak") and "%" in line)
+    _, dry, predicted, difference = peak.split()
+    assert float(difference.rstrip("%")) == pytest.approx(100 * (float(predicted) / float(dry) - 1), abs=0.06)
+    assert abs(float(difference.rstrip("%"))) < 5
+    assert all(line.endswith("<") for line in lines if line.startswith("parameters, gradients, buffers"))
+
+
+def test_a_program_reads_the_default_ranks_with_the_curve_of_their_first_steps(capsys):
+    assert main([*DEBUG, "--world", "4", "--steps", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 3]
+    first = document["ranks"][0]
+    actions = [part["action"] for part in first["curve"]]
+    assert actions[: len(actions) // 2] == actions[len(actions) // 2 :]  # two steps
+    assert actions[0] == "0F0" and actions[-1] == "update"
+    assert max(part["nbytes"] for part in first["curve"]) == first["peak_bytes"] == sum(first["parts"].values())
+    # Adam's state is there from the end of the first step on.
+    assert first["curve"][0]["nbytes"] < first["curve"][len(actions) // 2]["nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--ranks", "0,9"), "--ranks=0,9 has 9, and the ranks are 0 to 3"),
+        (("--ranks", "last"), "--ranks=last is no list of ranks; use all, or numbers such as 0,3"),
+        (("--gpu", "h100-80g-sxm", "--precision.compute=bfloat16", "--kernels.norm=liger"), "use --kernels.norm=fused"),
+        (("--data.document_mask=true",), "use --data.document_mask=false"),
+        (("--world", "3"), "start 4 or 8"),
+        (("--steps", "-1"), "--steps=-1"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_in_one_line(capsys, arguments, reason):
+    assert main([*DEBUG, "--world", "4", *arguments]) == 2
+    out, problem = capsys.readouterr()
+    assert not out
+    assert reason in problem and problem.count("\n") == 1

@@ -1,0 +1,121 @@
+"""What a dry run measures is what the same rank of a real run holds and sends, in every category and to the byte."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from parity import BF16, FP32, MAX_NORM, SEQ_LEN, SHAPE, Case, local_rows
+from ranks import Ranks
+from rehearsal import NUM_PLANTED, PLANTS, rehearse, rehearse_with
+
+from dtlayout.dryrun.rank import fold
+from dtlayout.dryrun.report import RankReport, Traffic
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.measure.collectives import CollectiveRecorder
+from dtlayout.measure.ledger import Footprint
+from dtlayout.measure.memory import StorageTracker
+from dtlayout.training.build import assemble
+from dtlayout.training.optimizer import build_optimizer
+from dtlayout.training.step import TrainStep
+
+CASES = [
+    Case(Layout(dp_shard=4), precision=BF16),
+    Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
+    Case(Layout(dp_replicate=2, dp_shard=2), precision=BF16),
+    Case(Layout(dp_shard=2, tp=2, micro_batch=2), precision=BF16),
+    Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="full"), precision=FP32),
+    Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="selective"), precision=BF16),
+    Case(Layout(tp=4, micro_batch=4, sequence_parallel=False), precision=BF16),
+    Case(Layout(pp=2, dp_shard=2, zero=2), precision=BF16, kernels=Kernels(attention="sdpa-math")),
+    Case(Layout(pp=2, dp_shard=2, zero=3, recompute="full"), precision=BF16),
+    Case(Layout(pp=2, dp_shard=2, zero=2, schedule="interleaved-1f1b", virtual_stages=3), precision=BF16),
+    Case(Layout(pp=4, schedule="gpipe"), precision=BF16, kernels=Kernels(loss="linear")),
+    Case(Layout(pp=2, tp=2, micro_batch=4), precision=BF16, model=replace(SHAPE, tied_embeddings=True)),
+]
+
+
+def measure(case: Case) -> tuple[Footprint, Counter[tuple[str, int]]]:
+    """A later step of a real run: what is held at the peak, and the messages by name and size.
+
+    A thread of gloo may let go of a buffer late, so of three steps the one with the lowest peak counts.
+    """
+    assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
+    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    aliases = case.model.aliases
+    step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
+    tokens, targets = (rows.clone() for rows in local_rows(case))
+    step(tokens, targets)
+    peaks = []
+    for _ in range(3):
+        tracker, collectives = StorageTracker(assembly.modules, [optimizer]), CollectiveRecorder()
+        with tracker, collectives:
+            step(tokens, targets)
+        peaks.append(tracker.peak)
+    events = (event for event in collectives.events if len(event.ranks) > 1)
+    return min(peaks, key=lambda peak: peak.total), Counter((event.name, event.nbytes) for event in events)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[str(case.layout) for case in CASES])
+def test_a_rank_holds_and_sends_what_a_real_one_does(ranks4: Ranks, case: Case) -> None:
+    """Where tp and pp meet, a fake message lives a little longer than a real one."""
+    found = rehearse(case, [3] if case.layout.pp == 1 else [0, 3])
+    real = ranks4.run(measure, case)
+    for rank, report in found.items():
+        footprint, messages = real[rank]
+        other = {} if case.layout.pp == 1 or case.layout.tp == 1 else {"communication": footprint.communication}
+        assert replace(report.parts, **other) == footprint
+        assert report.peak_bytes == pytest.approx(footprint.total, rel=0.005)
+        assert count_messages(report) == messages
+
+
+def count_messages(report: RankReport) -> Counter[tuple[str, int]]:
+    counts: Counter[tuple[str, int]] = Counter()
+    for row in report.traffic:
+        counts[row.name, row.nbytes] += row.count
+    return counts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, zero=3),
+        Layout(pp=2, dp_shard=2, zero=2, recompute="full"),
+        Layout(pp=2, dp_shard=2, zero=3, schedule="interleaved-1f1b", virtual_stages=3),
+    ],
+    ids=str,
+)
+def test_a_folded_step_says_what_the_whole_one_says(layout: Layout) -> None:
+    case = Case(layout, global_batch=16 * layout.dp, precision=BF16)
+    rank = layout.world_size - 1
+    folded, whole = (rehearse(case, [rank], folds=folds)[rank] for folds in (True, False))
+    assert folded.num_microbatches_run < whole.num_microbatches_run == folded.num_microbatches == 16
+    assert (folded.parts, folded.traffic, folded.flops) == (whole.parts, whole.traffic, whole.flops)
+
+
+def test_gpipe_is_not_folded() -> None:
+    layout = Layout(pp=2, schedule="gpipe")
+    batch = Case(layout, global_batch=64).batch
+    assert fold(layout, batch) == batch
+
+
+PLANTED = Case(Layout(dp_shard=2, tp=2), precision=BF16)
+
+
+def test_what_is_planted_changes_the_report_by_exactly_its_bytes() -> None:
+    clean, gathers, retains = (rehearse_with(plant, PLANTED) for plant in PLANTS)
+    row = Traffic("all_gather", "all", 4 * NUM_PLANTED, clean.num_microbatches, crosses_node=True)
+    assert sorted(gathers.traffic, key=str) == sorted([*clean.traffic, row], key=str)
+    assert retains.traffic == clean.traffic
+    assert retains.peak_bytes == clean.peak_bytes + 4 * NUM_PLANTED
+
+
+def test_flops_are_those_of_theory() -> None:
+    """Forward and twice that backward; attention counts whole, and 2.5 times backward."""
+    case = Case(Layout(tp=2, pp=2), precision=BF16)
+    tokens, shape = case.batch.global_batch * SEQ_LEN, SHAPE
+    first = rehearse(case, [0])[0].flops
+    layer = "model.layers.0"
+    assert first[f"{layer}.mlp.gate_proj"] == 6 * tokens * shape.hidden_size * shape.ffn_size // 2
+    assert first[f"{layer}.self_attn.q_proj"] == 6 * tokens * shape.hidden_size**2 // 2
+    assert first[f"{layer}.self_attn"] == 3.5 * 4 * tokens * SEQ_LEN * shape.hidden_size // 2
