@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check format bench-gpu bench-recompute bench-validate clean
+.PHONY: train test check format bench-gpu bench-recompute bench-dryrun bench-validate clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -22,6 +22,10 @@ bench-gpu:
 # What each kind of recomputation saves and costs, on the CPU: two minutes.
 bench-recompute: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.recompute > benchmarks/recompute.md
+
+# The memory formulas against dry runs of every stage of eight layouts, the largest of 16,384 GPUs: a quarter of an hour.
+bench-dryrun: .venv/.installed
+	PYTHONPATH=. $(BIN)/python -m benchmarks.dryrun > benchmarks/dryrun.md
 
 # Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
 bench-validate: .venv/.installed

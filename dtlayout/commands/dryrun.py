@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu
@@ -15,13 +15,14 @@ from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.dryrun.choose import choose_kernels, default_ranks
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels, needs_mask
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import axis_sizes
-from dtlayout.training.prediction import predict, predicted_kernels
+from dtlayout.training.prediction import predict
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"
 
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     gpu = choose_gpu(config, options.gpu)
     layout = check_layout(config, config.layout.smallest_world_size if options.world is None else options.world)
-    kernels, notes = _choose_kernels(config, layout, gpu)
+    kernels, notes = choose_kernels(config, layout, gpu)
     estimate = predict(config, layout, gpu)
     assert estimate is not None, "the GPU type is known"
     ranks = _choose_ranks(options.ranks, layout, estimate)
@@ -74,34 +75,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:
-    """Those that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
-    kernels, notes = predicted_kernels(config, gpu), []
-    kernels.check(config.precision, gpu.device_type)
-    kernels.check_compile(layout.tp, layout.recompute, gpu.device_type)
-    problems = [
-        f"kernels.{name}=liger is a Triton kernel, which a dry run cannot execute; use --kernels.{name}={instead}"
-        for name, instead in (("norm", "fused"), ("rope", "eager"), ("swiglu", "eager"))
-        if getattr(kernels, name) == "liger"
-    ]
-    if config.data.document_mask and needs_mask(kernels.attention, gpu.device_type):
-        problems.append(
-            f"data.document_mask makes masks of the data for kernels.attention={kernels.attention}, and a dry run has "
-            f"no data; use --data.document_mask=false"
-        )
-    if problems:
-        raise InvalidConfig(problems)
-    if config.data.document_mask:
-        notes.append("data.document_mask is left out: the offsets of documents are a few kilobytes")
-    if kernels.compile != "none":
-        notes.append(f"kernels.compile={kernels.compile} is left out: this is the memory of eager blocks")
-    return replace(kernels, compile="none"), notes
-
-
 def _choose_ranks(text: str | None, layout: Layout, estimate: Estimate) -> list[int]:
-    world, per_stage = layout.world_size, layout.world_size // layout.pp
+    world = layout.world_size
     if text is None:
-        return sorted({0, estimate.busiest_rank * per_stage, world - 1})
+        return default_ranks(layout, estimate)
     if text == "all":
         return list(range(world))
     try:

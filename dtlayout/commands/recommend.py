@@ -4,11 +4,12 @@ import argparse
 import gc
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtlayout.commands.arguments import add_scenario, read_scenario
+from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
@@ -29,6 +30,9 @@ from dtlayout.planner.reasons import (
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow, find_smallest, scale
 from dtlayout.planner.space import Space, parse_choice
+
+if TYPE_CHECKING:
+    from dtlayout.commands.verify import Verified
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
 _BASELINES = {"thumb": choose_by_thumb, "playbook": choose_by_playbook}
@@ -55,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", choices=tuple(_BASELINES), help="what a well-known procedure would have chosen")
     parser.add_argument("--scale", metavar="N,N,…", help="the best layout on each of these numbers of GPUs")
     parser.add_argument("--min-gpus", action="store_true", help="the smallest cluster that trains the model")
+    parser.add_argument("--verify", type=int, default=0, metavar="K", help="dry-run the K best, and drop what misfits")
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write the best layout as a config for train.py")
 
 
@@ -89,7 +94,15 @@ def _run(options: argparse.Namespace) -> int:
     result = search.run(options.top)
     if not result.ranked:
         raise InvalidLayout(_explain_nothing(space, result))
-    answer = _Answer(space, search, result, options)
+    verified = _verify(space.scenario, result, options.verify) if options.verify else []
+    misfits = {v.estimate.layout for v in verified if not v.fits}
+    result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in misfits))
+    if not result.ranked:
+        problem = (
+            f"none of the {len(verified)} best fits when it is dry-run; ask for more with --top, or for less memory"
+        )
+        raise InvalidLayout([f"{problem} with --max-memory", *_verdicts(verified)])
+    answer = _Answer(space, search, result, options, verified)
     if options.emit:
         from dtlayout.commands.emit import write_config  # only now: it imports pydantic
 
@@ -101,7 +114,15 @@ def _run(options: argparse.Namespace) -> int:
 class _Answer:
     """Everything that one search has to say."""
 
-    def __init__(self, space: Space, search: Search, result: SearchResult, options: argparse.Namespace):
+    def __init__(
+        self,
+        space: Space,
+        search: Search,
+        result: SearchResult,
+        options: argparse.Namespace,
+        verified: Sequence["Verified"],
+    ):
+        self.verified = verified
         self.space, self.result, self.options = space, result, options
         self.scenario, self.best = space.scenario, result.ranked[0]
         following = zip(result.ranked, result.ranked[1:], range(2, len(result.ranked) + 1), strict=False)
@@ -150,6 +171,12 @@ class _Answer:
             ],
             "against": [{"change": name, **_verdict_document(verdict)} for name, verdict in self.against],
         }
+        if self.verified:
+            document["verified"] = [
+                {"layout": asdict(v.estimate.layout), "peak_memory_bytes": v.peak_bytes,
+                 "predicted_peak_memory_bytes": v.estimate.peak_bytes, "fits": v.fits}
+                for v in self.verified
+            ]  # fmt: skip
         if self.why_not:
             best = _estimate_document(scenario, self.completed) if self.completed else None
             document["why_not"] = {**_verdict_document(self.why_not), "best_with_these_choices": best}
@@ -163,6 +190,8 @@ class _Answer:
         """For people."""
         lines = [*_describe_scenario(self.scenario), "", *_table(self.scenario, self.result), ""]
         lines += [f"{place}  {lead}." for place, lead in enumerate(self.leads, start=1)]
+        if self.verified:
+            lines += ["", "Dry runs, of the best before them:", *(f"  {line}" for line in _verdicts(self.verified))]
         lines += ["", f"Against other choices than those of 1, {self.best.layout}:"]
         width = max(len(name) for name, _ in self.against)
         lines += [f"  {name:<{width}}  {_shorten(verdict)}" for name, verdict in self.against]
@@ -196,8 +225,34 @@ class _Answer:
         ]
 
 
+def _verify(scenario: Scenario, result: SearchResult, number: int) -> list["Verified"]:
+    """The first `number` of them, and further ones until one fits."""
+    from dtlayout.commands.verify import verify  # only now: it imports pydantic
+
+    found: list[Verified] = []
+    for verified in verify(scenario, result.ranked, result.allowed_bytes):
+        found.append(verified)
+        if len(found) >= number and any(v.fits for v in found):
+            break
+    return found
+
+
+def _verdicts(verified: Sequence["Verified"]) -> list[str]:
+    return [
+        f"{v.estimate.layout}: {v.peak_bytes / GIB:.2f} GiB, predicted {v.estimate.peak_bytes / GIB:.2f} "
+        f"({v.estimate.peak_bytes / v.peak_bytes - 1:+.1%}), {'fits' if v.fits else 'does not fit'}"
+        for v in verified
+    ]
+
+
 def _check(options: argparse.Namespace) -> None:
     problems = [] if options.top >= 1 else [f"--top={options.top} must be at least 1"]
+    if options.verify < 0:
+        problems.append(f"--verify={options.verify} must not be negative")
+    if options.verify and options.engine != OWN_ENGINE:
+        problems.append(f"--verify runs our own trainer, not that of --engine={options.engine}; leave one of them out")
+    if options.verify and options.scale:
+        problems.append("--scale compares clusters; ask --verify of one of them")
     if not 0 < options.max_memory <= 1:
         problems.append(f"--max-memory={options.max_memory} must lie above 0 and be at most 1")
     if options.scale and (options.emit or options.why_not or options.baseline or options.min_gpus):

@@ -9,6 +9,7 @@ import pytest
 from tiny import ROOT
 
 from dtlayout.cli import main
+from dtlayout.commands.verify import Verified
 from dtlayout.config import check_layout, load_config
 from dtlayout.models.presets import PRESETS
 
@@ -34,6 +35,12 @@ def ask(capsys, *arguments):
     printed = capsys.readouterr()
     assert printed.err == ""
     return json.loads(printed.out)
+
+
+def ask_with_progress(capsys, *arguments):
+    """The same of a question whose answer takes a while."""
+    assert main(["recommend", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def refuse(capsys, *arguments):
@@ -337,3 +344,34 @@ def test_nothing_is_written_where_nothing_was_asked(capsys, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     ask(capsys, *DEBUG)
     assert list(Path().iterdir()) == []
+
+
+def test_the_best_are_dry_run_and_a_misfit_is_dropped(capsys, monkeypatch):
+    """Predictions are right here, so that only a planted misfit leaves anything to correct."""
+    one = [*DEBUG, "--fix", "zero=1", "--fix", "micro_batch=2", "--top", "3"]
+    honest = ask_with_progress(capsys, *one, "--verify", "2")
+    assert [v["fits"] for v in honest["verified"]] == [True, True]
+    for found in honest["verified"]:
+        assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.05)
+
+    def find_misfit(scenario, estimates, allowed_bytes):
+        for place, estimate in enumerate(estimates):
+            yield Verified(estimate, peak_bytes=2**40, fits=place == 1)
+
+    monkeypatch.setattr("dtlayout.commands.verify.verify", find_misfit)
+    corrected = ask_with_progress(capsys, *one, "--verify", "1")
+    assert [v["fits"] for v in corrected["verified"]] == [False, True]
+    assert corrected["layouts"][0]["layout"] == honest["layouts"][1]["layout"]
+    assert "does not fit" in refuse(capsys, *one[:-1], "1", "--verify", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--verify", "-1"], "--verify=-1"),
+        (["--verify", "1", "--engine", "megatron"], "--engine=megatron"),
+        (["--verify", "1", "--scale", "4,8"], "--scale"),
+    ],
+)
+def test_what_cannot_be_dry_run_is_refused(capsys, arguments, reason):
+    assert reason in refuse(capsys, *DEBUG, *arguments)
