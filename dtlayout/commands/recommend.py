@@ -98,10 +98,9 @@ def _run(options: argparse.Namespace) -> int:
     misfits = {v.estimate.layout for v in verified if not v.fits}
     result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in misfits))
     if not result.ranked:
-        problem = (
-            f"none of the {len(verified)} best fits when it is dry-run; ask for more with --top, or for less memory"
-        )
-        raise InvalidLayout([f"{problem} with --max-memory", *_verdicts(verified)])
+        advice = "use a larger --top or a smaller --max-memory"
+        problem = f"none of the {len(verified)} best fits when it is dry-run; {advice}"
+        raise InvalidLayout([problem, *_verdicts(verified)])
     answer = _Answer(space, search, result, options, verified)
     if options.emit:
         from dtlayout.commands.emit import write_config  # only now: it imports pydantic
