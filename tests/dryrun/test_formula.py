@@ -1,0 +1,60 @@
+"""The memory formula, and the messages of theory, against dry runs of models that people train.
+
+A change that holds more or sends more by accident fails here. All eight are in benchmarks/dryrun.py.
+"""
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.dryrun import SUBJECTS, Subject
+from dtlayout.cluster import find_gpu
+from dtlayout.dryrun.choose import default_ranks
+from dtlayout.dryrun.ranks import dry_run_ranks
+from dtlayout.dryrun.report import RankReport
+from dtlayout.kernels import Kernels
+from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
+from dtlayout.training.prediction import predict
+
+STUDY_13B, LLAMA_8B, LLAMA_70B = (SUBJECTS[i] for i in (0, 5, 6))
+
+
+@pytest.mark.parametrize("subject", [STUDY_13B, LLAMA_8B, LLAMA_70B], ids=lambda subject: subject.model)
+def test_the_formula_agrees_and_messages_are_those_of_theory(subject: Subject) -> None:
+    config, layout, gpu = subject.config, subject.layout, find_gpu(subject.gpu)
+    estimate = predict(config, layout, gpu)
+    assert estimate is not None
+    ranks = default_ranks(layout, estimate) if layout.pp > 1 else [0]  # without a pipeline all hold the same
+    blocks = count_blocks(partition(layer_costs(config.model, config.batch), layout))
+    options = {"device_type": gpu.device_type, "gpus_per_node": gpu.gpus_per_node}
+    for report in dry_run_ranks(config, layout, Kernels(), ranks, **options):
+        stage = report.coordinate["pp"]
+        assert estimate.memory[stage].total == pytest.approx(report.peak_bytes, rel=0.05)
+        assert count_messages(report) == expect_messages(subject, stage, blocks[stage])
+
+
+def count_messages(report: RankReport) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in report.traffic:
+        if row.name in ("all_gather", "reduce_scatter", "send", "recv"):
+            counts[row.name, row.axis] += row.count
+    return counts
+
+
+def expect_messages(subject: Subject, stage: int, blocks: int) -> Counter[tuple[str, str]]:
+    """Of each microbatch two gathers and two scatters a block in each direction, and one for either end of the model.
+
+    A step gathers and reduces each unit once under ZeRO-1; under ZeRO-3 each microbatch does, and gathers twice.
+    """
+    layout = subject.layout
+    m, zero = subject.global_batch // (layout.dp * layout.micro_batch), layout.zero
+    ends = (stage == 0) + (stage == layout.pp - 1)
+    counts: Counter[tuple[str, str]] = Counter()
+    if layout.dp_shard > 1:
+        counts["all_gather", "dp_shard"] = (blocks + ends) * (1 if zero == 1 else 2 * m)
+        counts["reduce_scatter", "dp_shard"] = (blocks + ends) * (1 if zero == 1 else m)
+    if layout.tp > 1:
+        counts["all_gather", "tp"] = counts["reduce_scatter", "tp"] = m * (4 * blocks + ends)
+    if layout.pp > 1:
+        counts["send", "pp"] = counts["recv", "pp"] = m * (2 - ends)
+    return counts
