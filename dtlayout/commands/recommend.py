@@ -190,7 +190,7 @@ class _Answer:
         lines = [*_describe_scenario(self.scenario), "", *_table(self.scenario, self.result), ""]
         lines += [f"{place}  {lead}." for place, lead in enumerate(self.leads, start=1)]
         if self.verified:
-            lines += ["", "Dry runs, of the best before them:", *(f"  {line}" for line in _verdicts(self.verified))]
+            lines += ["", "Dry runs:", *(f"  {line}" for line in _verdicts(self.verified))]
         lines += ["", f"Against other choices than those of 1, {self.best.layout}:"]
         width = max(len(name) for name, _ in self.against)
         lines += [f"  {name:<{width}}  {_shorten(verdict)}" for name, verdict in self.against]

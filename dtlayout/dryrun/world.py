@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,6 +21,12 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@register_op_impl(torch.ops._c10d_functional.wait_tensor.default)
+def _wait_for_fake(mode: FakeTensorMode, operator: Any, tensor: Tensor) -> Tensor:
+    """What has been waited for is the same storage, and not another one as torch's own fake of it says."""
+    return tensor
 
 
 @contextmanager
