@@ -261,7 +261,9 @@ def test_the_slowest_stage_sets_the_pace_of_1f1b(p, extra, data):
     def duration(action: Action) -> float:
         return costs[action.stage] * (1 if action.kind is Kind.FORWARD else 2)
 
-    m = 2 * p + extra
+    m = (
+        10 * p + extra
+    )  # until then a stage that is nearly as slow may still be ahead, by up to nine microbatches a rank
     times = [makespan(schedule_of("1f1b", p, 1, n), duration) for n in (m, m + 1)]
     assert times[1] - times[0] == 3 * max(costs)
 
