@@ -147,6 +147,8 @@ class MetricsConfig:
     """Steps between progress lines on a terminal that shows no progress bar."""
     memory_every: int = 100
     """Steps between memory measurements, which slow a step; the second and the last are measured too."""
+    memory: bool = False
+    """Write the curve of memory over the first steps to memory.json in the run folder."""
 
     def __post_init__(self) -> None:
         _refuse_values("metrics", self, {"must be at least 1": ("log_every", "memory_every")})

@@ -2,26 +2,30 @@
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import Progress
+
 from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu
-from dtlayout.commands.dryrun_tables import RankTables, components
+from dtlayout.commands.dryrun_tables import RankTables, Table, list_times
 from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.dryrun.choose import choose_kernels, default_ranks
+from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.training.prediction import predict
+from dtlayout.measure.curve import Highest
+from dtlayout.training.metrics import MemoryCurves
+from dtlayout.training.prediction import own_scenario, predict
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"
 
@@ -36,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="the first N steps instead of a later one")
     parser.add_argument("--whole", action="store_true", help="run all microbatches, also those that repeat others")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="a run with metrics.memory=true, to compare with")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page with the curve of memory too")
-    parser.add_argument("--compare", action="store_true", help="show the predicted memory beside")
+    parser.add_argument("--compare", action="store_true", help="show the predicted memory and time beside")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,30 +52,70 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     gpu = choose_gpu(config, options.gpu)
     layout = check_layout(config, config.layout.smallest_world_size if options.world is None else options.world)
-    kernels, notes = choose_kernels(config, layout, gpu)
-    estimate = predict(config, layout, gpu)
-    assert estimate is not None, "the GPU type is known"
-    ranks = _choose_ranks(options.ranks, layout, estimate)
-    reports = dict(sorted((report.rank, report) for report in _watch(config, layout, kernels, gpu, ranks, options)))
-    title = f"{config.model.name} as {layout} on {layout.world_size} x {gpu.name}, dry"
-    predicted = {rank: estimate.memory[report.coordinate["pp"]] for rank, report in reports.items()}
+    findings = _rehearse(config, layout, gpu, options)
     if options.page:
         from dtlayout.commands.dryrun_page import write_page  # only now: it imports matplotlib
 
-        tables = [RankTables.make(report, layout, predicted[rank]) for rank, report in reports.items()]
-        peaks = [predicted[rank].total for rank in reports]
-        ranks_of_page = list(zip(reports.values(), tables, peaks, strict=True))
-        write_page(options.page, title, notes, ranks_of_page, estimate.capacity_bytes)
+        write_page(options.page, findings)
     if options.json:
-        print(json.dumps(_to_document(layout, gpu, notes, reports, predicted), indent=2, ensure_ascii=False))
+        print(json.dumps(_to_document(findings), indent=2, ensure_ascii=False))
         return 0
-    print("\n".join([title, *(f"note: {note}" for note in notes)]))
-    for rank, report in reports.items():
-        found = RankTables.make(report, layout, predicted[rank] if options.compare else None)
+    print("\n".join([findings.title, *(f"note: {note}" for note in findings.notes)]))
+    for report in findings.reports:
+        found = RankTables.make(report, findings, compares=options.compare)
         print("\n".join(["", found.place, f"peak  {found.peak}", f"run   {found.run}"]))
         for table in found.tables:
-            print("\n".join(["", *(line.rstrip() for line in align(table))]))
+            _print_table(table)
+    _print_table(list_times(findings, compares=options.compare))
     return 0
+
+
+def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
+    kernels, notes = choose_kernels(config, layout, gpu)
+    estimate = predict(config, layout, gpu)
+    assert estimate is not None, "the GPU type is known"
+    curves = MemoryCurves.read(options.run) if options.run else None
+    ranks = _choose_ranks(options.ranks, layout, estimate)
+    num_steps, folds = options.steps, not options.whole
+    if curves is not None:
+        num_steps, folds = curves.num_steps, False
+        ranks = _first_ranks(layout) if options.ranks is None else ranks
+    reports = sorted(_watch(config, layout, kernels, gpu, ranks, num_steps, folds), key=lambda report: report.rank)
+    return Findings(
+        scenario=own_scenario(config, layout, gpu),
+        layout=layout,
+        reports=reports,
+        estimate=estimate,
+        notes=notes,
+        is_beginning=num_steps > 0,
+        measured=_match(curves, reports, layout, options.run) if curves else {},
+    )
+
+
+def _first_ranks(layout: Layout) -> list[int]:
+    """Of each pipeline rank."""
+    return list(range(0, layout.world_size, layout.world_size // layout.pp))
+
+
+def _match(
+    curves: MemoryCurves, reports: Sequence[RankReport], layout: Layout, folder: Path
+) -> dict[int, list[Highest]]:
+    """The measured curve of each rank that has one; InvalidConfig if the run executed something else."""
+    measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=False))
+    for report in reports:
+        if report.rank in measured:
+            theirs, ours = ([part.action for part in curve] for curve in (measured[report.rank], report.curve))
+            if theirs != ours:
+                raise InvalidConfig(
+                    f"{folder} was run with another layout or batch than this config has; use {folder}/config.toml "
+                    f"with its number of ranks"
+                )
+    return measured
+
+
+def _print_table(table: Table) -> None:
+    if table:
+        print("\n".join(["", *(line.rstrip() for line in align(table))]))
 
 
 def _choose_ranks(text: str | None, layout: Layout, estimate: Estimate) -> list[int]:
@@ -89,29 +134,46 @@ def _choose_ranks(text: str | None, layout: Layout, estimate: Estimate) -> list[
 
 
 def _watch(
-    config: Config, layout: Layout, kernels: Kernels, gpu: Gpu, ranks: list[int], options: argparse.Namespace
+    config: Config, layout: Layout, kernels: Kernels, gpu: Gpu, ranks: list[int], num_steps: int, folds: bool
 ) -> Iterator[RankReport]:
     """The reports as they come, with progress on stderr."""
     start = time.monotonic()
     named = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    print(f"dry run as rank {named} of {layout.world_size}", file=sys.stderr, flush=True)
-    found = dry_run_ranks(
-        config, layout, kernels, ranks,
-        device_type=gpu.device_type, gpus_per_node=config.cluster.gpus_per_node,
-        num_steps=options.steps, folds=not options.whole,
-    )  # fmt: skip
-    for number, report in enumerate(found, start=1):
-        seconds = time.monotonic() - start
-        print(f"rank {report.rank} done, {number} of {len(ranks)}, {seconds:.0f} s", file=sys.stderr, flush=True)
-        yield report
+    console = Console(stderr=True, highlight=False)
+    console.print(f"dry run as rank {named} of {layout.world_size}", soft_wrap=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("steps", total=1.0)
+        found = dry_run_ranks(
+            config, layout, kernels, ranks,
+            device_type=gpu.device_type, gpus_per_node=config.cluster.gpus_per_node,
+            num_steps=num_steps, folds=folds, on_progress=lambda share: progress.update(task, completed=share),
+        )  # fmt: skip
+        for number, report in enumerate(found, start=1):
+            console.print(f"rank {report.rank} done, {number} of {len(ranks)}, {time.monotonic() - start:.0f} s")
+            yield report
 
 
-def _to_document(
-    layout: Layout, gpu: Gpu, notes: list[str], reports: dict[int, RankReport], predicted: dict[int, MemoryEstimate]
-) -> dict[str, object]:
-    def compare(rank: int) -> dict[str, dict[str, float]]:
-        parts = components(reports[rank], predicted[rank]).items()
-        return {name: {"dry": dry, "predicted": formula} for name, (dry, formula) in parts}
+def _to_document(findings: Findings) -> dict[str, object]:
+    def describe(report: RankReport) -> dict[str, object]:
+        parts = findings.components(report).items()
+        return {
+            **{name: value for name, value in asdict(report).items() if name != "done"},
+            "traffic": [{**asdict(message), "count": count} for message, count in report.traffic.items()],
+            "flops": report.flops,
+            "compared_bytes": {name: {"dry": dry, "predicted": formula} for name, (dry, formula) in parts},
+            "predicted_curve": findings.predicted_curve(report),
+            "measured": [asdict(highest) for highest in findings.measured.get(report.rank, [])],
+        }
 
-    ranks = [{**asdict(report), "compared_bytes": compare(rank)} for rank, report in reports.items()]
-    return {"ok": True, "gpu": gpu.name, "layout": asdict(layout), "notes": notes, "ranks": ranks}
+    dry, predicted = findings.time, findings.estimate.time
+    return {
+        "ok": True,
+        "gpu": findings.scenario.cluster.gpu.name,
+        "layout": asdict(findings.layout),
+        "notes": findings.notes,
+        "ranks": [describe(report) for report in findings.reports],
+        "step_s": {
+            "dry": dry and {**dry.as_dict(), "total": dry.total},
+            "predicted": {**predicted.as_dict(), "total": predicted.total},
+        },
+    }

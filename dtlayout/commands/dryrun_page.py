@@ -11,9 +11,11 @@ matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks 
 
 import matplotlib.pyplot as plt
 
-from dtlayout.commands.dryrun_tables import RankTables, choose_unit
-from dtlayout.dryrun.report import UPDATE, RankReport
+from dtlayout.commands.dryrun_tables import RankTables, choose_unit, list_times
+from dtlayout.dryrun.findings import Findings
+from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import DtlayoutError
+from dtlayout.measure.curve import UPDATE
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
@@ -28,25 +30,23 @@ _MOST_TICKS = 16
 """Actions that are named below a curve."""
 
 
-def write_page(
-    path: Path,
-    title: str,
-    notes: Sequence[str],
-    ranks: Sequence[tuple[RankReport, RankTables, float]],
-    capacity_bytes: float,
-) -> None:
-    """Write the page of reports with their tables and predicted peaks, in bytes; DtlayoutError if it cannot be."""
-    parts = [f"<h1>{html.escape(title)}</h1>", *(f'<p class="note">{html.escape(note)}</p>' for note in notes)]
-    for report, tables, predicted_bytes in ranks:
+def write_page(path: Path, findings: Findings) -> None:
+    """Write the page; DtlayoutError if it cannot be."""
+    title = html.escape(findings.title)
+    parts = [f"<h1>{title}</h1>", *(f'<p class="note">{html.escape(note)}</p>' for note in findings.notes)]
+    if times := list_times(findings, compares=True):
+        parts.append(_to_html(times))
+    for report in findings.reports:
+        tables = RankTables.make(report, findings, compares=True)
         parts += [
             f"<h2>{html.escape(tables.place)}</h2>",
             f"<p>peak {html.escape(tables.peak)}</p>",
             f'<p class="note">{html.escape(tables.run)}</p>',
-            draw_curve(report, predicted_bytes, capacity_bytes),
+            draw_curve(report, findings),
             *(_to_html(rows) for rows in tables.tables),
         ]
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
     try:
@@ -55,22 +55,29 @@ def write_page(
         raise DtlayoutError(f"page {path} cannot be written: {error.strerror}") from None
 
 
-def draw_curve(report: RankReport, predicted_bytes: float, capacity_bytes: float) -> str:
-    """The largest total during each action as SVG; the capacity only where it is not far above."""
+def draw_curve(report: RankReport, findings: Findings) -> str:
+    """The largest total during each action as SVG: dry, predicted and measured; the capacity if it is not far above."""
     unit, size = choose_unit(report.peak_bytes)
+    edges = range(len(report.curve) + 1)
     heights = [highest.nbytes / size for highest in report.curve]
+    capacity = findings.estimate.capacity_bytes / size
     figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
-    axes.stairs(heights, range(len(heights) + 1), baseline=0, fill=True, color="#4477aa", alpha=0.75, label="dry run")
-    axes.axhline(predicted_bytes / size, color="#cc6677", linewidth=1, linestyle="--", label="predicted peak")
-    top = max(*heights, predicted_bytes / size)
-    if capacity_bytes / size < 1.6 * top:
-        axes.axhline(capacity_bytes / size, color="0.2", linewidth=1, label="capacity")
-        top = max(top, capacity_bytes / size)
+    axes.stairs(heights, edges, baseline=0, fill=True, color="#4477aa", alpha=0.75, label="dry run")
+    predicted = [nbytes / size for nbytes in findings.predicted_curve(report)]
+    axes.stairs(predicted, edges, baseline=None, color="#cc6677", linewidth=1.5, label="predicted")
+    top = max(*heights, *predicted)
+    if measured := findings.measured.get(report.rank):
+        held = [highest.nbytes / size for highest in measured]
+        axes.stairs(held, edges, baseline=None, color="#222222", linewidth=1, linestyle=":", label="measured")
+        top = max(top, *held)
+    if capacity < 1.6 * top:
+        axes.axhline(capacity, color="0.2", linewidth=1, label="capacity")
+        top = max(top, capacity)
     every = -(-len(heights) // _MOST_TICKS)
     places = [i for i, highest in enumerate(report.curve) if i % every == 0 or highest.action == UPDATE]
     axes.set_xticks([i + 0.5 for i in places], [report.curve[i].action for i in places], rotation=60, fontsize=7)
     axes.set(xlim=(0, len(heights)), ylim=(0, 1.08 * top), ylabel=unit)
-    axes.legend(loc="lower right", fontsize=8, ncols=3, frameon=True)
+    figure.legend(loc="outside upper right", fontsize=8, ncols=4, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

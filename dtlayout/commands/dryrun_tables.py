@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
-from dtlayout.layout import Layout
+from dtlayout.measure.curve import Highest
 from dtlayout.mesh.axes import axis_sizes
 
 GIB, MIB = 2**30, 2**20
@@ -20,20 +20,24 @@ _PARTS = {
 """Categories of the tracker → what they are called here."""
 
 
+Table = list[list[str]]
+"""Rows of cells, the names of the columns first."""
+
+
 @dataclass(frozen=True)
 class RankTables:
-    """One rank: where it is and what it reached, and tables whose first row has the names of columns."""
+    """One rank: where it is and what it reached, and tables."""
 
     place: str
     peak: str
     run: str
-    tables: list[list[list[str]]]
+    tables: list[Table]
 
     @classmethod
-    def make(cls, report: RankReport, layout: Layout, predicted: MemoryEstimate | None) -> "RankTables":
-        """With the comparison as the last table where there is a prediction."""
+    def make(cls, report: RankReport, findings: Findings, *, compares: bool) -> "RankTables":
+        """With comparisons as the last tables: with the cost model if `compares`, and with a real run."""
         unit, size = choose_unit(report.peak_bytes)
-        degrees = axis_sizes(layout)
+        degrees = axis_sizes(findings.layout)
         place = ", ".join(
             f"{axis} {i} of {degrees[axis]}" for axis, i in report.coordinate.items() if degrees[axis] > 1
         )
@@ -41,38 +45,32 @@ class RankTables:
         run, whole = report.num_microbatches_run, report.num_microbatches
         plural = "microbatch" if whole == 1 else "microbatches"
         tables = [list(_list_parts(report)), list(_list_messages(report)), list(_list_flops(report))]
+        if compares:
+            tables.append(list(_compare(report, findings.components(report))))
+        if measured := findings.measured.get(report.rank):
+            tables.append(list(_compare_measured(report, measured)))
         return cls(
             place=f"rank {report.rank}{'  ' if place else ''}{place}",
             peak=f"{report.peak_bytes / size:.3f} {unit} in {at}",
             run=f"{whole} {plural}" if run == whole else f"{run} of {whole} {plural}, the rest repeats",
-            tables=tables if predicted is None else [*tables, list(_compare(report, predicted))],
+            tables=tables,
         )
+
+
+def list_times(findings: Findings, *, compares: bool) -> Table:
+    """The step by what it is spent on, with the cost model beside if `compares`; empty where it is not known."""
+    if findings.time is None:
+        return []
+    columns = [findings.time, findings.estimate.time] if compares else [findings.time]
+    spent = [list(column.as_dict().items()) for column in columns]
+    rows = [[row[0][0], *(f"{seconds:.4f}" for _, seconds in row)] for row in zip(*spent, strict=True)]
+    head = ["seconds of a step", "dry run", "predicted"][: 1 + len(columns)]
+    return [head, *rows, ["step", *(f"{column.total:.4f}" for column in columns)]]
 
 
 def choose_unit(nbytes: float) -> tuple[str, int]:
     """The unit in which people read so many bytes, and its size."""
     return ("GiB", GIB) if nbytes >= GIB else ("MiB", MIB)
-
-
-def components(report: RankReport, predicted: MemoryEstimate) -> dict[str, tuple[float, float]]:
-    """Bytes of each, dry and predicted.
-
-    A message between stages is an activation to the formula; what FSDP2 has gathered and not yet reduced is a parameter
-    or a gradient to one of them and a buffer to the other.
-    """
-    dry = report.parts
-    return {
-        "optimizer": (dry.optimizer, predicted.optimizer),
-        "activations, logits, messages": (
-            dry.activation + dry.communication,
-            predicted.activations + predicted.logits,
-        ),
-        "parameters, gradients, buffers": (
-            dry.parameter + dry.gathered + dry.gradient + dry.other,
-            predicted.parameters + predicted.gradients + predicted.buffers + predicted.overhead,
-        ),
-        "peak": (report.peak_bytes, predicted.total),
-    }
 
 
 def _list_parts(report: RankReport) -> Iterator[list[str]]:
@@ -85,8 +83,10 @@ def _list_parts(report: RankReport) -> Iterator[list[str]]:
 
 def _list_messages(report: RankReport) -> Iterator[list[str]]:
     yield ["message", "axis", "bytes", "a step", "crosses nodes"]
-    for row in report.traffic:
-        yield [row.name, row.axis, f"{row.nbytes:,}", str(row.count), "yes" if row.crosses_node else "no"]
+    rows = sorted(report.traffic.items(), key=lambda row: -row[0].nbytes * row[1])
+    for message, count in rows:
+        crosses = "yes" if message.crosses_node else "no"
+        yield [message.name, message.axis, f"{message.nbytes:,}", str(count), crosses]
 
 
 def _list_flops(report: RankReport) -> Iterator[list[str]]:
@@ -99,11 +99,19 @@ def _list_flops(report: RankReport) -> Iterator[list[str]]:
         yield [module, f"{count / 1e12:,.4f}"]
 
 
-def _compare(report: RankReport, predicted: MemoryEstimate) -> Iterator[list[str]]:
+def _compare(report: RankReport, components: dict[str, tuple[float, float]]) -> Iterator[list[str]]:
     """Components as far as both tell them apart; the last column marks where they differ much."""
     unit, size = choose_unit(report.peak_bytes)
     yield [f"at the peak, {unit}", "dry run", "predicted", "difference", ""]
-    for name, (dry, formula) in components(report, predicted).items():
+    for name, (dry, formula) in components.items():
         difference = formula / dry - 1 if dry else float(formula > 0)
         mark = "<" if abs(difference) > MARK_ABOVE else ""
         yield [name, f"{dry / size:.3f}", f"{formula / size:.3f}", f"{difference:+.1%}", mark]
+
+
+def _compare_measured(report: RankReport, measured: list[Highest]) -> Iterator[list[str]]:
+    unit, size = choose_unit(report.peak_bytes)
+    peak_bytes = max(highest.nbytes for highest in measured)
+    yield [f"first steps, {unit}", "dry run", "measured", "difference"]
+    difference = f"{peak_bytes / report.peak_bytes - 1:+.1%}"
+    yield ["peak", f"{report.peak_bytes / size:.3f}", f"{peak_bytes / size:.3f}", difference]

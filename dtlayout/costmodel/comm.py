@@ -6,6 +6,7 @@ pp outermost.
 """
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.layout import Layout
@@ -31,6 +32,15 @@ def half_all_reduce_s(size_bytes: float, num_ranks: int, link: Link) -> float:
         return 0.0
     sending_s = (num_ranks - 1) / num_ranks * size_bytes / link.bytes_per_s
     return link.start_s + sending_s + (num_ranks - 1) * link.latency_s
+
+
+def all_reduce_s(size_bytes: float, num_ranks: int, link: Link) -> float:
+    """An all-reduce over a ring, or for few bytes over a tree, up and down (arXiv:1911.04610, sec. 2, of NCCL's)."""
+    if num_ranks == 1:
+        return 0.0
+    hops = 2 * ceil(log2(num_ranks))
+    tree_s = link.start_s + 2 * size_bytes / link.bytes_per_s + hops * link.latency_s
+    return min(tree_s, 2 * half_all_reduce_s(size_bytes, num_ranks, link))
 
 
 def tp_link(scenario: Scenario, layout: Layout) -> Link:

@@ -83,7 +83,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     traffic = (constants.width_traffic_bytes + norm_traffic) * h / shared + (
         rope_traffic * h + _FFN_TRAFFIC_BYTES * f
     ) / t
-    elementwise_s = traffic * tokens / _memory_bytes_per_s(scenario)
+    elementwise_s = pass_s(scenario, traffic * tokens)
     launch_s = constants.norm_launch_s if is_eager_norm else 0.0
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
@@ -138,7 +138,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     tokens = tokens_of(scenario, layout)
     flops = 4.0 * tokens * seq_len * model.hidden_size / t
     if kernels.attention in _FLASH:
-        forward = flops / 2 / (peak * getattr(constants, _FLASH[kernels.attention]))
+        forward = flash_s(scenario, kernels.attention, flops)
         return forward, 2.5 * forward
     assert kernels.attention in ("torch", "sdpa-math", "megatron-softmax"), "auto is resolved before it is predicted"
     fill = constants.matmul_fill
@@ -148,6 +148,17 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     return matmuls + moved, 2 * matmuls + 1.5 * moved
 
 
+def flash_s(scenario: Scenario, attention: str, flops: float) -> float:
+    """A flash kernel, which computes the half that the mask leaves of so many FLOPs."""
+    efficiency = getattr(scenario.engine.constants, _FLASH[attention])
+    return flops / 2 / float(scenario.cluster.gpu.peak_flops_per_s * efficiency)
+
+
+def pass_s(scenario: Scenario, moved_bytes: float) -> float:
+    """An elementwise kernel that reads and writes so many bytes."""
+    return moved_bytes / (scenario.cluster.gpu.memory_bytes_per_s * scenario.engine.constants.memory_efficiency)
+
+
 def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Of forward, moving every score through memory between attention's matmuls."""
     if kernels.attention in _FLASH:
@@ -155,7 +166,7 @@ def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> flo
     constants, scores = scenario.engine.constants, tokens_of(scenario, layout) * scenario.batch.seq_len
     is_fused = kernels.attention == "megatron-softmax"
     traffic = constants.fused_softmax_traffic_bytes if is_fused else constants.softmax_traffic_bytes
-    return traffic * scores * scenario.model.num_heads / layout.tp / _memory_bytes_per_s(scenario)
+    return pass_s(scenario, traffic * scores * scenario.model.num_heads / layout.tp)
 
 
 def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
@@ -205,11 +216,11 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     matmul = matmul_s(scenario, tokens, model.vocab_size / t, model.hidden_size)
     is_replicated = scenario.engine.habits.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
-    loss_s = constants.logit_traffic_bytes * logits / _memory_bytes_per_s(scenario)
+    loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits)
     adding_s = 0.0
     if kernels.loss == "linear":
         weight = model.vocab_size / t * model.hidden_size
-        adding_s = count_loss_chunks(tokens) * 2 * size * weight / _memory_bytes_per_s(scenario)
+        adding_s = pass_s(scenario, count_loss_chunks(tokens) * 2 * size * weight)
     forward_s, backward_s = matmul + loss_s / 2, 2 * matmul + loss_s / 2
     link = tp_link(scenario, layout)
     gather = half_all_reduce_s(tokens * model.vocab_size * size, t, link) if is_replicated else 0.0
@@ -228,7 +239,3 @@ def host_s(scenario: Scenario, layout: Layout) -> float:
         return constants.layer_host_s
     waits = layout.pp > 1 and message_link(scenario, layout).crosses_nodes
     return constants.layer_host_tp_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)
-
-
-def _memory_bytes_per_s(scenario: Scenario) -> float:
-    return scenario.cluster.gpu.memory_bytes_per_s * scenario.engine.constants.memory_efficiency

@@ -5,7 +5,7 @@ stages on their number. The step is that of the pipeline rank that ends last: it
 the reduction of gradients and the optimizer as far as nothing hides them.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,11 +160,26 @@ class Estimator:
         """The step of the rank that ends last."""
         work = [self.stage_work(stage, layout, kernels) for stage in self.stages(layout)]
         m = max(1, layout.num_microbatches(self.scenario.batch))
-        pipeline = self.play(layout, m, work)
-        fixed_s = self.fixed_s(m, max(rank.total for rank in memory))
+        updates = {rank: self.update_s(rank, layout, m, work) for rank in range(layout.pp)}
+        peak_bytes = max(rank.total for rank in memory)
+        return self.step(layout, m, work, updates, delay_s=self.delay_s(layout), peak_bytes=peak_bytes)
+
+    def step(
+        self,
+        layout: Layout,
+        m: int,
+        work: Sequence["StageWork"],
+        updates: Mapping[int, tuple[float, float]],
+        *,
+        delay_s: float,
+        peak_bytes: float,
+    ) -> TimeEstimate:
+        """The step of the rank that ends last, of those whose `update_s` is given; `work` is that of all stages."""
+        pipeline = self.play(layout, m, work, delay_s)
+        fixed_s = self.fixed_s(m, peak_bytes)
         ranks = [
-            _split_time(rank, work[rank :: layout.pp], m, pipeline, *self.update_s(rank, layout, m, work), fixed_s)
-            for rank in range(layout.pp)
+            _split_time(rank, work[rank :: layout.pp], m, pipeline, *update, fixed_s)
+            for rank, update in updates.items()
         ]
         return max(ranks, key=lambda time: time.total)
 
@@ -205,8 +220,7 @@ class Estimator:
         """
         if layout.dp * layout.cp == 1:
             return 0.0
-        habits, share = self.scenario.engine.habits, self.scenario.engine.constants.overlap
-        hidden = share if habits.overlaps_reduction else 0.0
+        habits, hidden = self.scenario.engine.habits, hidden_share(self.scenario)
         reduce_bytes, gather_bytes = habits.reduce_bytes * n, activation_size(self.scenario) * n
         if habits.sharding == "fsdp2":
             reduce_bytes = BYTES[self.scenario.precision.reduce] * n
@@ -257,13 +271,12 @@ class Estimator:
             backward_s=backward_s + backward_tp_s + again_s + 2 * host_s / 3 + send_backward_s,
         )
 
-    def play(self, layout: Layout, m: int, work: Sequence["StageWork"]) -> PipelineTime:
+    def play(self, layout: Layout, m: int, work: Sequence["StageWork"], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""
-        delay = self.delay_s(layout)
         times = StageTimes(
             forward_s=tuple(w.forward_s for w in work),
             backward_s=tuple(w.backward_s for w in work),
-            message_s=(delay,) * (len(work) - 1),
+            message_s=(delay_s,) * (len(work) - 1),
         )
         key = ("play", layout.schedule, layout.pp, layout.virtual_stages, m, times)
         return self._remember(key, lambda: time_pipeline(layout.schedule, layout.pp, layout.virtual_stages, m, times))
@@ -322,6 +335,11 @@ class StageWork:
     """All of forward."""
     backward_s: float
     """All of backward."""
+
+
+def hidden_share(scenario: Scenario) -> float:
+    """Of computation, behind which data-parallel communication can hide."""
+    return scenario.engine.constants.overlap if scenario.engine.habits.overlaps_reduction else 0.0
 
 
 def _split_time(

@@ -279,10 +279,16 @@ def block_backward(size: Sizes, weights: WeightGradients, kept: float, recompute
 
 
 def head_forward(size: Sizes) -> Phase:
-    """Final norm, head and loss, which leaves the gradient of the logits, or that of hidden states and weight."""
+    """Final norm, head and loss, which leaves the gradient of the logits, or that of hidden states and weight.
+
+    Whoever calls the head holds what the norm gave until the loss is there, also where the head gathers it first.
+    """
     left = size.whole + size.head_weight if size.head_weight else size.logits
     dropped = size.norm_output if size.head_weight else 0.0
-    return changes((_A, size.norm + size.norm_output), (_L, size.loss), (_L, left - size.loss), (_A, -dropped))
+    held = size.share if size.shards_sequence else 0.0
+    return changes(
+        (_A, size.norm + size.norm_output + held), (_L, size.loss), (_L, left - size.loss), (_A, -dropped - held)
+    )
 
 
 def head_backward(size: Sizes, weights: WeightGradients) -> Phase:

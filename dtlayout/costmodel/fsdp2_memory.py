@@ -6,6 +6,7 @@ are played in the schedule's order. The optimizer needs nothing
 beside what the last backward leaves.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -26,7 +27,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.schedule import Kind, make_order
+from dtlayout.pipelining.schedule import Action, Kind, make_order
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
@@ -47,42 +48,60 @@ def fullest_bytes(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
 ) -> Iterator[Bytes]:
     """What each of these pipeline ranks holds at its fullest moment, by part."""
-    size, sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
     m = max(1, layout.num_microbatches(scenario.batch))
-    recompute = Recompute.parse(layout.recompute)
-    alike: dict[tuple[bool, ...], _Stage] = {}  # most stages are like others
-
-    def to_stage(chunk: StageSlice) -> _Stage:
-        key = chunk.embedding, chunk.head, *map(recompute.covers, chunk.layers)
-        if key not in alike:
-            alike[key] = _Stage(scenario.model, layout, chunk, size, sharding)
-        return alike[key]
-
+    to_stage = _StageMaker(scenario, layout, kernels)
     for rank in ranks:
         own = [to_stage(chunk) for chunk in stages[rank :: layout.pp]]
         phases, order = _play_gpipe(own[0], m) if layout.schedule == "gpipe" else _play_1f1b(own, layout, m, rank)
         yield fullest_of(sequence(stage.state for stage in own).left, phases, order)
 
 
-def resident_bytes(scenario: Scenario, layout: Layout) -> float:
-    """RoPE's exact tables, which each stage of a rank has, and the step's tokens."""
-    model, batch = scenario.model, scenario.batch
-    tables = 2 * batch.seq_len * model.head_dim * max(4, BYTES[scenario.precision.params])
-    return layout.virtual_stages * tables + _TOKEN_BYTES * batch.num_tokens / (layout.dp * layout.cp)
+def action_bytes(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], rank: int, m: int
+) -> Iterator[tuple[Action | None, float, float]]:
+    """What a pipeline rank holds in each forward and backward of m microbatches, at the fullest and in the end.
+
+    First, with None for the action, what is there before the step.
+    """
+    p, v = layout.pp, layout.virtual_stages
+    to_stage = _StageMaker(scenario, layout, kernels)
+    own = [to_stage(chunk) for chunk in stages[rank::p]]
+    held = sum(sequence(stage.state for stage in own).left)
+    yield None, held, held
+    num_sent = Counter[int]()
+    for action in make_order(layout.schedule, rank, p, v, m):
+        phase = own[action.stage // p].play(action, m)
+        before, held = held, held + sum(phase.left)
+        if (peer := _receiver(action, rank, p, v)) is not None and num_sent[peer] < _SENDS_IN_FLIGHT:
+            num_sent[peer] += 1
+            held += own[0].size.share
+        yield action, before + sum(phase.fullest), held
+
+
+def table_bytes(scenario: Scenario, layout: Layout) -> float:
+    """RoPE's exact tables, which each stage of a rank has."""
+    model = scenario.model
+    one = 2 * scenario.batch.seq_len * model.head_dim * max(4, BYTES[scenario.precision.params])
+    return layout.virtual_stages * float(one)
+
+
+def token_bytes(scenario: Scenario, layout: Layout) -> float:
+    """The step's tokens and targets."""
+    return _TOKEN_BYTES * scenario.batch.num_tokens / (layout.dp * layout.cp)
 
 
 def _play_gpipe(stage: "_Stage", m: int) -> tuple[list[Phase], Sequence[int]]:
-    """All forwards, then all backwards."""
+    """All forwards, then all backwards, with the messages that have not gone yet."""
     message = changes((_B, stage.size.share))
-    phases = [
-        stage.forward(is_first=True),
-        stage.forward(is_first=False).times(m - 1),
-        message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_forward else 0),
-        stage.backward(is_first=True, is_last=m == 1),
-        message.times(min(m, _SENDS_IN_FLIGHT) if stage.sends_backward else 0),
-    ]
+    sent_forward, sent_backward = message.times(stage.sends_forward), message.times(stage.sends_backward)
+    forward, backward = stage.forward(is_first=False), stage.backward(is_first=False, is_last=False)
+    phases = [stage.forward(is_first=True), sent_forward]
     if m > 1:
-        phases.append(stage.backward(is_first=False, is_last=False).times(m - 2))
+        phases += [forward, sent_forward, forward.times(m - _SENDS_IN_FLIGHT)]
+    phases += [stage.backward(is_first=True, is_last=m == 1), sent_backward]
+    if m > 2:
+        phases += [backward, sent_backward, backward.times(m - _SENDS_IN_FLIGHT - 1)]
+    if m > 1:
         phases.append(stage.backward(is_first=False, is_last=True))
     return phases, range(len(phases))
 
@@ -109,17 +128,38 @@ def _order(schedule: str, rank: int, p: int, v: int, m: int) -> tuple[list[_Step
     m = min(m, p + 2 if schedule == "1f1b" else 3 * p)
     steps: dict[_Step, int] = {}
     order: list[int] = []
-    num_sent: dict[int, int] = {}
+    num_sent = Counter[int]()
     for action in make_order(schedule, rank, p, v, m):
-        is_forward = action.kind is Kind.FORWARD
-        step = (action.stage // p, is_forward, action.microbatch == 0, action.microbatch == m - 1)
+        step = (action.stage // p, action.kind is Kind.FORWARD, action.microbatch == 0, action.microbatch == m - 1)
         order.append(steps.setdefault(step, len(steps) + 1))
-        if action.stage != (p * v - 1 if is_forward else 0):
-            peer = (rank + (1 if is_forward else -1)) % p
-            num_sent[peer] = num_sent.get(peer, 0) + 1
-            if num_sent[peer] <= _SENDS_IN_FLIGHT:
-                order.append(0)
+        if (peer := _receiver(action, rank, p, v)) is not None and num_sent[peer] < _SENDS_IN_FLIGHT:
+            num_sent[peer] += 1
+            order.append(0)
     return list(steps), order
+
+
+def _receiver(action: Action, rank: int, p: int, v: int) -> int | None:
+    """The pipeline rank that gets what an action makes; None at the pipeline's ends."""
+    is_forward = action.kind is Kind.FORWARD
+    if action.stage == (p * v - 1 if is_forward else 0):
+        return None
+    return (rank + (1 if is_forward else -1)) % p
+
+
+class _StageMaker:
+    """Makes the stages of a layout; most are like others."""
+
+    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
+        self.model, self.layout = scenario.model, layout
+        self.size, self.sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
+        self.recompute = Recompute.parse(layout.recompute)
+        self.known: dict[tuple[bool, ...], _Stage] = {}
+
+    def __call__(self, chunk: StageSlice) -> "_Stage":
+        key = chunk.embedding, chunk.head, *map(self.recompute.covers, chunk.layers)
+        if key not in self.known:
+            self.known[key] = _Stage(self.model, self.layout, chunk, self.size, self.sharding)
+        return self.known[key]
 
 
 class _Stage:
@@ -153,6 +193,13 @@ class _Stage:
         shards = self.sharding.params * sum(unit.count(self.sharding.shards) for unit in self.all_units)
         steps = _STEP_BYTES * sum(unit.num_tensors for unit in self.all_units)
         return changes((_P, shards), (Part.OPTIMIZER, 2 * shards + steps))
+
+    def play(self, action: Action, m: int) -> Phase:
+        """An action of m microbatches."""
+        is_first, is_last = action.microbatch == 0, action.microbatch == m - 1
+        if action.kind is Kind.FORWARD:
+            return self.forward(is_first=is_first)
+        return self.backward(is_first=is_first, is_last=is_last)
 
     def forward(self, *, is_first: bool) -> Phase:
         """One microbatch; the first one gathers what ZeRO-1 and -2 keep."""

@@ -11,13 +11,14 @@ because activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; ac
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dtlayout.costmodel.fsdp2_memory import fullest_bytes, resident_bytes
+from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernels import FLASH_LIKE, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.schedule import Action
 from dtlayout.pipelining.timing import in_flight_peaks
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
@@ -31,7 +32,7 @@ class MemoryEstimate:
     """Bytes of one rank at its fullest moment, by component."""
 
     parameters: float
-    """Weights: sharded masters with gathered copies (fsdp2), or whole bf16 weights."""
+    """Weights: sharded masters with gathered copies, and the tables of RoPE (fsdp2); or whole bf16 weights."""
     gradients: float
     """As they are accumulated."""
     optimizer: float
@@ -45,7 +46,7 @@ class MemoryEstimate:
     run_ahead: float
     """Collectives that the host started early: it starts fewer where memory is short."""
     overhead: float
-    """What the allocator holds whatever the layout."""
+    """What the allocator holds whatever the layout, and (fsdp2) a step's tokens."""
 
     @property
     def total(self) -> float:
@@ -83,19 +84,30 @@ def estimate_ranks(
         yield _estimate_rank(scenario, layout, kernels, stages[rank :: layout.pp], peaks[rank])
 
 
+def estimate_curve(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], rank: int, m: int
+) -> Iterator[tuple[Action | None, float, float]]:
+    """Under FSDP2, the bytes of a pipeline rank in each forward and backward of a step of m microbatches.
+
+    What it holds at the fullest moment of the action, and when that is over; first, with None, before the step.
+    """
+    constant = table_bytes(scenario, layout) + token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes
+    for action, fullest, left in action_bytes(scenario, layout, kernels, stages, rank, m):
+        yield action, fullest + constant, left + constant
+
+
 def _estimate_fsdp2_rank(scenario: Scenario, layout: Layout, fullest: Sequence[float]) -> MemoryEstimate:
     # Bytes that came and went may leave a rounding error below 0.
     parameters, gradients, optimizer, activations, logits, buffers = (max(0.0, size) for size in fullest)
-    resident = resident_bytes(scenario, layout)
     return MemoryEstimate(
-        parameters=parameters,
+        parameters=parameters + table_bytes(scenario, layout),
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         logits=logits,
         buffers=buffers,
         run_ahead=0.0,
-        overhead=resident + scenario.engine.constants.overhead_bytes,
+        overhead=token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes,
     )
 
 

@@ -54,18 +54,18 @@ def one_kernel_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _OneKernelNorm(torch.autograd.Function):
-    """The memory of an RMSNorm in one kernel; its numbers are never looked at."""
+    """The memory and the traffic of an RMSNorm in one kernel; its numbers are never looked at."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=exact))
-        return torch.empty_like(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return x * upstream[0], torch.empty_like(weight)
 
 
 class GlooCopies(TorchDispatchMode):

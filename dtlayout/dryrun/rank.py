@@ -13,7 +13,7 @@ computed counts for all that were left out. GPipe has them all in flight, and is
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import combinations, product
@@ -26,18 +26,19 @@ from torch.distributed.fsdp import FSDPModule
 from dtlayout.batch import Batch
 from dtlayout.config import Config
 from dtlayout.dryrun.operators import operators_of
-from dtlayout.dryrun.report import UPDATE, Highest, RankReport, Traffic
+from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.world import fake_tensors, fake_world
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.collectives import CollectiveRecorder
-from dtlayout.measure.flops import FlopCounter
+from dtlayout.measure.collectives import Collective, observe_collective
+from dtlayout.measure.curve import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.places import PlaceRecorder
+from dtlayout.measure.work import WorkCounter
 from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides
 from dtlayout.mesh.ranks import coordinate
 from dtlayout.model_shape import ModelShape
-from dtlayout.pipelining.schedule import Action
+from dtlayout.pipelining.schedule import Action, Kind
 from dtlayout.plans.init import allocate
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer
@@ -57,11 +58,12 @@ def dry_run(
     gpus_per_node: int,
     num_steps: int = 0,
     folds: bool = True,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> RankReport:
     """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
 
     `kernels` have no auto; operators hold what they hold on `device_type`. `folds` leaves microbatches out that repeat
-    others. Takes the process: see [Note: what is real].
+    others. `on_progress` gets the share of the actions that are done. Takes the process: see [Note: what is real].
     """
     batch = fold(layout, config.batch) if folds else config.batch
     with fake_world(rank, layout.world_size), fake_tensors() as fake:
@@ -80,8 +82,9 @@ def dry_run(
             device_type=_DEVICE,
             give_weights=allocate_fake,
         )
+        num_actions = max(1, num_steps) * len(assembly.runtime.actions)
         with fake:
-            observer = _Observer(config, layout, assembly)
+            observer = _Observer(config, layout, assembly, lambda actions: on_progress(actions / num_actions))
             if num_steps == 0:
                 observer.prime()
             rows = config.batch.global_batch // layout.dp
@@ -105,8 +108,9 @@ def fold(layout: Layout, batch: Batch) -> Batch:
 class _Observer:
     """All that is measured of a rank's steps."""
 
-    def __init__(self, config: Config, layout: Layout, assembly: Assembly):
-        self.config, self.layout = config, layout
+    def __init__(self, config: Config, layout: Layout, assembly: Assembly, on_action: Callable[[int], None]):
+        """`on_action` gets the number of actions that were begun."""
+        self.config, self.layout, self.on_action = config, layout, on_action
         self.modules = assembly.modules
         o = config.optimizer
         self.optimizer = build_optimizer(
@@ -126,6 +130,7 @@ class _Observer:
             self.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe]
         )
         self.curve: list[Highest] = []
+        self.num_begun = 0
         self.action: Action | None = None
         self.module_at_peak = self.action_at_peak = ""
 
@@ -141,15 +146,18 @@ class _Observer:
 
     def watch(self, tokens: Tensor, targets: Tensor, operators: AbstractContextManager[None]) -> None:
         """Take one step in a context that exchanges operators."""
-        self.collectives = CollectiveRecorder()
-        self.flops = FlopCounter(lambda: (self.action, self.places.module))
-        self.starts: list[tuple[Action | None, int]] = [(None, 0)]
+        self.work, self.sent = WorkCounter(self._locate), Counter[tuple[Place, Collective]]()
         with self.places, self.tracker, operators:
             self.step.launch(tokens, targets)
-        self.curve += [Highest(action, nbytes) for action, nbytes in self.tracker.highest_by_mark]
+        self.curve += self.tracker.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
         """All of it, what the last step sent and computed."""
+        axes = name_groups(rank, self.layout)
+        done = [Done(place, operation, count) for (place, operation), count in self.work.counts.items()]
+        for (place, event), count in self.sent.items():
+            crosses_node = len({r // gpus_per_node for r in event.ranks}) > 1
+            done.append(Done(place, Message(event.name, axes[event.ranks], event.nbytes, crosses_node), count))
         return RankReport(
             rank=rank,
             coordinate=coordinate(rank, self.layout),
@@ -158,48 +166,30 @@ class _Observer:
             module=self.module_at_peak,
             action=self.action_at_peak,
             curve=self.curve,
-            traffic=self._traffic(rank, gpus_per_node),
-            flops=self._flops(),
+            done=done,
             num_microbatches=self.layout.num_microbatches(self.config.batch),
             num_microbatches_run=self.num_microbatches_run,
         )
 
+    def _locate(self) -> Place:
+        """Of what is executed now."""
+        is_backward = self.action is not None and self.action.kind is Kind.BACKWARD
+        return Place(self.action, self.places.module, is_backward and self.places.is_forward)
+
     def _observe(self, *operator: Any) -> None:
-        self.collectives.observe(*operator)
-        self.flops.observe(*operator)
+        self.work.observe(*operator)
+        event = observe_collective(*operator)
+        if event is not None and len(event.ranks) > 1:
+            self.sent[self._locate(), event] += 1
 
     def _begin(self, action: Action | None) -> None:
         self.action = action
-        self.tracker.mark(str(action) if action else UPDATE)
-        self.starts.append((action, len(self.collectives.events)))
+        self.num_begun += action is not None
+        self.on_action(self.num_begun)
+        self.tracker.mark(str(action or UPDATE))
 
     def _note_peak(self) -> None:
-        self.module_at_peak, self.action_at_peak = self.places.module, str(self.action) if self.action else UPDATE
-
-    def _repeats(self, action: Action | None) -> int:
-        """How often this happens in a whole step: [Note: folding]."""
-        left_out = self.layout.num_microbatches(self.config.batch) - self.num_microbatches_run
-        return 1 + left_out if action is not None and action.microbatch == 1 else 1
-
-    def _traffic(self, rank: int, gpus_per_node: int) -> list[Traffic]:
-        axes = name_groups(rank, self.layout)
-        events, counts = self.collectives.events, Counter[tuple[str, tuple[int, ...], int]]()
-        ends = [start for _, start in self.starts[1:]] + [len(events)]
-        for (action, start), end in zip(self.starts, ends, strict=True):
-            for event in events[start:end]:
-                if len(event.ranks) > 1:
-                    counts[event.name, event.ranks, event.nbytes] += self._repeats(action)
-        rows = [
-            Traffic(name, axes[ranks], nbytes, count, len({r // gpus_per_node for r in ranks}) > 1)
-            for (name, ranks, nbytes), count in counts.items()
-        ]
-        return sorted(rows, key=lambda row: -row.nbytes * row.count)
-
-    def _flops(self) -> dict[str, int]:
-        flops: Counter[str] = Counter()
-        for (action, module), count in self.flops.flops.items():
-            flops[module] += count * self._repeats(action)
-        return dict(flops)
+        self.module_at_peak, self.action_at_peak = self.places.module, str(self.action or UPDATE)
 
 
 def name_groups(rank: int, layout: Layout) -> dict[tuple[int, ...], str]:

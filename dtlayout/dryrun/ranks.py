@@ -3,8 +3,8 @@
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from typing import Any
 
 from dtlayout.config import Config
@@ -12,29 +12,57 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 
+_LOOK_EVERY_S = 0.5
+"""Between two looks at how far the processes are."""
+
 
 def dry_run_ranks(
     config: Config,
     layout: Layout,
     kernels: Kernels,
     ranks: Sequence[int],
+    *,
+    on_progress: Callable[[float], None] = lambda share: None,
     **options: Any,
 ) -> Iterator[RankReport]:
-    """The report of each of `ranks` as it comes; the options are those of `dry_run`."""
+    """The report of each of `ranks` as it comes; the options are those of `dry_run`.
+
+    `on_progress` gets the share of all work that is done, again and again while somebody waits for the next report.
+    """
     processes = multiprocessing.get_context("forkserver")  # each has torch already, and no thread of this one
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
-    with ProcessPoolExecutor(min(len(ranks), os.cpu_count() or 1), processes, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(_dry_run, config, layout, kernels, rank, **options) for rank in ranks]
+    shares = processes.RawArray("d", len(ranks))
+    with ProcessPoolExecutor(
+        min(len(ranks), os.cpu_count() or 1), processes, _keep_shares, (shares,), max_tasks_per_child=1
+    ) as pool:
+        waiting = {
+            pool.submit(_dry_run, place, config, layout, kernels, rank, **options) for place, rank in enumerate(ranks)
+        }
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            while waiting:
+                done, waiting = wait(waiting, _LOOK_EVERY_S, FIRST_COMPLETED)
+                on_progress(sum(shares) / len(ranks))
+                for future in done:
+                    yield future.result()
         finally:
-            for future in futures:
+            for future in waiting:
                 future.cancel()
 
 
-def _dry_run(*arguments: Any, **options: Any) -> RankReport:
+_shares: MutableSequence[float] = []
+"""In a process of the pool: how far each of the ranks is."""
+
+
+def _keep_shares(shares: MutableSequence[float]) -> None:
+    global _shares
+    _shares = shares
+
+
+def _dry_run(place: int, *arguments: Any, **options: Any) -> RankReport:
     from dtlayout.dryrun.rank import dry_run  # not where the reports are read, which needs no torch
 
+    def note_progress(share: float) -> None:
+        _shares[place] = share
+
     gc.freeze()  # torch's own objects are a million, which every collection would look through
-    return dry_run(*arguments, **options)
+    return dry_run(*arguments, on_progress=note_progress, **options)

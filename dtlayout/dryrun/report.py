@@ -1,13 +1,17 @@
 """What a dry run of one rank found: plain values, which cross processes and become JSON. No torch."""
 
+from collections import Counter
 from dataclasses import dataclass
 
+from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
+from dtlayout.measure.operations import Operation
+from dtlayout.pipelining.schedule import Action
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Messages of one kind and size that a rank sends in a step."""
+class Message:
+    """A collective, or a message between stages."""
 
     name: str
     """all_gather, reduce_scatter, all_reduce, send, recv, …"""
@@ -18,21 +22,31 @@ class Traffic:
     nbytes: int
     """The larger of what goes into one message and what comes out of it."""
 
-    count: int
-    """How many in a step."""
-
     crosses_node: bool
     """Whether its ranks lie in more than one node."""
 
 
 @dataclass(frozen=True)
-class Highest:
-    """The largest total while an action was executed."""
+class Place:
+    """Where in a step something is done."""
 
-    action: str
-    """As in a schedule, such as 3F0; UPDATE after the last."""
+    action: Action | None
+    """That is executed; None before the first and after the last."""
 
-    nbytes: int
+    module: str
+    """That runs, in forward or backward; empty for none."""
+
+    is_again: bool
+    """Whether a forward is recomputed."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was computed or sent at one place, as often as `count` says."""
+
+    place: Place
+    what: Operation | Message
+    count: int
 
 
 @dataclass(frozen=True)
@@ -56,16 +70,32 @@ class RankReport:
     curve: list[Highest]
     """In the order of the actions, of one step after the other."""
 
-    traffic: list[Traffic]
-    """The largest part of it first."""
-
-    flops: dict[str, int]
-    """Of a step's matmuls and attention, by module; recomputation counts."""
+    done: list[Done]
+    """By the microbatches that were run."""
 
     num_microbatches: int
     num_microbatches_run: int
     """Fewer where the rest repeat them: what they send and compute is counted, and adds nothing to the peak."""
 
+    def repeats(self, action: Action | None) -> int:
+        """How often what an action does happens in a whole step: the second microbatch stands for those left out."""
+        left_out = self.num_microbatches - self.num_microbatches_run
+        return 1 + left_out if action is not None and action.microbatch == 1 else 1
 
-UPDATE = "update"
-"""The part of a step after its last action: norm, clipping and optimizer."""
+    @property
+    def traffic(self) -> Counter[Message]:
+        """Messages of a whole step, each kind and size as often as it is sent."""
+        counts = Counter[Message]()
+        for done in self.done:
+            if isinstance(done.what, Message):
+                counts[done.what] += done.count * self.repeats(done.place.action)
+        return counts
+
+    @property
+    def flops(self) -> Counter[str]:
+        """Of a whole step's matmuls and attention, by module; recomputation counts."""
+        flops = Counter[str]()
+        for done in self.done:
+            if not isinstance(done.what, Message) and done.what.flops:
+                flops[done.place.module] += done.what.flops * done.count * self.repeats(done.place.action)
+        return flops

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.measure.storages import any_wraps, each_tensor
 
-_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
+COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
 
 _NAMES = {
     "allgather": "all_gather",
@@ -92,17 +92,21 @@ class CollectiveRecorder(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.observe(func, args, kwargs, result)
+        event = observe_collective(func, args, kwargs, result)
+        if event is not None:
+            self.events.append(event)
         return result
 
-    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operator that somebody else saw, if it is a collective."""
-        if func.namespace in _NAMESPACES:
-            operator = func.name().split("::")[1].split(".")[0].strip("_")
-            if operator not in _NO_COLLECTIVES:
-                names = (argument.name for argument in func._schema.arguments)
-                arguments = dict(zip(names, args, strict=False)) | kwargs
-                self.events.append(_describe(operator, func.name(), arguments, result))
+
+def observe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:
+    """What an operator on plain tensors sends; None if it is no collective."""
+    if func.namespace not in COLLECTIVE_NAMESPACES:
+        return None
+    operator = func.name().split("::")[1].split(".")[0].strip("_")
+    if operator in _NO_COLLECTIVES:
+        return None
+    names = (argument.name for argument in func._schema.arguments)
+    return _describe(operator, func.name(), dict(zip(names, args, strict=False)) | kwargs, result)
 
 
 def _describe(operator: str, full_name: str, arguments: dict[str, Any], result: Any) -> Collective:

@@ -12,6 +12,8 @@ from dataclasses import astuple, dataclass
 from enum import IntEnum
 from itertools import accumulate, islice
 
+from dtlayout.measure.curve import Highest
+
 
 class Category(IntEnum):
     """What a storage is for; a higher one wins."""
@@ -119,12 +121,12 @@ class Ledger:
         return list(accumulate(changes, initial=carried_bytes))
 
     @property
-    def highest_by_mark(self) -> list[tuple[str, int]]:
+    def highest_by_mark(self) -> list[Highest]:
         """The largest total from each mark of the window to the next, what was there when it began included."""
         curve = self.curve_bytes
         starts = [max(0, place - self._num_carried) for _, place in self._marks]
-        parts = zip(starts, [*starts[1:], len(curve) - 1], strict=True)
-        return [(name, max(curve[a : b + 1])) for (name, _), (a, b) in zip(self._marks, parts, strict=True)]
+        parts = zip(starts, [*starts, len(curve) - 1][1:], strict=True)
+        return [Highest(name, max(curve[a : b + 1])) for (name, _), (a, b) in zip(self._marks, parts, strict=True)]
 
     def _read(self) -> tuple[Footprint, Footprint, Footprint]:
         """(now, at the total's peak, each category's own peak)"""

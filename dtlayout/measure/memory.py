@@ -7,8 +7,8 @@ A storage has one category for its whole life, the strongest of these (see ledge
 - gathered: storage of what is a parameter of `modules` only inside the block: an unsharded FSDP2 parameter.
 - optimizer: storage of a tensor in an optimizer's state.
 - gradient: storage that autograd accumulated into the `.grad` of a parameter or gathered parameter; or that is found
-  there on entry, before `optimizer.step` and on exit (zero-bubble schedules set it by hand); or that FSDP2 copies into
-  a reduce-scatter, since it keeps unreduced gradients in the reduce dtype out of `.grad`.
+  there on entry, before `optimizer.step` and on exit (zero-bubble schedules set it by hand); or that is added to one;
+  or that FSDP2 copies into a reduce-scatter, since it keeps unreduced gradients in the reduce dtype out of `.grad`.
 - activation: storage born in a *forward* that is still alive when this forward is over, whoever holds it: saved
   tensors, inputs of checkpointed blocks, stage outputs, and what a recomputation in backward saves again. A forward is
   a call of an outermost module (with or without gradients), or work done with gradients enabled outside of one, such
@@ -45,6 +45,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Allocation, Category, Footprint, Ledger
 from dtlayout.measure.storages import FakeTensorMode, any_wraps, current_fake_mode, each_storage, each_tensor
 
@@ -125,7 +126,7 @@ class StorageTracker(TorchDispatchMode):
         return self._ledger.curve_bytes
 
     @property
-    def highest_by_mark(self) -> list[tuple[str, int]]:
+    def highest_by_mark(self) -> list[Highest]:
         """The largest total from each `mark` of the last block to the next."""
         self._write_deaths()
         return self._ledger.highest_by_mark
@@ -187,13 +188,16 @@ class StorageTracker(TorchDispatchMode):
         if self._forward_is_over or not in_forward:
             self._settle_forward()
         inputs, outputs = list(each_tensor(arguments)), list(each_tensor(result))
-        self._measure(inputs)
+        allocations = self._measure(inputs)
         self._meet_parameters(inputs)
         for storage in self._storages(outputs):
             is_newborn = in_forward and id(storage) not in self._alive
             allocation = self._measure_storage(storage)
             if is_newborn:
                 self._born_in_forward[id(storage)] = allocation
+        if func is torch.ops.aten.add_.Tensor and [a.category for a in allocations[:1]] == [Category.GRADIENT]:
+            for added in allocations[1:]:
+                added.claim(Category.GRADIENT)
         if func.namespace in _COMMUNICATION:
             self._claim(inputs + outputs, Category.COMMUNICATION)
         if func.namespace == "fsdp":

@@ -38,6 +38,11 @@ class PlaceRecorder:
         place = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._owners[place] if place >= 0 else ""
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether a module's forward runs, for the first time or again."""
+        return bool(self._running)
+
     def __enter__(self) -> "PlaceRecorder":
         with ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter).remove)

@@ -350,7 +350,8 @@ class Search:
         """`Estimator.time` with memory to spare, each group of ranks counted once."""
         stages, layout = skeleton.stages, skeleton.layout
         if not skeleton.finished_s:
-            finished_s = self.estimator.play(layout, skeleton.m, skeleton.stage_work).finished_s
+            delay_s = self.estimator.delay_s(layout)
+            finished_s = self.estimator.play(layout, skeleton.m, skeleton.stage_work, delay_s).finished_s
             skeleton.finished_s = tuple(max(finished_s[rank] for rank in group.ranks) for group in stages.groups)
         updates = [first_update_s] + [self._update_s(skeleton, group, sharding) for group in stages.groups[1:]]
         return max(map(add, skeleton.finished_s, updates)) + self.estimator.fixed_s(skeleton.m, 0.0)

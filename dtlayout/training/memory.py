@@ -1,18 +1,21 @@
-"""Peak memory of a run, as `peak_memory_bytes` reports it.
+"""Memory of a run: the peak of a step, as `peak_memory_bytes` reports it, and the curve of the first steps.
 
 On CUDA it is the allocator's peak over a step, on CPU what the storage tracker counts over one. Either way only some
 steps report: the tracker slows a step, and collecting the peaks of all ranks makes the host wait.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from dtlayout.layout import Layout
+from dtlayout.measure.curve import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
+from dtlayout.pipelining.schedule import Action
 
 
 class MemoryMeter:
@@ -22,21 +25,66 @@ class MemoryMeter:
         self.device_type = device_type
         self.tracker = None if device_type == "cuda" else StorageTracker(modules, [optimizer])
         self.peaks_by_pp_rank: list[int] | None = None
+        self.curve: list[Highest] = []
+        """Of all steps that were watched, as far as `mark` was called."""
+        self._is_watching = False
+        self._marks: list[Highest] = []
 
-    def watch(self) -> AbstractContextManager[object]:
-        """A block around a step that `gather_peaks` will be called for."""
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """A block around a step that `gather_peaks` may be called for."""
+        self._is_watching, self._marks = True, []
         if self.tracker is None:
             torch.cuda.reset_peak_memory_stats()
-            return nullcontext()
-        self.tracker.reset_peak()
-        return self.tracker
+            yield
+            self._close_mark()
+            self.curve += self._marks
+        else:
+            self.tracker.reset_peak()
+            with self.tracker:
+                yield
+            self.curve += self.tracker.highest_by_mark
+        self._is_watching = False
+
+    def mark(self, action: Action | None) -> None:
+        """What happens from now on belongs to an action of the schedule, or after the last one to the update."""
+        name = str(action or UPDATE)
+        if not self._is_watching:
+            return
+        if self.tracker is not None:
+            self.tracker.mark(name)
+            return
+        self._close_mark()
+        torch.cuda.reset_peak_memory_stats()
+        self._marks.append(Highest(name, 0))
+
+    def _close_mark(self) -> None:
+        """Write down the peak of what was marked last; what is before the first belongs to none."""
+        if self._marks:
+            self._marks[-1] = Highest(self._marks[-1].action, torch.cuda.max_memory_allocated())
+
+    @property
+    def _peak_bytes(self) -> int:
+        """Of the last step that was watched."""
+        if self.tracker is not None:
+            return self.tracker.peak_bytes
+        return max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
 
     def gather_peaks(self, layout: Layout) -> list[int]:
         """The peak of each pipeline rank, the largest over its other axes; a collective, every rank gets the result."""
         peaks = torch.zeros(layout.world_size, dtype=torch.int64, device=self.device_type)
-        peaks[dist.get_rank()] = self.tracker.peak_bytes if self.tracker else torch.cuda.max_memory_allocated()
+        peaks[dist.get_rank()] = self._peak_bytes
         dist.all_reduce(peaks)
         by_pp_rank: list[int] = peaks.view(layout.pp, -1).amax(dim=1).tolist()
         known = self.peaks_by_pp_rank or by_pp_rank
         self.peaks_by_pp_rank = [max(pair) for pair in zip(known, by_pp_rank, strict=True)]
         return by_pp_rank
+
+    def gather_curves(self, pp_group: ProcessGroup) -> list[list[Highest]]:
+        """The curve of the first rank of each stage, on rank 0; a collective of its pipeline, nothing elsewhere."""
+        members = dist.get_process_group_ranks(pp_group)
+        if members[0] != 0:
+            return []
+        curves: list[list[Highest]] = [[] for _ in members] if dist.get_rank() == 0 else []
+        dist.gather_object(self.curve, curves or None, dst=0, group=pp_group)
+        return curves

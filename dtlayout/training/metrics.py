@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, one object a step, and summary.json, one object a run."""
+"""What a run writes down: metrics.jsonl, one object a step; summary.json, one a run; memory.json, the first steps'."""
 
 import json
 import os
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.batch import Batch
+from dtlayout.errors import DtlayoutError
+from dtlayout.measure.curve import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 
 SUMMARY_NAME = "summary.json"
+MEMORY_NAME = "memory.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,35 @@ class Summary:
         """Write RUN/summary.json."""
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCurves:
+    """memory.json: what the first rank of each stage held in the first steps of a run."""
+
+    num_steps: int
+    """How many, from the first."""
+    by_pp_rank: list[list[Highest]]
+    """Of each pipeline rank, the actions of one step after those of the other."""
+
+    def write(self, folder: Path) -> None:
+        """Write RUN/memory.json."""
+        write_whole(folder / MEMORY_NAME, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "MemoryCurves":
+        """Read RUN/memory.json; DtlayoutError if there is none, or none of ours."""
+        path = folder / MEMORY_NAME
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            curves = [[Highest(**highest) for highest in curve] for curve in found["by_pp_rank"]]
+            return cls(num_steps=found["num_steps"], by_pp_rank=curves)
+        except OSError as error:
+            raise DtlayoutError(
+                f"{path} cannot be read: {error.strerror}; a run writes it with --metrics.memory=true"
+            ) from None
+        except (ValueError, KeyError, TypeError):
+            raise DtlayoutError(f"{path} is not what a run writes with --metrics.memory=true") from None
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,22 @@ from dtlayout.training.build import assemble
 from dtlayout.training.devices import Device, find_predicted_gpu, join_ranks, open_device
 from dtlayout.training.display import Display, compare, describe_peaks
 from dtlayout.training.memory import MemoryMeter
-from dtlayout.training.metrics import MetricsFile, Reached, Speed, StepMetrics, Summary, median_step_time, write_whole
+from dtlayout.training.metrics import (
+    MemoryCurves,
+    MetricsFile,
+    Reached,
+    Speed,
+    StepMetrics,
+    Summary,
+    median_step_time,
+    write_whole,
+)
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from dtlayout.training.prediction import describe, predict, refuse_hopeless, to_predicted
 from dtlayout.training.step import StepResult, TrainStep
 
+STEPS_DRAWN = 4
+"""How many steps of a run memory.json shows."""
 OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
 
 
@@ -108,6 +119,8 @@ class _Run:
             aliases=config.model.aliases,
         )
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
+        if config.metrics.memory:
+            self.assembly.runtime.before_action = self.memory.mark
         self.recorder = KernelRecorder()
         self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -154,7 +167,8 @@ class _Run:
             started = time.perf_counter()
             # The first step makes the optimizer's state, so it is not like the others.
             is_measured = index == first_step + 1 or (index > first_step and self._is_due(index))
-            with self.memory.watch() if is_measured else nullcontext():
+            is_drawn = self.config.metrics.memory and first_step == 0 and index < STEPS_DRAWN
+            with self.memory.watch() if is_measured or is_drawn else nullcontext():
                 result, lr = self._train_once(index, is_first=index == first_step)
             step_time_s = time.perf_counter() - started
             if not result.is_finite:
@@ -162,6 +176,8 @@ class _Run:
                 return EXIT_NON_FINITE, index
             self._note(index + 1, result, lr, step_time_s, is_measured=is_measured)
             is_over = result.stop_requested or index + 1 == num_steps
+            if is_drawn and (is_over or index + 1 == STEPS_DRAWN):
+                self._write_curves(index + 1)
             if is_over or (every and (index + 1) % every == 0):
                 self._save(index + 1)
                 saved = index + 1
@@ -215,6 +231,13 @@ class _Run:
             keep=self.config.checkpoint.keep,
         )
         self.display.say(f"saved {path}")
+
+    def _write_curves(self, num_steps: int) -> None:
+        """memory.json; no curves from here on."""
+        self.assembly.runtime.before_action = lambda action: None
+        curves = self.memory.gather_curves(self.assembly.runtime.group)
+        if self.is_writer:
+            MemoryCurves(num_steps=num_steps, by_pp_rank=curves).write(self.folder)
 
     def _say_what_starts(self, first_step: int) -> None:
         blocks = ", ".join(map(str, count_blocks(self.assembly.slices)))

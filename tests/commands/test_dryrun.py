@@ -7,11 +7,17 @@ from dataclasses import fields, replace
 import pytest
 
 from dtlayout.cli import main
+from dtlayout.cluster import find_gpu
 from dtlayout.commands.dryrun_tables import RankTables
+from dtlayout.config import load_config
 from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
-from dtlayout.layout import Layout
+from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
+from dtlayout.mesh.ranks import coordinate
+from dtlayout.training.metrics import MemoryCurves
+from dtlayout.training.prediction import own_scenario, predict
 
 DEBUG = ("dryrun", "configs/debug.toml", "--gpu", "cpu")
 
@@ -30,6 +36,18 @@ def test_a_person_reads_the_peak_its_parts_the_messages_and_how_far_the_formula_
     assert float(difference.rstrip("%")) == pytest.approx(100 * (float(predicted) / float(dry) - 1), abs=0.06)
     assert abs(float(difference.rstrip("%"))) < 5
     assert [line.endswith("<") for line in lines if line.startswith("optimizer") and "+" in line] == [False]
+    assert "seconds of a step" not in lines  # the first stage was not run
+
+
+def test_a_second_estimate_of_the_step_is_shown_beside_the_cost_models(capsys):
+    assert main([*DEBUG, "--world", "4", "--compare"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    table = lines[lines.index("seconds of a step dry run predicted") + 1 :]
+    assert [row.split()[0] for row in table[-9:]] == [
+        "compute", "recompute", "tp", "pp", "bubble", "dp", "optimizer", "host", "step",
+    ]  # fmt: skip
+    dry, predicted = (float(cell) for cell in table[-1].split()[1:])
+    assert dry == pytest.approx(predicted, rel=0.5)  # eager operators of a CPU, priced as if they were few
 
 
 def test_a_program_reads_the_default_ranks_with_the_curve_of_their_first_steps(capsys, tmp_path):
@@ -72,11 +90,46 @@ def test_what_cannot_be_rehearsed_is_refused_in_one_line(capsys, arguments, reas
     [(100.0, 104.0, "+4.0%", ""), (100.0, 94.0, "-6.0%", "<"), (0.0, 0.0, "+0.0%", ""), (0.0, 1.0, "+100.0%", "<")],
 )
 def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
+    config, gpu = load_config("configs/debug.toml"), find_gpu("cpu")
+    layout = config.layout.resolve(8)
+    estimate = predict(config, layout, gpu)
     none = MemoryEstimate(**dict.fromkeys((f.name for f in fields(MemoryEstimate)), 0.0))
     report = RankReport(
-        rank=0, coordinate={"pp": 0}, peak_bytes=2**30, parts=Footprint(optimizer=int(dry * 2**20)),
-        module="", action="", curve=[], traffic=[], flops={}, num_microbatches=1, num_microbatches_run=1,
+        rank=0, coordinate=coordinate(0, layout), peak_bytes=2**30, parts=Footprint(optimizer=int(dry * 2**20)),
+        module="", action="", curve=[], done=[], num_microbatches=1, num_microbatches_run=1,
     )  # fmt: skip
-    *_, table = RankTables.make(report, Layout(), replace(none, optimizer=predicted * 2**20)).tables
+    found = Findings(
+        scenario=own_scenario(config, layout, gpu), layout=layout, reports=[report],
+        estimate=replace(estimate, memory=(replace(none, optimizer=predicted * 2**20),)),
+    )  # fmt: skip
+    *_, table = RankTables.make(report, found, compares=True).tables
     row = next(row for row in table if row[0] == "optimizer")
     assert row[-2:] == [cell, mark]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """A folder with the curves of a run that held what a dry run holds."""
+    assert main([*DEBUG, "--world", "4", "--steps", "2", "--whole", "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    curves = [[Highest(**highest) for highest in rank["curve"]] for rank in (ranks[0], ranks[1])]
+    MemoryCurves(num_steps=2, by_pp_rank=curves).write(tmp_path)
+    return tmp_path
+
+
+def test_a_real_run_is_drawn_and_compared_with(capsys, run):
+    page = run / "page.html"
+    assert main([*DEBUG, "--world", "4", "--run", str(run), "--page", str(page)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "first steps, MiB dry run measured difference" in lines
+    assert page.read_text().count("measured") >= 2
+
+
+def test_a_run_of_another_layout_is_refused(capsys, run):
+    assert main([*DEBUG, "--world", "8", "--layout.pp=4", "--run", str(run)]) == 2
+    assert f"use {run}/config.toml" in capsys.readouterr().err
+
+
+def test_a_run_without_curves_is_refused_with_the_option_that_makes_them(capsys, tmp_path):
+    assert main([*DEBUG, "--world", "4", "--run", str(tmp_path)]) == 2
+    assert "a run writes it with --metrics.memory=true" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import pytest
 from costmodel.small import US, scenario
 
-from dtlayout.costmodel.comm import Link, data_link, half_all_reduce_s, message_link, message_s, tp_link
+from dtlayout.costmodel.comm import Link, all_reduce_s, data_link, half_all_reduce_s, message_link, message_s, tp_link
 from dtlayout.layout import Layout
 
 INSIDE = Link(bytes_per_s=50e9, start_s=10e-6, latency_s=5e-6, crosses_nodes=False)
@@ -15,6 +15,12 @@ def test_a_ring_sends_all_but_one_share_in_one_hop_less_than_ranks():
 
 def test_one_rank_sends_nothing():
     assert half_all_reduce_s(1e9, 1, INSIDE) == 0
+
+
+def test_an_all_reduce_takes_a_ring_for_many_bytes_and_a_tree_for_few():
+    assert all_reduce_s(1e9, 8, INSIDE) == 2 * half_all_reduce_s(1e9, 8, INSIDE)
+    assert all_reduce_s(8, 1024, INSIDE) == pytest.approx(10 * US + 2 * 10 * 5 * US, rel=1e-3)
+    assert all_reduce_s(1e9, 1, INSIDE) == 0
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
-from dtlayout.costmodel.memory import MemoryEstimate, estimate_memory
+from dtlayout.costmodel.memory import MemoryEstimate, estimate_curve, estimate_memory
 from dtlayout.costmodel.phase import IDLE, NOTHING, Part, Phase, add, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters, count_parameters
 from dtlayout.models.presets import PRESETS
+from dtlayout.pipelining.schedule import make_order
 from dtlayout.precision import Precision
 
 MODEL = replace(PRESETS["llama-13b"], num_layers=8)
 H, NUM_TENSORS = MODEL.hidden_size, 9 * MODEL.num_layers + 3
 SEQ_LEN = 2048
+TABLES = 2 * SEQ_LEN * MODEL.head_dim * 4
 EMBEDDING = count_embedding_parameters(MODEL)
 BF16_MASTERS = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
 
@@ -35,15 +37,22 @@ def estimate(
     precision: Precision | None = None,
     document_mask: bool = False,
 ) -> tuple[MemoryEstimate, ...]:
-    scenario = Scenario(
+    scenario = replace(
+        scenario_of(layout, microbatches, gpu),
         model=model,
-        batch=Batch(global_batch=microbatches * layout.dp * layout.micro_batch, seq_len=SEQ_LEN),
-        cluster=Cluster(gpu=find_gpu(gpu), num_gpus=layout.world_size, gpus_per_node=8),
-        engine=find_engine("dtlayout", gpu),
         precision=precision or Precision(),
         document_mask=document_mask,
     )
     return estimate_memory(scenario, layout, kernels or Kernels(), cut(scenario, layout))
+
+
+def scenario_of(layout: Layout, microbatches: int, gpu: str = "a100-80g-sxm") -> Scenario:
+    return Scenario(
+        model=MODEL,
+        batch=Batch(global_batch=microbatches * layout.dp * layout.micro_batch, seq_len=SEQ_LEN),
+        cluster=Cluster(gpu=find_gpu(gpu), num_gpus=layout.world_size, gpus_per_node=8),
+        engine=find_engine("dtlayout", gpu),
+    )
 
 
 def local_parameters(tp: int) -> int:
@@ -57,12 +66,12 @@ def local_parameters(tp: int) -> int:
 )
 @pytest.mark.parametrize("precision", [Precision(), BF16_MASTERS], ids=["fp32 masters", "bf16 masters"])
 def test_state_takes_the_bytes_of_theory(dp_shard, dp_replicate, tp, precision):
-    """p·n/S masters, e·n gathered, 2·p·n/S moments with 4 bytes a tensor, r·n gradients that add up."""
+    """p·n/S masters, e·n gathered, RoPE's tables; 2·p·n/S moments with 4 bytes a tensor; r·n gradients that add up."""
     layout = Layout(dp_shard=dp_shard, dp_replicate=dp_replicate, tp=tp, micro_batch=2)
     at_the_loss = Kernels(loss="eager")  # whose logits make the peak where all of the state is there
     (rank,) = estimate(layout, precision=precision, kernels=at_the_loss)
     n, masters = local_parameters(tp), 4 if precision.params == "float32" else 2
-    assert rank.parameters == masters * n / dp_shard + 2 * n
+    assert rank.parameters == masters * n / dp_shard + 2 * n + TABLES
     assert rank.optimizer == 2 * masters * n / dp_shard + 4 * NUM_TENSORS
     whole_embedding = (EMBEDDING - EMBEDDING // tp) if tp > 1 else 0  # each rank has one part of the sum
     assert rank.gradients == pytest.approx(masters * (n + whole_embedding), rel=0.02)  # the last unit's in bf16 beside
@@ -94,7 +103,7 @@ def test_zero_3_holds_shards_and_the_unit_in_use():
     (rank,) = estimate(Layout(dp_shard=64, zero=3))
     n, unit = local_parameters(1), max(count_block_parameters(MODEL), EMBEDDING)
     assert rank.optimizer == pytest.approx(8 * n / 64, rel=1e-4)
-    assert 4 * n / 64 <= rank.parameters <= 4 * n / 64 + 2 * unit
+    assert 4 * n / 64 <= rank.parameters - TABLES <= 4 * n / 64 + 2 * unit
     assert rank.gradients <= 4 * n / 64 + 2 * unit + 4 * unit / 64
 
 
@@ -211,3 +220,24 @@ def test_nothing_happens_in_an_idle_phase():
 def assert_alike(a: Phase, b: Phase) -> None:
     """The fullest moment may be another one of the same total."""
     assert (sum(a.fullest), a.left) == (sum(b.fullest), b.left)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=4, zero=3),
+        Layout(pp=4, dp_shard=2, schedule="gpipe", recompute="full"),
+        Layout(pp=4, tp=2),
+        Layout(pp=2, dp_shard=4, zero=2, schedule="interleaved-1f1b", virtual_stages=2),
+    ],
+    ids=str,
+)
+def test_the_curve_of_a_step_has_the_peak_of_its_rank(layout):
+    scenario = scenario_of(layout, microbatches=8)
+    stages = cut(scenario, layout)
+    for rank, found in enumerate(estimate_memory(scenario, layout, Kernels(), stages)):
+        order = make_order(layout.schedule, rank, layout.pp, layout.virtual_stages, 8)
+        curve = list(estimate_curve(scenario, layout, Kernels(), stages, rank, 8))
+        assert [action for action, _, _ in curve] == [None, *order]
+        assert max(fullest for _, fullest, _ in curve) == pytest.approx(found.total)
+        assert all(left <= fullest for _, fullest, left in curve)

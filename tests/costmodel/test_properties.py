@@ -169,7 +169,7 @@ def test_components_add_up(case):
     for w in work:
         parts = w.compute_s + w.recompute_s + w.tp_s + w.pp_s + w.host_s
         assert w.forward_s + w.backward_s == pytest.approx(parts)
-    ends = estimator.play(layout, m, work).finished_s
+    ends = estimator.play(layout, m, work, estimator.delay_s(layout)).finished_s
     fixed_s = estimator.fixed_s(m, found.peak_bytes)
     steps = [end + sum(estimator.update_s(rank, layout, m, work)) + fixed_s for rank, end in enumerate(ends)]
     assert found.time.total == pytest.approx(sum(found.time.as_dict().values()))

@@ -1,4 +1,4 @@
-"""The memory formula, and the messages of theory, against dry runs of models that people train.
+"""The formulas of memory and time, and the messages of theory, against dry runs of models that people train.
 
 A change that holds more or sends more by accident fails here. As many microbatches as fill the pipeline, for speed;
 whole steps, and five more runs, are in benchmarks/dryrun.py.
@@ -11,12 +11,14 @@ import pytest
 
 from benchmarks.dryrun import SUBJECTS, Subject
 from dtlayout.cluster import find_gpu
+from dtlayout.commands.dryrun_tables import components
 from dtlayout.dryrun.choose import default_ranks
+from dtlayout.dryrun.price import price
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
-from dtlayout.training.prediction import predict
+from dtlayout.training.prediction import own_scenario, predict
 
 STUDY_13B, LLAMA_8B, LLAMA_70B = (
     replace(subject, global_batch=max(2, subject.layout.pp) * subject.layout.dp)
@@ -25,24 +27,28 @@ STUDY_13B, LLAMA_8B, LLAMA_70B = (
 
 
 @pytest.mark.parametrize("subject", [STUDY_13B, LLAMA_8B, LLAMA_70B], ids=lambda subject: subject.model)
-def test_the_formula_agrees_and_messages_are_those_of_theory(subject: Subject) -> None:
+def test_the_formulas_agree_and_messages_are_those_of_theory(subject: Subject) -> None:
     config, layout, gpu = subject.config, subject.layout, find_gpu(subject.gpu)
     estimate = predict(config, layout, gpu)
     assert estimate is not None
     ranks = default_ranks(layout, estimate) if layout.pp > 1 else [0]  # without a pipeline all hold the same
     blocks = count_blocks(partition(layer_costs(config.model, config.batch), layout))
     options = {"device_type": gpu.device_type, "gpus_per_node": gpu.gpus_per_node}
-    for report in dry_run_ranks(config, layout, Kernels(), ranks, **options):
+    reports = list(dry_run_ranks(config, layout, Kernels(), ranks, **options))
+    for report in reports:
         stage = report.coordinate["pp"]
-        assert estimate.memory[stage].total == pytest.approx(report.peak_bytes, rel=0.05)
+        for dry, predicted in components(report, estimate.memory[stage]).values():
+            assert predicted == pytest.approx(dry, rel=0.05)
         assert count_messages(report) == expect_messages(subject, stage, blocks[stage])
+    priced = price(own_scenario(config, layout, gpu), layout, Kernels(), reports)
+    assert priced is not None and priced.total == pytest.approx(estimate.step_time_s, rel=0.15)
 
 
 def count_messages(report: RankReport) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
-    for row in report.traffic:
-        if row.name in ("all_gather", "reduce_scatter", "send", "recv"):
-            counts[row.name, row.axis] += row.count
+    for message, count in report.traffic.items():
+        if message.name in ("all_gather", "reduce_scatter", "send", "recv"):
+            counts[message.name, message.axis] += count
     return counts
 
 

@@ -87,8 +87,8 @@ def test_unreduced_gradients_are_gradients_in_the_reduce_dtype(param_dtype):
     optimizer = torch.optim.SGD(model.parameters())
     tracker = StorageTracker([model], [optimizer])
     footprints = run_step(model, optimizer, tracker, reduce_each_microbatch=False)
-    # All four units in fp32; and, in bf16, the one that backward has just made.
-    newest_bytes = UNIT_BYTES // 2 if param_dtype is torch.bfloat16 else 0
+    # All four units in fp32; and the one that backward has just made.
+    newest_bytes = UNIT_BYTES * param_dtype.itemsize // 4
     assert tracker.category_peaks.gradient == 4 * UNIT_BYTES + newest_bytes
     assert footprints[5].gradient == 2 * UNIT_BYTES  # reduced
 

@@ -1,0 +1,79 @@
+"""What dry runs of some ranks found, beside what the cost model predicts and what a real run measured. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dtlayout.costmodel.estimate import Estimate, TimeEstimate
+from dtlayout.costmodel.memory import MemoryEstimate, estimate_curve
+from dtlayout.costmodel.scenario import Scenario, cut
+from dtlayout.dryrun.price import price
+from dtlayout.dryrun.report import RankReport
+from dtlayout.layout import Layout
+from dtlayout.measure.curve import UPDATE, Highest
+from dtlayout.mesh.axes import PP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Reports with all that they can be compared with."""
+
+    scenario: Scenario
+    """What was run dry."""
+    layout: Layout
+    """As which layout."""
+    reports: list[RankReport]
+    """In the order of the ranks."""
+    estimate: Estimate
+    """The cost model's."""
+    notes: list[str] = field(default_factory=list)
+    """What the dry run left out."""
+    is_beginning: bool = False
+    """Whether the first steps of a run were taken, and not a later one."""
+    measured: Mapping[int, list[Highest]] = field(default_factory=dict)
+    """The curve of each rank of a real run that is known."""
+
+    @property
+    def title(self) -> str:
+        """What was run, in a line."""
+        model, gpu = self.scenario.model.name, self.scenario.cluster.gpu.name
+        return f"{model} as {self.layout} on {self.layout.world_size} x {gpu}, dry"
+
+    @cached_property
+    def time(self) -> TimeEstimate | None:
+        """The step priced from the reports; None where they do not tell."""
+        return price(self.scenario, self.layout, self.estimate.kernels, self.reports)
+
+    def predicted(self, report: RankReport) -> MemoryEstimate:
+        """The cost model's memory of a rank."""
+        return self.estimate.memory[report.coordinate[PP]]
+
+    def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
+        """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""
+        dry, predicted = report.parts, self.predicted(report)
+        return {
+            "parameters": (dry.parameter + dry.gathered, predicted.parameters),
+            "gradients": (dry.gradient, predicted.gradients),
+            "optimizer": (dry.optimizer, predicted.optimizer),
+            "activations, messages, temporary": (
+                dry.activation + dry.communication + dry.other,
+                predicted.activations + predicted.logits + predicted.buffers + predicted.overhead,
+            ),
+            "peak": (report.peak_bytes, predicted.total),
+        }
+
+    def predicted_curve(self, report: RankReport) -> list[float]:
+        """The cost model's bytes in each part of the report's curve; Adam keeps nothing until the first update."""
+        stages, rank = cut(self.scenario, self.layout), report.coordinate[PP]
+        start, *actions = estimate_curve(
+            self.scenario, self.layout, self.estimate.kernels, stages, rank, report.num_microbatches_run
+        )
+        known = {str(action): (fullest, left) for action, fullest, left in actions}
+        missing = self.predicted(report).optimizer if self.is_beginning else 0.0
+        curve, held = [], start[2]
+        for part in report.curve:
+            highest, held = known.get(part.action, (held, held))  # a message adds nothing to speak of
+            curve.append(highest - missing)
+            if part.action == UPDATE:
+                missing, held = 0.0, start[2]
+        return curve

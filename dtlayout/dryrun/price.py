@@ -1,0 +1,132 @@
+"""A second estimate of the step, from what dry runs did: each operator and message priced with the cluster's constants.
+
+With the cost model it shares the constants, and how a pipeline is played. What is computed, moved and sent it has from
+the dry runs, where the cost model has formulas. Stages that nobody ran are taken to be like the first one, block by
+block. No torch.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+
+from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
+from dtlayout.costmodel.compute import flash_s, host_s, matmul_s, pass_s
+from dtlayout.costmodel.estimate import Estimator, StageWork, TimeEstimate, hidden_share
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.dryrun.report import Done, Message, RankReport
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.measure.operations import Attention, Matmul, Pass
+from dtlayout.mesh.axes import AXES, PP, TP, axis_sizes, axis_strides
+from dtlayout.pipelining.schedule import Action, Kind
+
+
+def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]) -> TimeEstimate | None:
+    """The step of the rank, of those that were run, that ends last; None unless both ends of the pipeline were run."""
+    by_pp_rank = {report.coordinate[PP]: report for report in reports}
+    if not {0, layout.pp - 1} <= by_pp_rank.keys():
+        return None
+    estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
+    ranks = {rank: _Rank(scenario, layout, kernels, report) for rank, report in by_pp_rank.items()}
+    first = ranks[0].stages[0]
+    layers = [len(stage.layers) for stage in estimator.stages(layout)]
+    known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
+    work = [
+        _to_work(known[i] if i in known else _like(first, count / layers[0]), count * host_s(scenario, layout))
+        for i, count in enumerate(layers)
+    ]
+    return estimator.step(
+        layout, m, work,
+        {rank: (priced.dp_s, priced.optimizer_s) for rank, priced in ranks.items()},
+        delay_s=max(rank.message_s for rank in ranks.values()),
+        peak_bytes=max(report.peak_bytes for report in reports) + scenario.engine.constants.overhead_bytes,
+    )  # fmt: skip
+
+
+_Seconds = defaultdict[tuple[str, Kind], float]
+"""What they are spent on (compute, recompute, tp, or the embedding, whatever it does) and the direction → seconds of
+one microbatch."""
+_EMBEDDING = "embedding"
+
+
+class _Rank:
+    """What one rank did, in seconds."""
+
+    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels, report: RankReport):
+        self.scenario, self.layout, self.kernels = scenario, layout, kernels
+        self.stages: defaultdict[int, _Seconds] = defaultdict(lambda: defaultdict(float))
+        """Of one microbatch, on average."""
+        self.dp_s = self.optimizer_s = self.message_s = 0.0
+        computing, sending = defaultdict[Action, float](float), defaultdict[Action, float](float)
+        m = report.num_microbatches
+        for done in report.done:
+            spent, seconds = self._price(done)
+            action = done.place.action
+            repeats = report.repeats(action)
+            if spent == PP:
+                self.message_s = max(self.message_s, seconds / done.count)
+            elif action is None:
+                self.dp_s += seconds if isinstance(done.what, Message) else 0.0
+                self.optimizer_s += 0.0 if isinstance(done.what, Message) else seconds
+            elif spent == "dp":
+                sending[action] += seconds * repeats
+            else:
+                computing[action] += seconds * repeats
+                self.stages[action.stage][spent, action.kind] += seconds * repeats / m
+        hidden = hidden_share(scenario)
+        self.dp_s += sum(max(0.0, seconds - hidden * computing[action]) for action, seconds in sending.items())
+
+    def _price(self, done: Done) -> tuple[str, float]:
+        """What it is spent on, and the seconds of all of it."""
+        what = done.what
+        spent, seconds = "recompute" if done.place.is_again else "compute", 0.0
+        match what:
+            case Matmul():
+                seconds = what.batch * matmul_s(self.scenario, what.m, what.n, what.k)
+            case Attention():
+                seconds = flash_s(self.scenario, self.kernels.attention, what.flops)
+            case Pass():
+                seconds = pass_s(self.scenario, what.moved_bytes)
+            case Message():
+                spent = what.axis if what.axis in (PP, TP) else "dp"
+                seconds = self._price_message(what)
+        if done.place.module.endswith("embed_tokens") and spent in ("compute", TP):
+            spent = _EMBEDDING
+        return spent, done.count * seconds
+
+    def _price_message(self, message: Message) -> float:
+        scenario, layout = self.scenario, self.layout
+        if message.axis == PP and message.name in ("send", "recv"):
+            return message_s(scenario, layout, message.nbytes)
+        sizes, strides = axis_sizes(layout), axis_strides(layout)
+        axes = [axis for axis in AXES if sizes[axis] > 1 and (message.axis == "all" or axis in message.axis.split("·"))]
+        num_ranks = prod(sizes[axis] for axis in axes)
+        if axes == [TP]:
+            link, exposed = tp_link(scenario, layout), scenario.engine.constants.tp_exposed
+        else:
+            link, exposed = data_link(scenario, layout, strides[axes[-1]], num_ranks), 1.0
+        if message.name == "all_reduce":
+            return exposed * all_reduce_s(message.nbytes, num_ranks, link)
+        return exposed * half_all_reduce_s(message.nbytes, num_ranks, link)
+
+
+def _like(first: _Seconds, share: float) -> _Seconds:
+    """A stage with so many times the blocks of the first one, and no embedding."""
+    return defaultdict(float, {key: share * seconds for key, seconds in first.items() if key[0] != _EMBEDDING})
+
+
+def _to_work(seconds: _Seconds, least_host_s: float) -> StageWork:
+    def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:
+        return sum(value for (name, kind), value in seconds.items() if name in names and kind in kinds)
+
+    waiting_s = max(0.0, least_host_s - sum(seconds.values()))
+    everything = ("compute", "recompute", TP, _EMBEDDING)
+    return StageWork(
+        compute_s=spent_on("compute", _EMBEDDING),
+        recompute_s=spent_on("recompute"),
+        tp_s=spent_on(TP),
+        pp_s=0.0,
+        host_s=waiting_s,
+        forward_s=spent_on(*everything, kinds=[Kind.FORWARD]) + waiting_s / 3,
+        backward_s=spent_on(*everything, kinds=[Kind.BACKWARD]) + 2 * waiting_s / 3,
+    )

@@ -1,0 +1,42 @@
+"""What an operator does that takes a device time: a matmul, attention, or moving bytes. Plain values, no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """m×k times k×n, as often as `batch` says."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> int:
+        """2·m·n·k for each."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention in one kernel, forward or backward."""
+
+    flops: int
+    """Counted whole, without a mask, as MFU does: 4·S²·K a head and sample forward, 2.5 times that backward."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A kernel that does little more than to read and write."""
+
+    moved_bytes: int
+    """What it reads and what it writes."""
+
+    @property
+    def flops(self) -> int:
+        """None that count."""
+        return 0
+
+
+Operation = Matmul | Attention | Pass

@@ -1,0 +1,115 @@
+"""What operators do as they are issued, on local shapes: matmuls, attention, and bytes that are read and written."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dtlayout.measure.collectives import COLLECTIVE_NAMESPACES
+from dtlayout.measure.operations import Attention, Matmul, Operation, Pass
+from dtlayout.measure.storages import current_fake_mode, each_tensor
+
+aten = torch.ops.aten
+
+
+class WorkCounter:
+    """Counts operations by what `label` says when an operator comes; who sees operators calls `observe`."""
+
+    def __init__(self, label: Callable[[], Any]) -> None:
+        self.counts: Counter[tuple[Any, Operation]] = Counter()
+        """Label and operation → how often."""
+        self._label = label
+        self._fake_mode = current_fake_mode()
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Count an operator on plain tensors."""
+        # DTensor tries an operator on fake tensors of its own to learn what comes out of it.
+        if current_fake_mode() is self._fake_mode:
+            operation = describe(func, args, kwargs, result)
+            if operation is not None:
+                self.counts[self._label(), operation] += 1
+
+
+def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
+    """What an operator does; None for views, allocations and what is sent."""
+    if func in _MATMULS:
+        left, right = (args[i].shape for i in _MATMULS[func])
+        *batch, m, k = left
+        return Matmul(m, right[-1], k, *batch)
+    count: Any = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
+    if count is not None:
+        return Attention(int(count(*args, **kwargs, out_val=result)))
+    if func.is_view or func in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
+        return None
+    moved_bytes = _count_moved(func, args, kwargs, result)
+    return Pass(moved_bytes) if moved_bytes else None
+
+
+_MATMULS = {
+    aten.mm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.bmm.default: (0, 1),
+    aten.baddbmm.default: (1, 2),
+}  # fmt: skip
+"""Which arguments are multiplied."""
+_ALLOCATIONS = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+}  # fmt: skip
+_OVERWRITING = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+"""They write their first argument and do not read it."""
+_LOOKUPS = {aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}
+"""They read of their first argument as much as comes out."""
+
+
+def _count_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    given = dict(zip(_argument_names(func), args, strict=False)) | kwargs
+    written = list(each_tensor([given.get(name) for name in _written_names(func)]))
+    known = {id(tensor.untyped_storage()) for tensor in each_tensor(given)}
+    made = [tensor for tensor in each_tensor(result) if id(tensor.untyped_storage()) not in known]
+    if not written and not made:
+        return 0
+    if func in _LOOKUPS:
+        return 2 * _count_bytes(made)
+    is_overwritten = func in _OVERWRITING
+    read = (value for name, value in given.items() if name != "out" and not (is_overwritten and name == "self"))
+    return _count_bytes(each_tensor(list(read))) + _count_bytes(written) + _count_bytes(made)
+
+
+@cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@cache
+def _written_names(func: Any) -> tuple[str, ...]:
+    return tuple(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """An expanded tensor is no larger than its storage."""
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+
+
+def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, _grouped(key, query), _grouped(value, query)))
+
+
+def _count_attention_backward(grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    shapes = grad_out.shape, query.shape, _grouped(key, query), _grouped(value, query)
+    return int(sdpa_backward_flop_count(*shapes))
+
+
+def _grouped(key: torch.Tensor, query: torch.Tensor) -> tuple[int, ...]:
+    """The shape of keys or values with one head for every query head that they serve."""
+    return (key.shape[0], query.shape[1], *key.shape[2:])
+
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _count_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _count_attention_backward,
+}
+"""What torch counts on CUDA alone."""

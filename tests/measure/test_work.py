@@ -1,0 +1,88 @@
+"""What operators do, told from what they are given: matmuls by sizes, attention by FLOPs, the rest by bytes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtlayout.measure.operations import Attention, Matmul, Operation, Pass
+from dtlayout.measure.work import WorkCounter, describe
+
+
+class Listing(TorchDispatchMode):
+    """What each operator does, views and the like left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Operation] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if operation := describe(func, args, kwargs or {}, result):
+            self.found.append(operation)
+        return result
+
+
+X, Y = torch.zeros(8, 4), torch.zeros(8, 4)  # 128 bytes each
+
+
+@pytest.mark.parametrize(
+    ("work", "operation"),
+    [
+        (lambda: X @ torch.ones(4, 3), Matmul(8, 3, 4)),
+        (lambda: torch.addmm(torch.ones(3), X, torch.ones(4, 3)), Matmul(8, 3, 4)),
+        (lambda: torch.bmm(torch.ones(2, 8, 4), torch.ones(2, 4, 3)), Matmul(8, 3, 4, batch=2)),
+        (lambda: X + Y, Pass(3 * 128)),
+        (lambda: torch.exp(X), Pass(2 * 128)),
+        (lambda: X.clone().add_(Y), Pass(3 * 128)),  # in place it reads both and writes one
+        (lambda: torch.empty(8, 4).copy_(X), Pass(2 * 128)),
+        (lambda: torch.empty(8, 4).fill_(1.0), Pass(128)),
+        (lambda: torch.add(X, Y, out=torch.empty(8, 4)), Pass(3 * 128)),
+        (lambda: torch.ones(8, 1).expand(8, 4) + Y, Pass(32 + 2 * 128)),  # no larger than its storage
+        (lambda: F.embedding(torch.arange(2), torch.zeros(1000, 4)), Pass(2 * 32)),
+        (lambda: torch._foreach_mul([X.clone(), Y.clone()], 2.0), Pass(4 * 128)),
+    ],
+)  # fmt: skip
+def test_the_last_operator_does_this(work, operation):
+    with Listing() as listing:
+        work()
+    assert listing.found[-1] == operation
+
+
+@pytest.mark.parametrize(
+    "work", [lambda: X.view(-1), lambda: X.t(), lambda: X.detach(), lambda: X[1:], lambda: torch.empty_like(X)]
+)
+def test_views_and_allocations_do_nothing(work):
+    with Listing() as listing:
+        work()
+    assert listing.found == []
+
+
+def test_attention_counts_whole_and_two_and_a_half_times_backward():
+    q, k, v = (torch.zeros(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    with Listing() as listing, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    whole = 2 * 4 * 4 * 16**2 * 8
+    assert [each.flops for each in listing.found if isinstance(each, Attention)] == [whole, 2.5 * whole]
+
+
+def test_fused_adam_reads_and_writes_four_tensors():
+    """By its schema it may write gradients too."""
+    parameter = nn.Parameter(torch.zeros(1024))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = torch.ones(1024)
+    optimizer.step()
+    with Listing() as listing:
+        optimizer.step()
+    moved = max(each.moved_bytes for each in listing.found if isinstance(each, Pass))
+    assert moved == pytest.approx(8 * 4096, rel=0.01)
+
+
+def test_a_counter_adds_up_by_label():
+    labels = iter(("a", "b", "b"))
+    counter = WorkCounter(lambda: next(labels))
+    for _ in range(3):
+        counter.observe(torch.ops.aten.mm.default, (X, torch.ones(4, 3)), {}, torch.ones(8, 3))
+    assert counter.counts == {("a", Matmul(8, 3, 4)): 1, ("b", Matmul(8, 3, 4)): 2}
+    assert Matmul(8, 3, 4).flops == 2 * 8 * 3 * 4 and Pass(5).flops == 0
