@@ -23,7 +23,7 @@ bench-gpu:
 bench-recompute: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.recompute > benchmarks/recompute.md
 
-# The memory formulas against dry runs of every stage of eight layouts, the largest of 16,384 GPUs: a quarter of an hour.
+# The formulas against dry runs of every stage of eight layouts, the largest of 16,384 GPUs: seven minutes.
 bench-dryrun: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.dryrun > benchmarks/dryrun.md
 

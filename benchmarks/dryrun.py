@@ -1,4 +1,4 @@
-"""Closed-form memory against a dry run of every stage, on the layouts that people ask about, as Markdown.
+"""Formulas of memory and time against a dry run of every stage, on layouts that people ask about, as Markdown.
 
     make bench-dryrun
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from dtlayout.batch import Batch
 from dtlayout.cluster import find_gpu
 from dtlayout.config import Config, parse_config
-from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
 from dtlayout.precision import Precision
-from dtlayout.training.prediction import predict
+from dtlayout.training.prediction import own_scenario, predict
 
 _GIB = 2**30
 
@@ -79,9 +79,14 @@ def main() -> None:
 
     print("# Dry runs against formulas\n")
     print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}. `make bench-dryrun`\n")
-    print("Peaks of the first rank of each stage, in GiB; seconds are of all of them, two at a time or as cores are.\n")
-    print("| model | sequence | layout | stage | dry run | predicted | difference | microbatches run | seconds |")
-    print("|---|--:|---|--:|--:|--:|--:|--:|--:|")
+    print(
+        "Peaks of the first rank of each stage, in GiB. Of the components that make it up, the one whose formula is\n"
+        "furthest off, as a share of the peak. Steps are priced with the cluster's constants, from what the dry run\n"
+        "did and by the cost model. The last column is the dry run's own time, as many ranks at once as cores.\n"
+    )
+    names = "model|sequence|layout|stage|dry run|predicted|difference|components|step, dry|step, predicted|ran for"
+    print(f"| {' | '.join(names.split('|'))} |")
+    print("|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for subject in SUBJECTS:
         for line in rehearse(subject):
             print(line, flush=True)
@@ -94,24 +99,27 @@ def rehearse(subject: Subject) -> Iterator[str]:
     assert estimate is not None, "the GPU type is known"
     ranks = range(0, layout.world_size, layout.world_size // layout.pp)
     start = time.monotonic()
-    found = dry_run_ranks(
-        config, layout, Kernels(), ranks, device_type=gpu.device_type, gpus_per_node=gpu.gpus_per_node
+    reports = sorted(
+        dry_run_ranks(config, layout, Kernels(), ranks, device_type=gpu.device_type, gpus_per_node=gpu.gpus_per_node),
+        key=lambda report: report.rank,
     )
-    reports = sorted(found, key=lambda report: report.rank)
-    seconds = f"{time.monotonic() - start:.0f}"
-    print(f"{subject.model} {layout}: {seconds} s", file=sys.stderr, flush=True)
+    seconds = f"{time.monotonic() - start:.0f} s"
+    print(f"{subject.model} {layout}: {seconds}", file=sys.stderr, flush=True)
+    scenario = own_scenario(config, layout, gpu)
+    findings = Findings(scenario=scenario, layout=layout, reports=reports, estimate=estimate)
+    assert findings.time is not None, "all stages were run"
     for stage, report in enumerate(reports):
-        yield _row(subject, stage, report, estimate.memory[stage], "" if stage else seconds)
+        step = [f"{findings.time.total:.2f} s", f"{estimate.step_time_s:.2f} s", seconds]
+        cells = [subject.model, f"{subject.seq_len:,}", str(layout), str(stage), *_compare(findings, report)]
+        yield f"| {' | '.join(cells + (step if stage == 0 else ['', '', '']))} |"
 
 
-def _row(subject: Subject, stage: int, report: RankReport, predicted: MemoryEstimate, seconds: str) -> str:
-    dry, formula = report.peak_bytes, predicted.total
-    microbatches = f"{report.num_microbatches_run} of {report.num_microbatches}"
-    cells = [
-        subject.model, f"{subject.seq_len:,}", str(subject.layout), str(stage), f"{dry / _GIB:.3f}",
-        f"{formula / _GIB:.3f}", f"{formula / dry - 1:+.2%}", microbatches, seconds,
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+def _compare(findings: Findings, report: RankReport) -> list[str]:
+    """Peak, dry and predicted, their difference, and that of the component that is furthest off."""
+    components = findings.components(report)
+    dry, predicted = components.pop("peak")
+    worst = max((formula - found for found, formula in components.values()), key=abs)
+    return [f"{dry / _GIB:.3f}", f"{predicted / _GIB:.3f}", f"{predicted / dry - 1:+.2%}", f"{worst / dry:+.2%}"]
 
 
 if __name__ == "__main__":

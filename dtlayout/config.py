@@ -258,14 +258,7 @@ def check_layout(config: Config, world_size: int) -> Layout:
     problems += layout.problems(config.model, config.batch)
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
-    try:
-        config.kernels.check_compile(layout.tp, layout.recompute, config.train.device)
-    except InvalidLayout as error:
-        problems += error.problems
-    try:
-        config.kernels.check(config.precision, config.train.device)
-    except InvalidConfig as error:
-        problems += error.problems
+    problems += config.kernels.problems(config.precision, config.train.device, tp=layout.tp, recompute=layout.recompute)
     if problems:
         raise InvalidLayout(problems)
     return layout

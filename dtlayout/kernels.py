@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_type_hints
 
-from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.errors import InvalidConfig
 from dtlayout.precision import Precision
 
 Attention = Literal[
@@ -85,8 +85,29 @@ class Kernels:
         attention, why = choose_attention(precision, device_type, capability, installed)
         return replace(self, attention=attention), why
 
-    def check(self, precision: Precision, device_type: str, capability: tuple[int, int] | None = None) -> None:
-        """Raise InvalidConfig with every kernel that the trainer lacks, or lacks on this device or in this format.
+    def check(
+        self,
+        precision: Precision,
+        device_type: str,
+        capability: tuple[int, int] | None = None,
+        *,
+        tp: int = 1,
+        recompute: str = "none",
+    ) -> None:
+        """Raise InvalidConfig with all of `problems`."""
+        if problems := self.problems(precision, device_type, capability, tp=tp, recompute=recompute):
+            raise InvalidConfig(problems)
+
+    def problems(
+        self,
+        precision: Precision,
+        device_type: str,
+        capability: tuple[int, int] | None = None,
+        *,
+        tp: int = 1,
+        recompute: str = "none",
+    ) -> list[str]:
+        """Every kernel that the trainer lacks, or lacks on this device, in this format or in such a layout.
 
         A `device_type` of "auto" is not known yet, and refuses only what runs nowhere.
         """
@@ -123,23 +144,24 @@ class Kernels:
             for name, instead in self._liger()
             if compute == "float64"
         ]
-        if problems:
-            raise InvalidConfig(problems)
+        return problems + (self._compile_problems(tp, recompute, device_type) if tp > 1 else [])
 
-    def check_compile(self, tp: int, recompute: str, device_type: str) -> None:
-        """Raise InvalidLayout where torch.compile fails on what tp splits; a `device_type` of "auto" passes."""
-        if tp > 1 and self.compile == "model":
-            raise InvalidLayout(
+    def _compile_problems(self, tp: int, recompute: str, device_type: str) -> list[str]:
+        """Where torch.compile fails on what tp splits."""
+        problems = []
+        if self.compile == "model":
+            problems.append(
                 f"kernels.compile=model cannot trace the embedding that layout.tp={tp} splits over the vocabulary; "
                 f"use kernels.compile=blocks"
             )
         runs_attention_again = recompute == "keep-matmuls" and self.attention != "sdpa-math"
-        if tp > 1 and self.compile == "blocks" and runs_attention_again and device_type == "cpu":
-            raise InvalidLayout(
+        if self.compile == "blocks" and runs_attention_again and device_type == "cpu":
+            problems.append(
                 f"kernels.compile=blocks cannot keep the random state that layout.recompute=keep-matmuls needs to run "
                 f"kernels.attention={self.attention} again on a CPU beside the mesh of layout.tp={tp}; "
                 f"use layout.recompute=selective or kernels.attention=sdpa-math"
             )
+        return problems
 
     def _cuda_only(self) -> list[tuple[str, str, str]]:
         """Name, kernel, and what runs on the CPU instead."""

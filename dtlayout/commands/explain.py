@@ -50,8 +50,7 @@ def _check(config: Config, world_size: int, engine: Engine, device_type: str) ->
     """The layout on so many ranks; what only our trainer lacks is no problem of another engine."""
     if engine.name == OWN_ENGINE:
         layout = check_layout(config, world_size)
-        config.kernels.check(config.precision, device_type)
-        config.kernels.check_compile(layout.tp, layout.recompute, device_type)
+        config.kernels.check(config.precision, device_type, tp=layout.tp, recompute=layout.recompute)
         return layout
     layout = config.layout.resolve(world_size)
     layout.check(config.model, config.batch)

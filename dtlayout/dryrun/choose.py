@@ -14,8 +14,7 @@ from dtlayout.training.prediction import predicted_kernels
 def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:
     """Those that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
     kernels, notes = predicted_kernels(config, gpu), []
-    kernels.check(config.precision, gpu.device_type)
-    kernels.check_compile(layout.tp, layout.recompute, gpu.device_type)
+    kernels.check(config.precision, gpu.device_type, tp=layout.tp, recompute=layout.recompute)
     problems = [
         f"kernels.{name}=liger is a Triton kernel, which a dry run cannot execute; use --kernels.{name}={instead}"
         for name, instead in (("norm", "fused"), ("rope", "eager"), ("swiglu", "eager"))

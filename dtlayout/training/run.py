@@ -60,8 +60,7 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
     device = open_device(config.train.device, config.cluster.gpu)
-    config.kernels.check(config.precision, device.type, device.capability)
-    config.kernels.check_compile(layout.tp, layout.recompute, device.type)
+    config.kernels.check(config.precision, device.type, device.capability, tp=layout.tp, recompute=layout.recompute)
     kernels, why = config.kernels.resolve(config.precision, device.type, device.capability, find_installed())
     check_packages(kernels)
     refuse_hopeless(config, layout, find_predicted_gpu(device, config.cluster.gpu))

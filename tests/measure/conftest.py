@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtlayout.dryrun.world import fake_world
 
 
 @pytest.fixture
@@ -17,6 +18,5 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def two_fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_world(0, 2):
+        yield

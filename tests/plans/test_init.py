@@ -1,17 +1,14 @@
 """Initial weights: normal, and a function of (seed, name, position) whoever computes which part of them."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtlayout.dryrun.world import fake_world
 from dtlayout.kernels import Kernels
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.models.llama import Llama
@@ -30,16 +27,6 @@ def normal(shape: tuple[int, ...], seed: int = 0, name: str = "w", std: float = 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])
-
-
-@contextmanager
-def playing_rank(rank: int, world_size: int) -> Iterator[None]:
-    """A process group without the other processes."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**40])
@@ -98,7 +85,7 @@ def test_shards_that_fill_themselves_make_the_whole(shape, placements):
     whole = normal(shape)
     covered = torch.zeros(shape)
     for rank in range(4):
-        with playing_rank(rank, 4):
+        with fake_world(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2))
             expected = DTensor.from_local(whole.clone(), mesh, run_check=False).redistribute(placements=placements)
             index = torch.arange(whole.numel()).view(shape)
