@@ -105,7 +105,7 @@ def rehearse(subject: Subject) -> Iterator[str]:
     )
     seconds = f"{time.monotonic() - start:.0f} s"
     print(f"{subject.model} {layout}: {seconds}", file=sys.stderr, flush=True)
-    scenario = own_scenario(config, layout, gpu)
+    scenario = own_scenario(config, layout.world_size, gpu)
     findings = Findings(scenario=scenario, layout=layout, reports=reports, estimate=estimate)
     assert findings.time is not None, "all stages were run"
     for stage, report in enumerate(reports):
