@@ -134,6 +134,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end alone."""
     keep: int = 2
     """Newest checkpoints that stay on disk."""
+    save: bool = True
+    """Whether anything is saved; without it a run cannot be resumed."""
 
     def __post_init__(self) -> None:
         _refuse_values("checkpoint", self, {"must not be negative": ("every",), "must be at least 1": ("keep",)})

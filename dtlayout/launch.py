@@ -4,18 +4,16 @@ torchrun restarts workers after any exit code but 0 (`--max-restarts`), also aft
 restarted process looks at RUN/summary.json first, and if the run has ended there, it ends the same way again.
 """
 
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
-from dtlayout.training.metrics import SUMMARY_NAME, Summary
+from dtlayout.training.metrics import Summary, read_summary
 
 SECONDS_TO_SAY_WHY = 5.0
 USAGE = "usage: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=value ...]"
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(config: Config) -> int:
     folder, is_writer = Path(config.train.run_folder), os.environ.get("RANK", "0") == "0"
-    summary = _read_summary(folder)
+    summary = read_summary(folder)
     try:
         layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     except DtlayoutError as error:
@@ -88,15 +86,6 @@ def _is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _read_summary(folder: Path) -> dict[str, Any]:
-    """How the last run in a folder ended; empty if nobody knows."""
-    try:
-        summary = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
-
-
 def _write_refusal(error: DtlayoutError, folder: Path) -> None:
     _write_summary(Summary(outcome="refused", exit_code=error.exit_code, problems=str(error).splitlines()), folder)
 
@@ -106,3 +95,7 @@ def _write_summary(summary: Summary, folder: Path) -> None:
         summary.write(folder)
     except OSError as error:
         raise DtlayoutError(f"train.run_folder={str(folder)!r} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":  # as train.py, for who has no checkout
+    sys.exit(main(sys.argv[1:]))

@@ -31,6 +31,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],
     "dry run": ["dryrun.*"],
+    "sweep": ["sweep.*"],
     "programs": ["commands.*", "cli", "launch"],
 }  # fmt: skip
 ORDER = list(LAYERS)

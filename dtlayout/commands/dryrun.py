@@ -82,7 +82,7 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
         ranks = _first_ranks(layout) if options.ranks is None else ranks
     reports = sorted(_watch(config, layout, kernels, gpu, ranks, num_steps, folds), key=lambda report: report.rank)
     return Findings(
-        scenario=own_scenario(config, layout, gpu),
+        scenario=own_scenario(config, layout.world_size, gpu),
         layout=layout,
         reports=reports,
         estimate=estimate,

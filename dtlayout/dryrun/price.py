@@ -47,6 +47,7 @@ _Seconds = defaultdict[tuple[str, Kind], float]
 """What they are spent on (compute, recompute, tp, or the embedding, whatever it does) and the direction → seconds of
 one microbatch."""
 _EMBEDDING = "embedding"
+_BETWEEN_STAGES = ("send", "recv")
 
 
 class _Rank:
@@ -88,7 +89,7 @@ class _Rank:
             case Pass():
                 seconds = pass_s(self.scenario, what.moved_bytes)
             case Message():
-                spent = what.axis if what.axis in (PP, TP) else "dp"
+                spent = PP if what.name in _BETWEEN_STAGES else TP if what.axis == TP else "dp"
                 seconds = self._price_message(what)
         if done.place.module.endswith("embed_tokens") and spent in ("compute", TP):
             spent = _EMBEDDING
@@ -96,7 +97,7 @@ class _Rank:
 
     def _price_message(self, message: Message) -> float:
         scenario, layout = self.scenario, self.layout
-        if message.axis == PP and message.name in ("send", "recv"):
+        if message.name in _BETWEEN_STAGES:
             return message_s(scenario, layout, message.nbytes)
         sizes, strides = axis_sizes(layout), axis_strides(layout)
         axes = [axis for axis in AXES if sizes[axis] > 1 and (message.axis == "all" or axis in message.axis.split("·"))]

@@ -181,10 +181,20 @@ class MetricsFile:
             file.write(json.dumps(asdict(metrics)) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines; none if there is no file yet."""
+        """All lines, but for one that a kill tore; none if there is no file yet."""
         if not self.path.exists():
             return []
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """How the last run in a folder ended; empty if nobody knows."""
+    try:
+        summary = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def write_whole(path: Path, text: str) -> None:

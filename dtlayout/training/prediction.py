@@ -32,14 +32,18 @@ def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Sc
     )
 
 
-def own_scenario(config: Config, layout: Layout, gpu: Gpu) -> Scenario:
-    """What a config trains with this trainer, on the GPUs that a layout takes."""
-    return make_scenario(config, gpu, layout.world_size, find_engine(OWN_ENGINE, gpu.name))
+def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
+    """What a config trains with this trainer, on so many GPUs of a type."""
+    return make_scenario(config, gpu, num_gpus, find_engine(OWN_ENGINE, gpu.name))
 
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
     """The estimate of this trainer with a legal layout on a GPU type; None where no numbers of the GPU are known."""
-    return None if gpu is None else estimate(own_scenario(config, layout, gpu), layout, predicted_kernels(config, gpu))
+    return (
+        None
+        if gpu is None
+        else estimate(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
+    )
 
 
 def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
@@ -54,7 +58,7 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
         return
     if predicted.peak_bytes <= HOPELESS_SHARE * predicted.capacity_bytes:
         return
-    explanation = explain(own_scenario(config, layout, gpu), layout, predicted_kernels(config, gpu))
+    explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
     largest = largest_component(predicted.memory[predicted.busiest_rank])
     ways = [_describe_change(change) for change in explanation.changes[:3]]
     if explanation.growth is not None:

@@ -177,7 +177,7 @@ class _Run:
             is_over = result.stop_requested or index + 1 == num_steps
             if is_drawn and (is_over or index + 1 == STEPS_DRAWN):
                 self._write_curves(index + 1)
-            if is_over or (every and (index + 1) % every == 0):
+            if self.config.checkpoint.save and (is_over or (every and (index + 1) % every == 0)):
                 self._save(index + 1)
                 saved = index + 1
             if result.stop_requested and index + 1 < num_steps:

@@ -99,7 +99,7 @@ def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
         module="", action="", curve=[], done=[], num_microbatches=1, num_microbatches_run=1,
     )  # fmt: skip
     found = Findings(
-        scenario=own_scenario(config, layout, gpu), layout=layout, reports=[report],
+        scenario=own_scenario(config, layout.world_size, gpu), layout=layout, reports=[report],
         estimate=replace(estimate, memory=(replace(none, optimizer=predicted * 2**20),)),
     )  # fmt: skip
     *_, table = RankTables.make(report, found, compares=True).tables

@@ -40,7 +40,7 @@ def test_the_formulas_agree_and_messages_are_those_of_theory(subject: Subject) -
         for dry, predicted in components(report, estimate.memory[stage]).values():
             assert predicted == pytest.approx(dry, rel=0.05)
         assert count_messages(report) == expect_messages(subject, stage, blocks[stage])
-    priced = price(own_scenario(config, layout, gpu), layout, Kernels(), reports)
+    priced = price(own_scenario(config, layout.world_size, gpu), layout, Kernels(), reports)
     assert priced is not None and priced.total == pytest.approx(estimate.step_time_s, rel=0.15)
 
 

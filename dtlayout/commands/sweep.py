@@ -1,0 +1,159 @@
+"""dtlayout sweep: run many configs for real, and keep how each of them ended."""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from dtlayout.errors import EXIT_DONE, EXIT_STOPPED
+from dtlayout.signals import note_signals
+from dtlayout.sweep.results import Journal, TrialResult, rank
+from dtlayout.sweep.run import run_sweep
+from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
+
+EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
+_BEST_SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sweep's file and its folder."""
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml", help="what to try")
+    parser.add_argument("--folder", type=Path, metavar="F", help="where results go; sweeps/NAME by default")
+    parser.add_argument("--list", action="store_true", help="show what would be run, and why the rest would not")
+    parser.add_argument("--try-misfits", action="store_true", help="run also what is predicted not to fit")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what has no result yet."""
+    sweep = read_sweep(options.sweep)
+    folder = options.folder or Path("sweeps") / options.sweep.stem
+    trials = make_trials(sweep, folder)
+    if options.list:
+        print(json.dumps([_to_document(trial) for trial in trials], indent=2) if options.json else _list(trials))
+        return EXIT_DONE
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True, highlight=False)
+    with note_signals() as stop:
+        board = _Board(console, sweep, trials, Journal(folder).read())
+        with Live(get_renderable=board.draw, console=console, refresh_per_second=2, transient=True):
+            for result in run_sweep(
+                sweep, trials, folder,
+                tries_misfits=options.try_misfits, is_stopped=lambda: stop.is_made, on_start=board.note_start,
+            ):  # fmt: skip
+                board.note(result)
+    found = [board.results[trial.key] for trial in trials if trial.key in board.results]
+    if options.json:
+        print(json.dumps({"ok": True, "folder": str(folder), "trials": [asdict(r) for r in found]}, indent=2))
+    else:
+        _print_summary(found, len(trials), folder)
+    return EXIT_STOPPED if stop.is_made else EXIT_DONE
+
+
+class _Board:
+    """What a person sees while trials run: how many are left, how long that takes, and the best so far."""
+
+    def __init__(self, console: Console, sweep: Sweep, trials: Sequence[Trial], results: dict[str, TrialResult]):
+        self.console, self.sweep, self.trials, self.results = console, sweep, trials, dict(results)
+        self.running: tuple[Trial, float] | None = None
+
+    def note_start(self, trial: Trial) -> None:
+        self.running = trial, time.monotonic()
+        self._say(f"{self._count()} {trial.name}")
+
+    def note(self, result: TrialResult) -> None:
+        self.results[result.key] = result
+        if self.running is not None and self.running[0].key == result.key:
+            self._say(f"    {_describe(result)}")
+        self.running = None
+
+    def draw(self) -> RenderableType:
+        """The live part, below the lines."""
+        lines = [f"{self._count()}  {_count_outcomes(list(self.results.values()))}  {self._describe_rest()}"]
+        if self.running is not None:
+            lines.append(f"running for {time.monotonic() - self.running[1]:.0f} s: {self.running[0].name}")
+        return Group("\n".join(lines), _tabulate(rank(list(self.results.values()))[:_BEST_SHOWN]))
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def _count(self) -> str:
+        done = sum(trial.key in self.results for trial in self.trials)
+        return f"[{done}/{len(self.trials)}]"
+
+    def _describe_rest(self) -> str:
+        """What is left, at the pace of the trials that were run."""
+        paces = [result.seconds for result in self.results.values() if result.seconds]
+        left = sum(t.key not in self.results and t.config is not None for t in self.trials)
+        if not paces or not left:
+            return ""
+        minutes = left * sum(paces) / len(paces) / 60
+        return f"about {minutes:.0f} min left" if minutes >= 1 else "less than a minute left"
+
+
+def _describe(result: TrialResult) -> str:
+    if result.outcome != "ok" or result.step_time_s is None:
+        return f"{result.outcome}: {result.cause}"
+    text = f"{result.step_time_s:.3f} s a step"
+    if result.predicted and result.predicted.step_time_s:
+        text += f", predicted {result.predicted.step_time_s:.3f} s"
+    return text if result.mfu is None else f"{text}, MFU {result.mfu:.1%}"
+
+
+def _count_outcomes(results: Sequence[TrialResult]) -> str:
+    counts = Counter(result.outcome for result in results)
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+
+
+def _tabulate(best: Sequence[TrialResult]) -> Table:
+    table = Table(title="fastest so far" if best else None)
+    for name in ("trial", "s a step", "spread", "tokens/s a rank", "MFU", "peak MiB"):
+        table.add_column(name, justify="left" if name == "trial" else "right")
+    for result in best:
+        table.add_row(
+            " ".join(override.partition(".")[2] for override in result.overrides),
+            f"{result.step_time_s:.3f}",
+            f"{result.step_time_spread_s or 0:.3f}",
+            f"{result.tokens_per_s_per_gpu:,.0f}",
+            "n/a" if result.mfu is None else f"{result.mfu:.1%}",
+            f"{max(result.peak_memory_bytes) / 2**20:,.0f}" if result.peak_memory_bytes else "n/a",
+        )
+    return table
+
+
+def _print_summary(results: Sequence[TrialResult], num_trials: int, folder: Path) -> None:
+    console = Console(highlight=False)
+    console.print(f"{len(results)} of {num_trials} trials: {_count_outcomes(results)}", markup=False)
+    console.print(_tabulate(rank(results)[:_BEST_SHOWN]))
+    console.print(f"{folder}/trials.jsonl", markup=False, soft_wrap=True)
+
+
+def _list(trials: Sequence[Trial]) -> str:
+    lines = []
+    for trial in trials:
+        if trial.config is None:
+            lines.append(f"impossible  {trial.name}: {'; '.join(trial.problems)}")
+        elif trial.estimate is None:
+            lines.append(f"run         {trial.name}")
+        else:
+            step, fits = f"{trial.estimate.step_time_s:.3f} s a step", trial.estimate.fits
+            lines.append(f"{'run' if fits else 'misfit':<11} {trial.name}: predicted {step}")
+    return "\n".join(lines)
+
+
+def _to_document(trial: Trial) -> dict[str, object]:
+    estimate = trial.estimate
+    return {
+        "key": trial.key,
+        "overrides": list(trial.overrides),
+        "layout": asdict(trial.layout) if trial.layout else None,
+        "problems": list(trial.problems),
+        "fits": estimate.fits if estimate else None,
+        "step_time_s": estimate.step_time_s if estimate else None,
+    }

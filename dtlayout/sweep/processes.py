@@ -1,0 +1,66 @@
+"""Start a trial's processes, and end all of them, also those that hide in sessions of their own.
+
+Every process of a trial carries a mark in its environment, by which it is found again: torchrun starts workers in other
+process groups, and a sweep that went on after it was killed has no handle on what it had started.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_MARK = "DTLAYOUT_TRIAL"
+_LOOK_EVERY_S = 0.1
+
+
+def start(command: Sequence[str], log: Path, mark: str) -> subprocess.Popen[bytes]:
+    """Start a command with its output in a file; it ends with this process."""
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "dtlayout.sweep.tether", str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C is the sweep's, which ends the trial itself
+        )
+
+
+def find(mark: str) -> list[int]:
+    """Process ids with this mark; none where there is no /proc."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_marked = wanted in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # somebody else's, or gone
+            continue
+        if is_marked and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+def end(mark: str, process: subprocess.Popen[bytes] | None = None, *, grace_s: float = 10.0) -> None:
+    """End every process with this mark: SIGTERM to all, SIGKILL to those that are there `grace_s` later."""
+    _signal(find(mark), signal.SIGTERM)
+    if process is not None and process.poll() is None:
+        process.terminate()
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and (find(mark) or (process is not None and process.poll() is None)):
+        time.sleep(_LOOK_EVERY_S)
+    _signal(find(mark), signal.SIGKILL)
+    if process is not None:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue

@@ -1,0 +1,127 @@
+"""Run a sweep's trials one after the other, each as a torchrun of its own, and write down how each ended.
+
+Everything that matters is on disk before the next trial starts, so the same command goes on after any end. A trial
+that had ended when its sweep was killed is not run again: its run folder tells how it went.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from dtlayout.sweep import processes
+from dtlayout.sweep.results import Journal, Outcome, TrialResult, diagnose, measure
+from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, to_command, trial_folder
+from dtlayout.training.metrics import read_summary
+from dtlayout.training.prediction import to_predicted
+
+_LOOK_EVERY_S = 0.2
+
+
+def run_sweep(
+    sweep: Sweep,
+    trials: Sequence[Trial],
+    folder: Path,
+    *,
+    tries_misfits: bool = False,
+    is_stopped: Callable[[], bool] = lambda: False,
+    on_start: Callable[[Trial], None] = lambda trial: None,
+) -> Iterator[TrialResult]:
+    """The result of each trial that had none, as it ends; stops, without a result, once `is_stopped` says so.
+
+    `tries_misfits` also runs what is predicted not to fit.
+    """
+    processes.end(_mark(folder), grace_s=sweep.grace_s)  # of a sweep that was killed here
+    journal = Journal(folder)
+    known = journal.read()
+    for trial in trials:
+        before = known.get(trial.key)
+        if before is not None and not (before.outcome == "skipped" and tries_misfits):
+            continue
+        if is_stopped():
+            return
+        result = _judge(trial, tries_misfits=tries_misfits)
+        if result is None:
+            on_start(trial)
+            result = _run(sweep, trial, folder, is_stopped)
+        if result is None:
+            return
+        journal.append(result)
+        yield result
+
+
+def _mark(folder: Path) -> str:
+    """Of all processes of a sweep, whose trials run one at a time."""
+    return str(folder.resolve())
+
+
+def _judge(trial: Trial, *, tries_misfits: bool) -> TrialResult | None:
+    """The result of a trial that need not be run."""
+    if trial.config is None:
+        return _to_result(trial, "refused", "; ".join(trial.problems))
+    if trial.estimate is not None and not trial.estimate.fits and not tries_misfits:
+        peak, capacity = (size / 2**30 for size in (trial.estimate.peak_bytes, trial.estimate.capacity_bytes))
+        return _to_result(trial, "skipped", f"predicted to need {peak:.1f} GiB of {capacity:.1f}")
+    return None
+
+
+def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool]) -> TrialResult | None:
+    """Run a trial to its end, or to its time limit; None if the sweep is stopped meanwhile."""
+    assert trial.config is not None, "what is not possible has been judged"
+    place = trial_folder(folder, trial.key)
+    run, log, config = place / "run", place / "log.txt", place / "config.toml"
+    if read_summary(run).get("outcome") == "done":  # the sweep was killed before it wrote that down
+        return _to_result(trial, "ok", run=run, sweep=sweep)
+    place.mkdir(parents=True, exist_ok=True)
+    config.write_text(trial.config.to_toml(), encoding="utf-8")
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    (run / "summary.json").unlink(missing_ok=True)
+    started = time.monotonic()
+    process = processes.start(to_command(sweep, config), log, _mark(folder))
+    try:
+        exit_code = _wait(process, started + sweep.timeout_s, is_stopped)
+    finally:
+        processes.end(_mark(folder), process, grace_s=sweep.grace_s)
+    if exit_code is None and is_stopped():
+        return None
+    outcome, cause, tail = diagnose(run, log, exit_code)
+    seconds = time.monotonic() - started
+    return _to_result(trial, outcome, cause, tail, run=run, sweep=sweep, seconds=seconds)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float, is_stopped: Callable[[], bool]) -> int | None:
+    """The exit code; None at the deadline or when the sweep is stopped."""
+    while time.monotonic() < deadline and not is_stopped():
+        try:
+            return process.wait(_LOOK_EVERY_S)
+        except subprocess.TimeoutExpired:
+            continue
+    return None
+
+
+def _to_result(
+    trial: Trial,
+    outcome: Outcome,
+    cause: str = "",
+    log: Sequence[str] = (),
+    *,
+    run: Path | None = None,
+    sweep: Sweep | None = None,
+    seconds: float = 0.0,
+) -> TrialResult:
+    config = trial.config
+    gpu = find_trial_gpu(config.train.device, config.cluster.gpu) if config else None
+    measured = measure(run, sweep.warmup_steps) if run and sweep else {}
+    return TrialResult(
+        key=trial.key,
+        overrides=list(trial.overrides),
+        layout=asdict(trial.layout) if trial.layout else None,
+        kernels=asdict(config.kernels) if config else None,
+        outcome=outcome,
+        cause=cause,
+        log=list(log),
+        predicted=to_predicted(trial.estimate, gpu),
+        seconds=seconds,
+        **measured,
+    )

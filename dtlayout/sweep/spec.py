@@ -1,0 +1,213 @@
+"""What a sweep tries: SWEEP.toml, and the trials that it stands for.
+
+    config = "../debug.toml"           # what all trials share, relative to this file
+    world = 4                          # ranks of each trial
+    [axes.layout]                      # every combination of these is a trial
+    tp = [1, 2, 4]
+    recompute = ["none", "full"]
+
+`from = "recommend:20"` takes the 20 best layouts of a search instead, or beside the axes of other sections. Trials that
+come out as the same config are one.
+"""
+
+import hashlib
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dtlayout import toml
+from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
+from dtlayout.config import Config, check_layout, load_config
+from dtlayout.costmodel.estimate import Estimate
+from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.layout import Layout, OpenLayout
+from dtlayout.planner.search import Search
+from dtlayout.planner.space import Space
+from dtlayout.training.prediction import own_scenario, predict
+
+LAUNCH = "{python} -m torch.distributed.run --standalone --nproc-per-node={world} -m dtlayout.launch {config}"
+"""How a trial is started where the sweep does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A sweep as its file says it."""
+
+    path: Path
+    """The file."""
+    config: Path
+    """What all trials share."""
+    world: int
+    """Ranks of a trial."""
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    """section.key → its values."""
+    source: str = ""
+    """recommend:K for the K best layouts of a search; `from` in the file."""
+    overrides: tuple[str, ...] = ()
+    """For all trials, as on the command line of train.py."""
+    steps: int = 12
+    """Of a trial."""
+    warmup_steps: int = 4
+    """That are not counted."""
+    timeout_s: float = 600.0
+    """After which a trial is ended as one that hangs."""
+    grace_s: float = 15.0
+    """What its processes get to end by themselves."""
+    launch: str = LAUNCH
+    """The command of a trial; {python}, {world} and {config} are put in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One config to run."""
+
+    key: str
+    """Hash of the resolved config and the number of ranks."""
+    overrides: tuple[str, ...]
+    """What sets it apart."""
+    config: Config | None
+    """With its layout resolved; None if it is not possible."""
+    layout: Layout | None
+    problems: tuple[str, ...] = ()
+    """Why it is not possible."""
+    estimate: Estimate | None = None
+    """Before it is run; None where the GPU type is not known."""
+
+    @property
+    def name(self) -> str:
+        """What sets it apart, in short."""
+        values = (override.partition("=") for override in self.overrides)
+        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in values) or "as it is"
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep of a file; InvalidConfig with every problem."""
+    try:
+        tables = toml.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"sweep {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidConfig(f"sweep {path} is not TOML: {error}") from None
+    known = ["from" if f.name == "source" else f.name for f in fields(Sweep) if f.name != "path"]
+    problems = [toml.describe_unknown_key(key, known) for key in tables if key not in known]
+    problems += [f"{key} is missing" for key in ("config", "world") if key not in tables]
+    axes = dict(_flatten(tables.get("axes", {})))
+    problems += [f"axes.{key} is no list of values" for key, values in axes.items() if not values]
+    if not axes and "from" not in tables:
+        problems.append('nothing is swept: give [axes.layout] with lists, or from = "recommend:20"')
+    for key, least in (("world", 1), ("steps", 1), ("warmup_steps", 0), ("timeout_s", 0), ("grace_s", 0)):
+        if key in tables and not (isinstance(tables[key], (int, float)) and tables[key] >= least):
+            problems.append(f"{key}={tables[key]!r} must be a number of at least {least}")
+    try:
+        str(tables.get("launch", LAUNCH)).format(python="", world=0, config="")
+    except (KeyError, IndexError, ValueError) as error:
+        problems.append(
+            f"launch={tables['launch']!r} cannot be filled in: {error!r}; use {{python}}, {{world}} and {{config}}"
+        )
+    source = tables.get("from", "")
+    kind, _, count = str(source).partition(":")
+    if source and not (kind == "recommend" and count.isdecimal() and int(count) > 0):
+        problems.append(f'from={source!r} is nothing to take trials from; write from = "recommend:20"')
+    if problems:
+        raise InvalidConfig([f"{path}: {problem}" for problem in problems])
+    values = {key: value for key, value in tables.items() if key in known and key not in ("from", "axes", "config")}
+    values["overrides"] = tuple(values.get("overrides", ()))
+    config = (path.parent / tables["config"]).resolve()
+    return Sweep(path=path, config=config, axes=axes, source=source, **values)
+
+
+def _flatten(tables: Any, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    for key, value in tables.items() if isinstance(tables, dict) else ():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, list) else []
+
+
+def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
+    """Every trial, each config once: first those that can run, by predicted time of a step; then the impossible."""
+    found: dict[str, Trial] = {}
+    for overrides, layout in _combine(sweep):
+        trial = _make_trial(sweep, folder, overrides, layout)
+        found.setdefault(trial.key, trial)
+    return sorted(found.values(), key=_order)
+
+
+def _order(trial: Trial) -> tuple[bool, float]:
+    return trial.config is None, trial.estimate.step_time_s if trial.estimate else 0.0
+
+
+def _combine(sweep: Sweep) -> Iterator[tuple[tuple[str, ...], Estimate | None]]:
+    """Overrides of each trial, and the layout and kernels that a search found for it."""
+    found: list[Estimate | None] = [None]
+    if sweep.source:
+        base = load_config(sweep.config, sweep.overrides)
+        gpu = find_trial_gpu(base.train.device, base.cluster.gpu)
+        if gpu is None:
+            raise InvalidConfig(f"{sweep.path}: from={sweep.source!r} needs a GPU type that is known; use cluster.gpu")
+        search = Search(Space(own_scenario(base, sweep.world, gpu), {}, {}))
+        found = list(search.run(int(sweep.source.partition(":")[2])).ranked)
+    for estimate, values in itertools.product(found, itertools.product(*sweep.axes.values())):
+        pairs = zip(sweep.axes, values, strict=True)
+        yield tuple(f"--{key}={_to_text(value)}" for key, value in pairs), estimate
+
+
+def _to_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@cache
+def find_trial_gpu(device: str, gpu: str) -> Gpu | None:
+    """What predictions of a run on this host are for, by `train.device` and `cluster.gpu`; None if nobody knows."""
+    if device == "cpu" or gpu == "cpu":
+        return find_gpu("cpu")
+    if gpu != "auto":
+        return find_gpu(gpu)
+    import torch  # only here: a config that names its GPU needs none
+
+    return find_gpu_by_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else find_gpu("cpu")
+
+
+def _make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...], found: Estimate | None) -> Trial:
+    everything = [*sweep.overrides, *overrides, f"--train.steps={sweep.steps}", "--checkpoint.save=false"]
+    try:
+        config = load_config(sweep.config, everything)
+        if found is not None:
+            config = replace(config, layout=OpenLayout(**asdict(found.layout)), kernels=found.kernels)
+            overrides = (*_describe_found(found), *overrides)
+        layout = check_layout(config, sweep.world)
+    except DtlayoutError as error:
+        key = _hash(f"{sweep.config.name} {everything} {sweep.world}")
+        return Trial(key=key, overrides=overrides, config=None, layout=None, problems=tuple(str(error).splitlines()))
+    config = replace(config, layout=OpenLayout(**asdict(layout)))
+    key = _hash(f"{replace(config, train=replace(config.train, run_folder='')).to_toml()} {sweep.world}")
+    run_folder = str(trial_folder(folder, key) / "run")
+    config = replace(config, train=replace(config.train, run_folder=run_folder))
+    estimate = predict(config, layout, find_trial_gpu(config.train.device, config.cluster.gpu))
+    return Trial(key=key, overrides=overrides, config=config, layout=layout, estimate=estimate)
+
+
+def _describe_found(found: Estimate) -> tuple[str, ...]:
+    layout, default = asdict(found.layout), asdict(Layout())
+    return tuple(f"--layout.{key}={_to_text(layout[key])}" for key in layout if layout[key] != default[key])
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def trial_folder(folder: Path, key: str) -> Path:
+    """Of one trial: its config, its log and its run."""
+    return folder / "trials" / key
+
+
+def to_command(sweep: Sweep, config: Path) -> Sequence[str]:
+    """What starts a trial."""
+    values = {"python": sys.executable, "world": sweep.world, "config": str(config)}
+    return [part.format(**values) for part in shlex.split(sweep.launch)]

@@ -1,0 +1,168 @@
+"""A sweep keeps how every trial ended and why, leaves no process, and goes on after any end of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny
+
+from dtlayout.cli import main
+from dtlayout.sweep import processes
+from dtlayout.sweep.results import Journal, TrialResult, rank
+
+FAKE = Path(__file__).with_name("fake_trainer.py")
+CAUSES = {
+    "oom": "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "crashed": "ValueError: seed 2 is unlucky",
+    "hung": "no end within the time limit; 2 steps were done",
+    "killed": "a process was ended by SIGKILL; 2 steps were done",
+    "non_finite": "6 steps were done",
+    "refused": "tp is too large",
+}
+
+
+def write_sweep(folder: Path, *, seeds: int, timeout_s: float = 8, more: str = "") -> Path:
+    """A sweep over seeds, which end as fake_trainer.py says."""
+    write_tiny(folder)
+    path = folder / "sweep.toml"
+    path.write_text(
+        f"""
+config = "tiny.toml"
+world = 2
+steps = 6
+warmup_steps = 2
+timeout_s = {timeout_s}
+grace_s = 0.3
+overrides = ["--train.device=cpu"]
+launch = "'{{python}}' '{FAKE}' '{{config}}'"
+{more}
+[axes.train]
+seed = {list(range(seeds))}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def read_starts(folder: Path) -> Counter[int]:
+    return Counter(map(int, (folder / "starts.txt").read_text().split()))
+
+
+def test_forty_trials_are_kept_with_every_cause_and_leave_no_process(tmp_path, capsys):
+    folder = tmp_path / "out"
+    assert main(["sweep", str(write_sweep(tmp_path, seeds=40)), "--folder", str(folder), "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert Counter(t["outcome"] for t in trials) == {"ok": 28} | dict.fromkeys(CAUSES, 2)
+    by_seed = {int(t["overrides"][0].partition("=")[2]): t for t in trials}
+    for seed, trial in by_seed.items():
+        if trial["outcome"] == "ok":
+            assert trial["step_time_s"] == pytest.approx(0.1 + 0.001 * seed)  # the slow ones don't count
+            assert trial["peak_memory_bytes"] == [1000 + seed] and trial["steps"] == 6
+            assert trial["log"] == [] and trial["predicted"]["step_time_s"] > 0
+    for seed in range(1, 7):
+        assert CAUSES[by_seed[seed]["outcome"]] in by_seed[seed]["cause"]
+    assert by_seed[2]["log"][-1] == "ValueError: seed 2 is unlucky"
+    assert read_starts(folder) == Counter(range(40))
+    assert processes.find(str(folder.resolve())) == []
+
+
+def test_a_sweep_that_was_killed_goes_on_and_runs_nothing_twice(tmp_path, capsys):
+    path, folder = write_sweep(tmp_path, seeds=12, timeout_s=600), tmp_path / "out"
+    command = [sys.executable, "-c", "import sys; from dtlayout.cli import main; sys.exit(main())", "sweep", str(path)]
+    sweep = subprocess.Popen([*command, "--folder", str(folder)], stderr=subprocess.DEVNULL)
+    wait_until(lambda: (folder / "starts.txt").exists() and 3 in read_starts(folder))  # which hangs
+    ended = Journal(folder).read()
+    sweep.kill()
+    sweep.wait()
+    with (folder / "trials.jsonl").open("a") as file:
+        file.write('{"key": "to')  # as a kill in the middle of a line leaves it
+    path.write_text(path.read_text().replace("timeout_s = 600", "timeout_s = 8"))
+    assert main(["sweep", str(path), "--folder", str(folder), "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert len(trials) == 12 and len(ended) < 12
+    starts = read_starts(folder)
+    assert starts.pop(3) == 2  # the one that was cut off
+    assert set(starts.values()) == {1}
+    assert processes.find(str(folder.resolve())) == []
+    assert len(Journal(folder).read()) == 12
+
+
+def test_a_trial_ends_with_its_sweep_however_that_ended(tmp_path):
+    """Without a second sweep that cleans up: Linux ends the trial."""
+    path, folder = write_sweep(tmp_path, seeds=1, timeout_s=600), tmp_path / "out"
+    path.write_text(path.read_text().replace(f"'{FAKE}'", "-c 'import time; time.sleep(600)'"))
+    command = [sys.executable, "-c", "import sys; from dtlayout.cli import main; sys.exit(main())", "sweep", str(path)]
+    sweep = subprocess.Popen([*command, "--folder", str(folder)], stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(processes.find(str(folder.resolve()))) > 0)
+    sweep.kill()
+    sweep.wait()
+    wait_until(lambda: processes.find(str(folder.resolve())) == [])
+
+
+def test_a_trial_that_had_ended_when_the_sweep_was_killed_is_taken_from_its_folder(tmp_path, capsys):
+    path, folder = write_sweep(tmp_path, seeds=1), tmp_path / "out"
+    for _ in range(2):
+        assert main(["sweep", str(path), "--folder", str(folder)]) == 0
+        (folder / "trials.jsonl").unlink()
+    assert read_starts(folder) == {0: 1}
+
+
+def test_a_stop_ends_the_trial_and_keeps_it_for_the_next_time(tmp_path):
+    path, folder = write_sweep(tmp_path, seeds=4, timeout_s=600), tmp_path / "out"
+    command = [sys.executable, "-c", "import sys; from dtlayout.cli import main; sys.exit(main())", "sweep", str(path)]
+    sweep = subprocess.Popen([*command, "--folder", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (folder / "starts.txt").exists() and 3 in read_starts(folder))
+    sweep.send_signal(signal.SIGINT)
+    assert sweep.wait(30) == 3
+    assert processes.find(str(folder.resolve())) == []
+    assert 3 not in {int(r.overrides[0].partition("=")[2]) for r in Journal(folder).read().values()}
+
+
+def test_impossible_layouts_and_misfits_are_results_too(tmp_path, capsys):
+    path, folder = write_sweep(tmp_path, seeds=1), tmp_path / "out"
+    text = (
+        path.read_text().replace("--train.device=cpu", "--cluster.gpu=a100-80g-sxm").replace("[axes.train]", "[axes]")
+    )
+    path.write_text(text.replace("seed = [0]", "layout.tp = [1, 3]\nmodel.vocab_size = [260, 1_000_000_000]"))
+    assert main(["sweep", str(path), "--folder", str(folder), "--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(listed) == ["impossible", "impossible", "misfit", "run"]
+    assert main(["sweep", str(path), "--folder", str(folder), "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert Counter(t["outcome"] for t in trials) == {"ok": 1, "skipped": 1, "refused": 2}
+    causes = {t["outcome"]: t["cause"] for t in trials}
+    assert "tp=3 does not divide" in causes["refused"] and "predicted to need" in causes["skipped"]
+    assert main(["sweep", str(path), "--folder", str(folder), "--try-misfits", "--json"]) == 0
+    outcomes = Counter(t["outcome"] for t in json.loads(capsys.readouterr().out)["trials"])
+    assert outcomes == {"ok": 2, "refused": 2}
+
+
+def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate():
+    def result(key: str, step_time_s: float | None, outcome="ok") -> TrialResult:
+        return TrialResult(key=key, overrides=[], outcome=outcome, step_time_s=step_time_s)
+
+    found = rank([result("a", 2.0), result("b", 1.0), result("c", 0.5, "hung"), result("d", None, "crashed")])
+    assert [r.key for r in found] == ["b", "a"]
+
+
+def wait_until(is_true, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_a_process_that_ignores_sigterm_is_ended_too(tmp_path):
+    mark = f"test-{os.getpid()}"
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
+    process = processes.start([sys.executable, "-c", code], tmp_path / "log", mark)
+    wait_until(lambda: (tmp_path / "log").read_text() == "ready\n")
+    processes.end(mark, process, grace_s=0.3)
+    assert process.returncode == -signal.SIGKILL
+    assert processes.find(mark) == []

@@ -1,0 +1,93 @@
+"""A sweep's file stands for trials: every combination once, or the best of a search, and says what is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.sweep.spec import Trial, make_trials, read_sweep, to_command
+
+
+def trials_of(folder: Path, text: str, world: int = 4) -> list[Trial]:
+    write_tiny(folder)
+    (folder / "sweep.toml").write_text(f'config = "tiny.toml"\nworld = {world}\n{text}')
+    return make_trials(read_sweep(folder / "sweep.toml"), folder / "out")
+
+
+def test_axes_of_several_sections_are_combined_and_predicted_the_fastest_first(tmp_path):
+    text = '[axes.layout]\ntp = [1, 2]\nrecompute = ["none", "full"]\n[axes.kernels]\nloss = ["eager", "linear"]'
+    trials = trials_of(tmp_path, f'overrides = ["--train.device=cpu"]\nsteps = 7\n{text}')
+    assert len(trials) == len({trial.key for trial in trials}) == 8
+    times = [trial.estimate.step_time_s for trial in trials if trial.estimate]
+    assert len(times) == 8 and times == sorted(times)
+    configs = [trial.config for trial in trials if trial.config]
+    assert {(c.layout.tp, c.layout.recompute, c.kernels.loss) for c in configs} == {
+        (tp, recompute, loss) for tp in (1, 2) for recompute in ("none", "full") for loss in ("eager", "linear")
+    }
+    assert {(c.train.steps, c.checkpoint.save, c.train.device) for c in configs} == {(7, False, "cpu")}
+    assert {c.train.run_folder for c in configs} == {f"{tmp_path}/out/trials/{trial.key}/run" for trial in trials}
+
+
+def test_configs_that_come_out_the_same_are_one_trial(tmp_path):
+    trials = trials_of(tmp_path, "[axes.layout]\ndp_shard = [-1, 4]")
+    assert len(trials) == 1
+
+
+def test_a_trial_is_another_one_in_another_world(tmp_path):
+    keys = {trials_of(tmp_path, "[axes.layout]\ntp = [1]\ndp_shard = [-1]", world)[0].key for world in (2, 4)}
+    assert len(keys) == 2
+
+
+def test_what_is_not_possible_says_why_and_comes_last(tmp_path):
+    possible, impossible = trials_of(tmp_path, "[axes.layout]\ntp = [3, 1]")
+    assert possible.config is not None and possible.problems == ()
+    assert impossible.config is None and "tp=3 does not divide num_heads" in "".join(impossible.problems)
+
+
+def test_the_best_of_a_search_are_trials_with_their_kernels(tmp_path):
+    text = 'from = "recommend:3"\noverrides = ["--train.device=cpu"]\n[axes.optimizer]\nlr = [0.1, 0.2]'
+    trials = trials_of(tmp_path, text)
+    assert len(trials) == 6
+    for trial in trials:
+        assert trial.config is not None and trial.layout is not None and trial.layout.world_size == 4
+        assert trial.config.kernels.attention == "sdpa-flash"
+        assert trial.overrides[-1].startswith("--optimizer.lr=")
+
+
+def test_the_command_of_a_trial_can_be_any(tmp_path):
+    write_tiny(tmp_path)
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        'config = "tiny.toml"\nworld = 16\nlaunch = "srun -n {world} train.py \'{config}\'"\n[axes.layout]\ntp = [1]'
+    )
+    command = to_command(read_sweep(path), tmp_path / "a b" / "config.toml")
+    assert command == ["srun", "-n", "16", "train.py", f"{tmp_path}/a b/config.toml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("world = 4\n[axes.layout]\ntp = [1]", "config is missing"),
+        ('config = "tiny.toml"\n[axes.layout]\ntp = [1]', "world is missing"),
+        ('config = "tiny.toml"\nworld = 4', "nothing is swept"),
+        ('config = "tiny.toml"\nworld = 4\n[axes.layout]\ntp = 2', "axes.layout.tp is no list"),
+        ('config = "tiny.toml"\nworld = 0\n[axes.layout]\ntp = [1]', "world=0 must be a number of at least 1"),
+        ('config = "tiny.toml"\nworld = 4\nstep = 3\n[axes.layout]\ntp = [1]', "did you mean steps?"),
+        ('config = "tiny.toml"\nworld = 4\nfrom = "best:3"', 'write from = "recommend:20"'),
+        ('config = "tiny.toml"\nworld = 4\naxes = 3', "nothing is swept"),
+        ('config = "tiny.toml"\nworld = 4\nlaunch = "run {host}"\n[axes.layout]\ntp = [1]', "launch"),
+        ("world = [", "is not TOML"),
+    ],
+)
+def test_a_file_that_says_something_wrong_is_refused_in_a_line(tmp_path, text, problem):
+    path = tmp_path / "sweep.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidConfig) as caught:
+        read_sweep(path)
+    assert problem in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="cannot be read: No such file"):
+        read_sweep(tmp_path / "none.toml")
