@@ -84,9 +84,13 @@ def known_gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU type called `name`, or `cpu` to predict with; InvalidConfig names them all if there is none."""
-    if name not in _read_constants():
-        raise InvalidConfig(f"GPU type {name!r} is unknown; use one of {', '.join(_read_constants())}")
+    """The GPU type called `name`, or `cpu` to predict with; InvalidConfig names those near to it, or all."""
+    known = list(_read_constants())
+    if name not in known:
+        near = [each for each in known if name and each.startswith(name.lower())]
+        raise InvalidConfig(
+            f"GPU type {name!r} is unknown; use {'' if near else 'one of '}{' or '.join(near) or ', '.join(known)}"
+        )
     return _read_constants()[name]
 
 

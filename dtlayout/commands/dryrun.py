@@ -3,9 +3,10 @@
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -23,9 +24,8 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.curve import Highest
-from dtlayout.training.metrics import MemoryCurves
-from dtlayout.training.prediction import own_scenario, predict
+from dtlayout.training.metrics import MemoryCurves, describe_run
+from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"
 
@@ -47,49 +47,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what the ranks held, sent and computed."""
-    if options.steps < 0:
-        raise InvalidConfig(f"--steps={options.steps} must not be negative")
+    _check(options)
     config = load_config(options.config, options.overrides)
     gpu = choose_gpu(config, options.gpu)
-    layout = check_layout(config, config.layout.smallest_world_size if options.world is None else options.world)
-    findings = _rehearse(config, layout, gpu, options)
+    world = config.layout.smallest_world_size if options.world is None else options.world
+    findings = _rehearse(config, check_layout(config, world), gpu, options)
+    if options.json:
+        print(json.dumps(_to_document(findings), indent=2, ensure_ascii=False))
+    else:
+        _print(findings, compares=options.compare)
     if options.page:
         from dtlayout.commands.dryrun_page import write_page  # only now: it imports matplotlib
 
         write_page(options.page, findings)
-    if options.json:
-        print(json.dumps(_to_document(findings), indent=2, ensure_ascii=False))
-        return 0
-    print("\n".join([findings.title, *(f"note: {note}" for note in findings.notes)]))
-    for report in findings.reports:
-        found = RankTables.make(report, findings, compares=options.compare)
-        print("\n".join(["", found.place, f"peak  {found.peak}", f"run   {found.run}"]))
-        for table in found.tables:
-            _print_table(table)
-    _print_table(list_times(findings, compares=options.compare))
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what does not go together before anything takes time."""
+    if options.steps < 0:
+        raise InvalidConfig(f"--steps={options.steps} must not be negative")
+    if options.run and options.steps:
+        raise InvalidConfig("--run takes as many steps as the run has measured; leave --steps out")
+    if options.page and not options.page.parent.is_dir():
+        raise InvalidConfig(f"page {options.page} cannot be written: there is no folder {options.page.parent}")
 
 
 def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
     kernels, notes = choose_kernels(config, layout, gpu)
-    estimate = predict(config, layout, gpu)
+    estimate = predict(replace(config, kernels=kernels), layout, gpu)
     assert estimate is not None, "the GPU type is known"
+    if options.world is None and config.layout.dp_shard == -1:
+        notes.append(f"without --world the fewest ranks that the layout takes, {layout.world_size}")
     curves = MemoryCurves.read(options.run) if options.run else None
     ranks = _choose_ranks(options.ranks, layout, estimate)
-    num_steps, folds = options.steps, not options.whole
+    num_steps, folds, measured = options.steps, not options.whole, {}
     if curves is not None:
+        _check_same(curves, describe_run(config, layout, predicted_kernels(config, gpu)), options.run)
         num_steps, folds = curves.num_steps, False
-        ranks = _first_ranks(layout) if options.ranks is None else ranks
+        measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=True))
+        ranks = list(measured) if options.ranks is None else ranks
+        if unknown := [rank for rank in ranks if rank not in measured]:
+            notes.append(f"not measured: ranks {_join(unknown)}; the run has measured {_join(measured)}")
     reports = sorted(_watch(config, layout, kernels, gpu, ranks, num_steps, folds), key=lambda report: report.rank)
-    return Findings(
+    findings = Findings(
         scenario=own_scenario(config, layout.world_size, gpu),
         layout=layout,
         reports=reports,
         estimate=estimate,
         notes=notes,
-        is_beginning=num_steps > 0,
-        measured=_match(curves, reports, layout, options.run) if curves else {},
+        num_steps=num_steps,
+        measured=measured,
     )
+    if findings.time is None:
+        first = _first_ranks(layout)
+        notes.append(f"no time of a step: that takes both ends of the pipeline, such as --ranks {first[0]},{first[-1]}")
+    return findings
 
 
 def _first_ranks(layout: Layout) -> list[int]:
@@ -97,20 +110,26 @@ def _first_ranks(layout: Layout) -> list[int]:
     return list(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
-def _match(
-    curves: MemoryCurves, reports: Sequence[RankReport], layout: Layout, folder: Path
-) -> dict[int, list[Highest]]:
-    """The measured curve of each rank that has one; InvalidConfig if the run executed something else."""
-    measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=False))
-    for report in reports:
-        if report.rank in measured:
-            theirs, ours = ([part.action for part in curve] for curve in (measured[report.rank], report.curve))
-            if theirs != ours:
-                raise InvalidConfig(
-                    f"{folder} was run with another layout or batch than this config has; use {folder}/config.toml "
-                    f"with its number of ranks"
-                )
-    return measured
+def _check_same(curves: MemoryCurves, ours: dict[str, Any], folder: Path) -> None:
+    """InvalidConfig if a run was one of something else than this config says."""
+    if differing := [f"{key}={curves.run.get(key)!r}" for key in ours if curves.run.get(key) != ours[key]]:
+        raise InvalidConfig(f"the run of {folder} had {', '.join(differing)}; dry-run that, or measure this one")
+
+
+def _print(findings: Findings, *, compares: bool) -> None:
+    print("\n".join([findings.title, *(f"note: {note}" for note in findings.notes)]))
+    for report in findings.reports:
+        found = RankTables.make(report, findings, compares=compares)
+        print("\n".join(["", found.place, f"peak  {found.peak}", f"run   {found.run}"]))
+        for table in found.tables:
+            _print_table(table)
+    _print_table(list_times(findings, compares=compares))
+
+
+def _join(ranks: Iterable[int]) -> str:
+    """The first of them, as people read a list."""
+    first = list(ranks)
+    return ", ".join(map(str, first[:8])) + (", …" if len(first) > 8 else "")
 
 
 def _print_table(table: Table) -> None:
@@ -138,9 +157,8 @@ def _watch(
 ) -> Iterator[RankReport]:
     """The reports as they come, with progress on stderr."""
     start = time.monotonic()
-    named = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     console = Console(stderr=True, highlight=False)
-    console.print(f"dry run as rank {named} of {layout.world_size}", soft_wrap=True)
+    console.print(f"dry run as rank {_join(ranks)} of {layout.world_size}", soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("steps", total=1.0)
         found = dry_run_ranks(
@@ -158,6 +176,7 @@ def _to_document(findings: Findings) -> dict[str, object]:
         parts = findings.components(report).items()
         return {
             **{name: value for name, value in asdict(report).items() if name != "done"},
+            "fits": findings.fits(report),
             "traffic": [{**asdict(message), "count": count} for message, count in report.traffic.items()],
             "flops": report.flops,
             "compared_bytes": {name: {"dry": dry, "predicted": formula} for name, (dry, formula) in parts},
@@ -168,6 +187,9 @@ def _to_document(findings: Findings) -> dict[str, object]:
     dry, predicted = findings.time, findings.estimate.time
     return {
         "ok": True,
+        "world_size": findings.layout.world_size,
+        "num_steps": findings.num_steps,
+        "capacity_bytes": findings.capacity_bytes,
         "gpu": findings.scenario.cluster.gpu.name,
         "layout": asdict(findings.layout),
         "notes": findings.notes,

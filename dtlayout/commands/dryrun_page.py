@@ -26,6 +26,10 @@ th, td { padding: .15em .9em .15em 0; text-align: right; border-bottom: 1px soli
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
 svg { width: 100%; height: auto; }
 """
+_NOTATION = (
+    "Actions are named as 3F0: stage 3, forward (B: backward, SEND and RECV: its messages), microbatch 0. "
+    "The curve shows the largest total during each of them."
+)
 _MOST_TICKS = 16
 """Actions that are named below a curve."""
 
@@ -34,6 +38,7 @@ def write_page(path: Path, findings: Findings) -> None:
     """Write the page; DtlayoutError if it cannot be."""
     title = html.escape(findings.title)
     parts = [f"<h1>{title}</h1>", *(f'<p class="note">{html.escape(note)}</p>' for note in findings.notes)]
+    parts.append(f'<p class="note">{_NOTATION}</p>')
     if times := list_times(findings, compares=True):
         parts.append(_to_html(times))
     for report in findings.reports:
@@ -60,23 +65,29 @@ def draw_curve(report: RankReport, findings: Findings) -> str:
     unit, size = choose_unit(report.peak_bytes)
     edges = range(len(report.curve) + 1)
     heights = [highest.nbytes / size for highest in report.curve]
-    capacity = findings.estimate.capacity_bytes / size
-    figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
-    axes.stairs(heights, edges, baseline=0, fill=True, color="#4477aa", alpha=0.75, label="dry run")
+    capacity = findings.capacity_bytes / size
+    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    axes.stairs(heights, edges, baseline=0, fill=True, color="#4477aa", alpha=0.6, label="dry run")
     predicted = [nbytes / size for nbytes in findings.predicted_curve(report)]
-    axes.stairs(predicted, edges, baseline=None, color="#cc6677", linewidth=1.5, label="predicted")
+    axes.stairs(predicted, edges, baseline=None, color="#cc3311", linewidth=2.2, alpha=0.7, label="predicted")
     top = max(*heights, *predicted)
     if measured := findings.measured.get(report.rank):
         held = [highest.nbytes / size for highest in measured]
-        axes.stairs(held, edges, baseline=None, color="#222222", linewidth=1, linestyle=":", label="measured")
+        axes.stairs(held, edges, baseline=None, color="black", linewidth=1, linestyle=(0, (2, 2)), label="measured")
         top = max(top, *held)
     if capacity < 1.6 * top:
-        axes.axhline(capacity, color="0.2", linewidth=1, label="capacity")
+        axes.axhline(capacity, color="0.2", linewidth=1, label=f"capacity, {capacity:.2f} {unit}")
         top = max(top, capacity)
+    peak = heights.index(max(heights))
+    label = f"{heights[peak]:.3f} {unit} in {report.curve[peak].action}"
+    axes.annotate(label, (peak + 0.5, heights[peak]), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     every = -(-len(heights) // _MOST_TICKS)
-    places = [i for i, highest in enumerate(report.curve) if i % every == 0 or highest.action == UPDATE]
+    ends = [i for i, highest in enumerate(report.curve) if highest.action == UPDATE]
+    for end in ends[:-1]:
+        axes.axvline(end + 1, color="0.6", linewidth=0.8, linestyle=":")
+    places = [i for i in range(len(heights)) if i % every == 0 or i in (*ends, peak)]
     axes.set_xticks([i + 0.5 for i in places], [report.curve[i].action for i in places], rotation=60, fontsize=7)
-    axes.set(xlim=(0, len(heights)), ylim=(0, 1.08 * top), ylabel=unit)
+    axes.set(xlim=(0, len(heights)), ylim=(0, 1.12 * top), ylabel=unit)
     figure.legend(loc="outside upper right", fontsize=8, ncols=4, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     text = io.StringIO()

@@ -2,17 +2,16 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
-from dtlayout.measure.curve import Highest
 from dtlayout.mesh.axes import axis_sizes
 
 GIB, MIB = 2**30, 2**20
 MARK_ABOVE = 0.05
-"""Difference between prediction and dry run from which on it is marked."""
+"""Difference from the dry run from which on it is marked."""
 _PARTS = {
     "parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "activation": "activations",
     "gathered": "gathered", "communication": "messages", "other": "temporary",
@@ -41,18 +40,17 @@ class RankTables:
         place = ", ".join(
             f"{axis} {i} of {degrees[axis]}" for axis, i in report.coordinate.items() if degrees[axis] > 1
         )
-        at = f"{report.module or 'no module'}, {report.action or 'before the first action'}"
-        run, whole = report.num_microbatches_run, report.num_microbatches
-        plural = "microbatch" if whole == 1 else "microbatches"
         tables = [list(_list_parts(report)), list(_list_messages(report)), list(_list_flops(report))]
         if compares:
-            tables.append(list(_compare(report, findings.components(report))))
+            rows = findings.components(report)
+            tables.append(list(_compare(f"at the peak, {unit}", "predicted", rows, size)))
         if measured := findings.measured.get(report.rank):
-            tables.append(list(_compare_measured(report, measured)))
+            peaks = {"peak": (report.peak_bytes, max(highest.nbytes for highest in measured))}
+            tables.append(list(_compare(f"first steps, {unit}", "measured", peaks, size)))
         return cls(
             place=f"rank {report.rank}{'  ' if place else ''}{place}",
-            peak=f"{report.peak_bytes / size:.3f} {unit} in {at}",
-            run=f"{whole} {plural}" if run == whole else f"{run} of {whole} {plural}, the rest repeats",
+            peak=_describe_peak(report, findings),
+            run=_describe_run(report, findings.num_steps),
             tables=tables,
         )
 
@@ -61,16 +59,35 @@ def list_times(findings: Findings, *, compares: bool) -> Table:
     """The step by what it is spent on, with the cost model beside if `compares`; empty where it is not known."""
     if findings.time is None:
         return []
-    columns = [findings.time, findings.estimate.time] if compares else [findings.time]
-    spent = [list(column.as_dict().items()) for column in columns]
-    rows = [[row[0][0], *(f"{seconds:.4f}" for _, seconds in row)] for row in zip(*spent, strict=True)]
-    head = ["seconds of a step", "dry run", "predicted"][: 1 + len(columns)]
-    return [head, *rows, ["step", *(f"{column.total:.4f}" for column in columns)]]
+    dry, predicted = ({**time.as_dict(), "step": time.total} for time in (findings.time, findings.estimate.time))
+    unit, size = ("s", 1.0) if dry["step"] >= 1 else ("ms", 1e-3)
+    state = "" if findings.scenario.engine.is_calibrated else " (uncalibrated)"
+    title = f"a step{state}, {unit}"
+    if compares:
+        return list(_compare(title, "predicted", {name: (dry[name], predicted[name]) for name in dry}, size))
+    return [[title, "dry run"], *([name, f"{seconds / size:.3f}"] for name, seconds in dry.items())]
 
 
 def choose_unit(nbytes: float) -> tuple[str, int]:
     """The unit in which people read so many bytes, and its size."""
     return ("GiB", GIB) if nbytes >= GIB else ("MiB", MIB)
+
+
+def _describe_peak(report: RankReport, findings: Findings) -> str:
+    unit, size = choose_unit(report.peak_bytes)
+    capacity = ""
+    if findings.scenario.cluster.gpu.name != "cpu":
+        fits = "" if findings.fits(report) else ": does not fit"
+        capacity = f" of {findings.capacity_bytes / size:.2f}{fits},"
+    at = f"{report.module or 'no module'}, {report.action or 'before the first action'}"
+    return f"{report.peak_bytes / size:.3f} {unit}{capacity} in {at}"
+
+
+def _describe_run(report: RankReport, num_steps: int) -> str:
+    run, whole = report.num_microbatches_run, report.num_microbatches
+    plural = "microbatch" if whole == 1 else "microbatches"
+    steps = "" if num_steps == 0 else "the first step, " if num_steps == 1 else f"the first {num_steps} steps, each "
+    return f"{steps}{whole} {plural}" if run == whole else f"{steps}{run} of {whole} {plural}, the rest repeats"
 
 
 def _list_parts(report: RankReport) -> Iterator[list[str]]:
@@ -82,11 +99,16 @@ def _list_parts(report: RankReport) -> Iterator[list[str]]:
 
 
 def _list_messages(report: RankReport) -> Iterator[list[str]]:
-    yield ["message", "axis", "bytes", "a step", "crosses nodes"]
-    rows = sorted(report.traffic.items(), key=lambda row: -row[0].nbytes * row[1])
-    for message, count in rows:
+    """Each kind and size, and in the end the sum of each axis."""
+    yield ["message", "axis", "bytes", "a step", "MB a step", "crosses nodes"]
+    sums: Counter[tuple[str, bool]] = Counter()
+    for message, count in sorted(report.traffic.items(), key=lambda row: -row[0].nbytes * row[1]):
+        sums[message.axis, message.crosses_node] += message.nbytes * count
+        total = f"{message.nbytes * count / 1e6:,.1f}"
         crosses = "yes" if message.crosses_node else "no"
-        yield [message.name, message.axis, f"{message.nbytes:,}", str(count), crosses]
+        yield [message.name, message.axis, f"{message.nbytes:,}", str(count), total, crosses]
+    for (axis, crosses_node), nbytes in sums.most_common():
+        yield ["all", axis, "", "", f"{nbytes / 1e6:,.1f}", "yes" if crosses_node else "no"]
 
 
 def _list_flops(report: RankReport) -> Iterator[list[str]]:
@@ -97,21 +119,13 @@ def _list_flops(report: RankReport) -> Iterator[list[str]]:
     yield ["FLOPs", "TFLOP a step"]
     for module, count in flops.most_common():
         yield [module, f"{count / 1e12:,.4f}"]
+    yield ["all", f"{flops.total() / 1e12:,.4f}"]
 
 
-def _compare(report: RankReport, components: dict[str, tuple[float, float]]) -> Iterator[list[str]]:
-    """Components as far as both tell them apart; the last column marks where they differ much."""
-    unit, size = choose_unit(report.peak_bytes)
-    yield [f"at the peak, {unit}", "dry run", "predicted", "difference", ""]
-    for name, (dry, formula) in components.items():
-        difference = formula / dry - 1 if dry else float(formula > 0)
+def _compare(title: str, other: str, rows: Mapping[str, tuple[float, float]], size: float) -> Iterator[list[str]]:
+    """The dry run and something else, in units of `size`; the last column marks where they differ much."""
+    yield [title, "dry run", other, "difference", ""]
+    for name, (dry, value) in rows.items():
+        difference = value / dry - 1 if dry else float(value > 0)
         mark = "<" if abs(difference) > MARK_ABOVE else ""
-        yield [name, f"{dry / size:.3f}", f"{formula / size:.3f}", f"{difference:+.1%}", mark]
-
-
-def _compare_measured(report: RankReport, measured: list[Highest]) -> Iterator[list[str]]:
-    unit, size = choose_unit(report.peak_bytes)
-    peak_bytes = max(highest.nbytes for highest in measured)
-    yield [f"first steps, {unit}", "dry run", "measured", "difference"]
-    difference = f"{peak_bytes / report.peak_bytes - 1:+.1%}"
-    yield ["peak", f"{report.peak_bytes / size:.3f}", f"{peak_bytes / size:.3f}", difference]
+        yield [name, f"{dry / size:.3f}", f"{value / size:.3f}", f"{difference:+.1%}", mark]

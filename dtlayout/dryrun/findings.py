@@ -1,7 +1,7 @@
 """What dry runs of some ranks found, beside what the cost model predicts and what a real run measured. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dtlayout.costmodel.estimate import Estimate, TimeEstimate
@@ -28,8 +28,8 @@ class Findings:
     """The cost model's."""
     notes: list[str] = field(default_factory=list)
     """What the dry run left out."""
-    is_beginning: bool = False
-    """Whether the first steps of a run were taken, and not a later one."""
+    num_steps: int = 0
+    """How many of a run's first steps were taken; 0 for one later step."""
     measured: Mapping[int, list[Highest]] = field(default_factory=dict)
     """The curve of each rank of a real run that is known."""
 
@@ -48,11 +48,22 @@ class Findings:
         """The cost model's memory of a rank."""
         return self.estimate.memory[report.coordinate[PP]]
 
+    @property
+    def capacity_bytes(self) -> float:
+        """What a GPU has for tensors, and for what an allocator loses beside them."""
+        return self.estimate.capacity_bytes
+
+    def fits(self, report: RankReport) -> bool:
+        """Whether a rank's peak is within the capacity, with what the engine is known to need beside tensors."""
+        return report.peak_bytes + self.scenario.engine.constants.overhead_bytes <= self.capacity_bytes
+
     def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
         """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""
         dry, predicted = report.parts, self.predicted(report)
+        if self.num_steps and not dry.optimizer:  # the peak is in the first step, which makes Adam's state in the end
+            predicted = replace(predicted, optimizer=0.0)
         return {
-            "parameters": (dry.parameter + dry.gathered, predicted.parameters),
+            "parameters, gathered": (dry.parameter + dry.gathered, predicted.parameters),
             "gradients": (dry.gradient, predicted.gradients),
             "optimizer": (dry.optimizer, predicted.optimizer),
             "activations, messages, temporary": (
@@ -69,11 +80,13 @@ class Findings:
             self.scenario, self.layout, self.estimate.kernels, stages, rank, report.num_microbatches_run
         )
         known = {str(action): (fullest, left) for action, fullest, left in actions}
-        missing = self.predicted(report).optimizer if self.is_beginning else 0.0
+        missing = self.predicted(report).optimizer if self.num_steps else 0.0
         curve, held = [], start[2]
         for part in report.curve:
+            if part.action == UPDATE:
+                missing = 0.0
             highest, held = known.get(part.action, (held, held))  # a message adds nothing to speak of
             curve.append(highest - missing)
             if part.action == UPDATE:
-                missing, held = 0.0, start[2]
+                held = start[2]
         return curve

@@ -43,10 +43,9 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     )  # fmt: skip
 
 
-_Seconds = defaultdict[tuple[str, Kind], float]
-"""What they are spent on (compute, recompute, tp, or the embedding, whatever it does) and the direction → seconds of
-one microbatch."""
-_EMBEDDING = "embedding"
+_Seconds = defaultdict[tuple[str, bool, Kind], float]
+"""What they are spent on (compute, recompute, tp), whether by the embedding, and the direction → seconds of one
+microbatch."""
 _BETWEEN_STAGES = ("send", "recv")
 
 
@@ -64,18 +63,25 @@ class _Rank:
             spent, seconds = self._price(done)
             action = done.place.action
             repeats = report.repeats(action)
-            if spent == PP:
+            if action is None:
+                self._note_update(done, seconds)
+            elif spent == PP:
                 self.message_s = max(self.message_s, seconds / done.count)
-            elif action is None:
-                self.dp_s += seconds if isinstance(done.what, Message) else 0.0
-                self.optimizer_s += 0.0 if isinstance(done.what, Message) else seconds
             elif spent == "dp":
                 sending[action] += seconds * repeats
             else:
                 computing[action] += seconds * repeats
-                self.stages[action.stage][spent, action.kind] += seconds * repeats / m
+                is_embedding = done.place.module.endswith("embed_tokens")
+                self.stages[action.stage][spent, is_embedding, action.kind] += seconds * repeats / m
         hidden = hidden_share(scenario)
         self.dp_s += sum(max(0.0, seconds - hidden * computing[action]) for action, seconds in sending.items())
+
+    def _note_update(self, done: Done, seconds: float) -> None:
+        """What is done outside of actions; of two stages that exchange a tied gradient each waits for what comes."""
+        if not isinstance(done.what, Message):
+            self.optimizer_s += seconds
+        elif done.what.name != "send":
+            self.dp_s += seconds
 
     def _price(self, done: Done) -> tuple[str, float]:
         """What it is spent on, and the seconds of all of it."""
@@ -91,8 +97,6 @@ class _Rank:
             case Message():
                 spent = PP if what.name in _BETWEEN_STAGES else TP if what.axis == TP else "dp"
                 seconds = self._price_message(what)
-        if done.place.module.endswith("embed_tokens") and spent in ("compute", TP):
-            spent = _EMBEDDING
         return spent, done.count * seconds
 
     def _price_message(self, message: Message) -> float:
@@ -113,17 +117,18 @@ class _Rank:
 
 def _like(first: _Seconds, share: float) -> _Seconds:
     """A stage with so many times the blocks of the first one, and no embedding."""
-    return defaultdict(float, {key: share * seconds for key, seconds in first.items() if key[0] != _EMBEDDING})
+    blocks = {key: share * seconds for key, seconds in first.items() if not key[1]}
+    return defaultdict(float, blocks)
 
 
 def _to_work(seconds: _Seconds, least_host_s: float) -> StageWork:
     def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:
-        return sum(value for (name, kind), value in seconds.items() if name in names and kind in kinds)
+        return sum(value for (name, _, kind), value in seconds.items() if name in names and kind in kinds)
 
     waiting_s = max(0.0, least_host_s - sum(seconds.values()))
-    everything = ("compute", "recompute", TP, _EMBEDDING)
+    everything = ("compute", "recompute", TP)
     return StageWork(
-        compute_s=spent_on("compute", _EMBEDDING),
+        compute_s=spent_on("compute"),
         recompute_s=spent_on("recompute"),
         tp_s=spent_on(TP),
         pp_s=0.0,

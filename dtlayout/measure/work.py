@@ -35,46 +35,50 @@ class WorkCounter:
 
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
     """What an operator does; None for views, allocations and what is sent."""
-    if func in _MATMULS:
-        left, right = (args[i].shape for i in _MATMULS[func])
+    packet = func.overloadpacket
+    if packet in _MATMULS:
+        left, right = (args[i].shape for i in _MATMULS[packet])
         *batch, m, k = left
         return Matmul(m, right[-1], k, *batch)
-    count: Any = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
-    if count is not None:
-        return Attention(int(count(*args, **kwargs, out_val=result)))
-    if func.is_view or func in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
+    if packet in _ATTENTION:
+        return Attention(int(_ATTENTION[packet](*args, **kwargs, out_val=result)))
+    assert packet not in flop_registry, f"{func} computes, and nobody says how much"
+    if func.is_view or packet in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
         return None
     moved_bytes = _count_moved(func, args, kwargs, result)
     return Pass(moved_bytes) if moved_bytes else None
 
 
 _MATMULS = {
-    aten.mm.default: (0, 1),
-    aten.addmm.default: (1, 2),
-    aten.bmm.default: (0, 1),
-    aten.baddbmm.default: (1, 2),
+    aten.mm: (0, 1), aten.bmm: (0, 1),
+    aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
 """Which arguments are multiplied."""
-_ALLOCATIONS = {
-    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
-    aten.new_empty_strided.default,
-}  # fmt: skip
-_OVERWRITING = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+_ALLOCATIONS = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
+_OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
 """They write their first argument and do not read it."""
-_LOOKUPS = {aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}
+_LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 """They read of their first argument as much as comes out."""
+_SCATTERS = {aten.scatter_, aten.scatter_add_, aten.index_put_, aten.index_add_}
+"""They write of their first argument as much as they are given beside it."""
+_UNWRITTEN = {aten._fused_adamw_: "grads"}
+"""What a schema says is written, and only is in a mode that we don't use: gradients that are scaled."""
 
 
 def _count_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     given = dict(zip(_argument_names(func), args, strict=False)) | kwargs
-    written = list(each_tensor([given.get(name) for name in _written_names(func)]))
+    packet = func.overloadpacket
+    names = [name for name in _written_names(func) if name != _UNWRITTEN.get(packet)]
+    written = list(each_tensor([given.get(name) for name in names]))
     known = {id(tensor.untyped_storage()) for tensor in each_tensor(given)}
     made = [tensor for tensor in each_tensor(result) if id(tensor.untyped_storage()) not in known]
     if not written and not made:
         return 0
-    if func in _LOOKUPS:
+    if packet in _LOOKUPS:
         return 2 * _count_bytes(made)
-    is_overwritten = func in _OVERWRITING
+    if packet in _SCATTERS:
+        return 2 * _count_bytes(each_tensor([value for name, value in given.items() if name != "self"]))
+    is_overwritten = packet in _OVERWRITING
     read = (value for name, value in given.items() if name != "out" and not (is_overwritten and name == "self"))
     return _count_bytes(each_tensor(list(read))) + _count_bytes(written) + _count_bytes(made)
 
@@ -108,8 +112,8 @@ def _grouped(key: torch.Tensor, query: torch.Tensor) -> tuple[int, ...]:
     return (key.shape[0], query.shape[1], *key.shape[2:])
 
 
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _count_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _count_attention_backward,
+_ATTENTION: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
 }
-"""What torch counts on CUDA alone."""
+"""The one flash kernel that a dry run executes, which torch itself does not count."""

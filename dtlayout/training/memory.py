@@ -34,17 +34,19 @@ class MemoryMeter:
     def watch(self) -> Iterator[None]:
         """A block around a step that `gather_peaks` may be called for."""
         self._is_watching, self._marks = True, []
-        if self.tracker is None:
-            torch.cuda.reset_peak_memory_stats()
-            yield
-            self._close_mark()
-            self.curve += self._marks
-        else:
-            self.tracker.reset_peak()
-            with self.tracker:
+        try:
+            if self.tracker is None:
+                torch.cuda.reset_peak_memory_stats()
                 yield
-            self.curve += self.tracker.highest_by_mark
-        self._is_watching = False
+                self._close_mark()
+                self.curve += self._marks
+            else:
+                self.tracker.reset_peak()
+                with self.tracker:
+                    yield
+                self.curve += self.tracker.highest_by_mark
+        finally:
+            self._is_watching = False
 
     def mark(self, action: Action | None) -> None:
         """What happens from now on belongs to an action of the schedule, or after the last one to the update."""

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.batch import Batch
+from dtlayout.config import Config
 from dtlayout.errors import DtlayoutError
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
 from dtlayout.measure.curve import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
@@ -119,6 +122,8 @@ class MemoryCurves:
     """How many, from the first."""
     by_pp_rank: list[list[Highest]]
     """Of each pipeline rank, the actions of one step after those of the other."""
+    run: dict[str, Any]
+    """What ran, as `describe_run` says it."""
 
     def write(self, folder: Path) -> None:
         """Write RUN/memory.json."""
@@ -130,14 +135,27 @@ class MemoryCurves:
         path = folder / MEMORY_NAME
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            curves = [[Highest(**highest) for highest in curve] for curve in found["by_pp_rank"]]
-            return cls(num_steps=found["num_steps"], by_pp_rank=curves)
+            curves = [
+                [Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in found["by_pp_rank"]
+            ]
+            return cls(num_steps=int(found["num_steps"]), by_pp_rank=curves, run=dict(found["run"]))
         except OSError as error:
             raise DtlayoutError(
                 f"{path} cannot be read: {error.strerror}; a run writes it with --metrics.memory=true"
             ) from None
         except (ValueError, KeyError, TypeError):
             raise DtlayoutError(f"{path} is not what a run writes with --metrics.memory=true") from None
+
+
+def describe_run(config: Config, layout: Layout, kernels: Kernels) -> dict[str, Any]:
+    """What the memory of a run depends on, section.key → value as JSON gives it back; `kernels` without auto."""
+    sections: dict[str, Any] = {
+        "model": config.model, "batch": config.batch, "layout": layout, "kernels": kernels,
+        "precision": config.precision,
+    }  # fmt: skip
+    values = {f"{section}.{key}": entry for section, value in sections.items() for key, entry in asdict(value).items()}
+    found: dict[str, Any] = json.loads(json.dumps({**values, "data.document_mask": config.data.document_mask}))
+    return found
 
 
 @dataclass(frozen=True)
@@ -204,6 +222,6 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def median_step_time(times_s: list[float]) -> float | None:
-    """Median without the first two steps, which warm up and are measured for memory; None without any step."""
-    return statistics.median(times_s[2:] or times_s) if times_s else None
+def median_step_time(times_s: list[float], num_slow: int = 2) -> float | None:
+    """Median without the first steps, which warm up and are measured for memory; None without any step."""
+    return statistics.median(times_s[num_slow:] or times_s) if times_s else None

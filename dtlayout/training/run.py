@@ -45,6 +45,7 @@ from dtlayout.training.metrics import (
     Speed,
     StepMetrics,
     Summary,
+    describe_run,
     median_step_time,
     write_whole,
 )
@@ -118,14 +119,13 @@ class _Run:
             aliases=config.model.aliases,
         )
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
-        if config.metrics.memory:
-            self.assembly.runtime.before_action = self.memory.mark
         self.recorder = KernelRecorder()
         self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
         console = Console(quiet=not self.is_writer)
         self.display = Display(console, config.train.steps, config.metrics.log_every)
         self.step_times_s: list[float] = []
+        self.num_drawn = 0  # steps of which memory.json shows the curve
         gpu = find_predicted_gpu(device, config.cluster.gpu)
         estimate = predict(replace(config, kernels=kernels), layout, gpu)
         self.prediction_line, self.predicted = describe(estimate, gpu), to_predicted(estimate, gpu)
@@ -136,6 +136,9 @@ class _Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "config.toml", _resolved(self.config, self.layout).to_toml())
             self.metrics.keep_until(first_step)
+        if self.config.metrics.memory and first_step == 0:
+            self.assembly.runtime.before_action = self.memory.mark
+            self.num_drawn = STEPS_DRAWN
         self._say_what_starts(first_step)
         with self.display:
             exit_code, done = self._loop(first_step)
@@ -166,17 +169,17 @@ class _Run:
             started = time.perf_counter()
             # The first step makes the optimizer's state, so it is not like the others.
             is_measured = index == first_step + 1 or (index > first_step and self._is_due(index))
-            is_drawn = self.config.metrics.memory and first_step == 0 and index < STEPS_DRAWN
+            is_drawn = index < self.num_drawn
             with self.memory.watch() if is_measured or is_drawn else nullcontext():
                 result, lr = self._train_once(index, is_first=index == first_step)
             step_time_s = time.perf_counter() - started
+            is_over = not result.is_finite or result.stop_requested or index + 1 == num_steps
+            if is_drawn and (is_over or index + 1 == self.num_drawn):
+                self._write_curves(index + 1)
             if not result.is_finite:
                 self.display.say(f"step {index + 1}: loss {result.loss}, grad_norm {result.grad_norm}: stopped")
                 return EXIT_NON_FINITE, index
             self._note(index + 1, result, lr, step_time_s, is_measured=is_measured)
-            is_over = result.stop_requested or index + 1 == num_steps
-            if is_drawn and (is_over or index + 1 == STEPS_DRAWN):
-                self._write_curves(index + 1)
             if self.config.checkpoint.save and (is_over or (every and (index + 1) % every == 0)):
                 self._save(index + 1)
                 saved = index + 1
@@ -236,7 +239,8 @@ class _Run:
         self.assembly.runtime.before_action = lambda action: None
         curves = self.memory.gather_curves(self.assembly.runtime.group)
         if self.is_writer:
-            MemoryCurves(num_steps=num_steps, by_pp_rank=curves).write(self.folder)
+            run = describe_run(self.config, self.layout, self.kernels)
+            MemoryCurves(num_steps=num_steps, by_pp_rank=curves, run=run).write(self.folder)
 
     def _say_what_starts(self, first_step: int) -> None:
         blocks = ", ".join(map(str, count_blocks(self.assembly.slices)))
@@ -254,7 +258,7 @@ class _Run:
         if not self.is_writer:
             return
         losses = [line["loss"] for line in self.metrics.read()]
-        step_time_s = median_step_time(self.step_times_s)
+        step_time_s = median_step_time(self.step_times_s, max(2, self.num_drawn))
         speed = self.speed.describe(step_time_s) if step_time_s else {}
         summary = Summary(
             outcome=OUTCOMES[exit_code],

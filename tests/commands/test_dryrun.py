@@ -16,8 +16,8 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
 from dtlayout.mesh.ranks import coordinate
-from dtlayout.training.metrics import MemoryCurves
-from dtlayout.training.prediction import own_scenario, predict
+from dtlayout.training.metrics import MemoryCurves, describe_run
+from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
 
 DEBUG = ("dryrun", "configs/debug.toml", "--gpu", "cpu")
 
@@ -30,23 +30,23 @@ def test_a_person_reads_the_peak_its_parts_the_messages_and_how_far_the_formula_
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0] == "debug as pp2·tp2+sp mb4 1f1b zero1 on 4 x cpu, dry"
     assert "rank 3 pp 1 of 2, tp 1 of 2" in lines
-    assert "send pp 262,144 4 no" in lines
+    assert "send pp 262,144 4 1.0 no" in lines and "all pp 2.1 no" in lines
     (peak,) = (line for line in lines if line.startswith("peak") and "%" in line)
     _, dry, predicted, difference = peak.split()
     assert float(difference.rstrip("%")) == pytest.approx(100 * (float(predicted) / float(dry) - 1), abs=0.06)
     assert abs(float(difference.rstrip("%"))) < 5
     assert [line.endswith("<") for line in lines if line.startswith("optimizer") and "+" in line] == [False]
-    assert "seconds of a step" not in lines  # the first stage was not run
+    assert "a step (uncalibrated), ms" not in " ".join(lines)  # the first stage was not run
 
 
 def test_a_second_estimate_of_the_step_is_shown_beside_the_cost_models(capsys):
     assert main([*DEBUG, "--world", "4", "--compare"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    table = lines[lines.index("seconds of a step dry run predicted") + 1 :]
+    table = lines[lines.index("a step (uncalibrated), ms dry run predicted difference") + 1 :]
     assert [row.split()[0] for row in table[-9:]] == [
         "compute", "recompute", "tp", "pp", "bubble", "dp", "optimizer", "host", "step",
     ]  # fmt: skip
-    dry, predicted = (float(cell) for cell in table[-1].split()[1:])
+    dry, predicted = (float(cell) for cell in table[-1].split()[1:3])
     assert dry == pytest.approx(predicted, rel=0.5)  # eager operators of a CPU, priced as if they were few
 
 
@@ -76,6 +76,9 @@ def test_a_program_reads_the_default_ranks_with_the_curve_of_their_first_steps(c
         (("--data.document_mask=true",), "use --data.document_mask=false"),
         (("--world", "3"), "start 4 or 8"),
         (("--steps", "-1"), "--steps=-1"),
+        (("--steps", "2", "--run", "runs/none"), "leave --steps out"),
+        (("--page", "nowhere/page.html"), "there is no folder nowhere"),
+        (("--gpu", "A100"), "use a100-40g-sxm or a100-80g-sxm"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused_in_one_line(capsys, arguments, reason):
@@ -100,7 +103,7 @@ def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
     )  # fmt: skip
     found = Findings(
         scenario=own_scenario(config, layout.world_size, gpu), layout=layout, reports=[report],
-        estimate=replace(estimate, memory=(replace(none, optimizer=predicted * 2**20),)),
+        estimate=replace(estimate, memory=(replace(none, optimizer=predicted * 2**20),)), measured={},
     )  # fmt: skip
     *_, table = RankTables.make(report, found, compares=True).tables
     row = next(row for row in table if row[0] == "optimizer")
@@ -113,23 +116,61 @@ def run(tmp_path, capsys):
     assert main([*DEBUG, "--world", "4", "--steps", "2", "--whole", "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     curves = [[Highest(**highest) for highest in rank["curve"]] for rank in (ranks[0], ranks[1])]
-    MemoryCurves(num_steps=2, by_pp_rank=curves).write(tmp_path)
+    config = load_config("configs/debug.toml")
+    kernels = predicted_kernels(config, find_gpu("cpu"))
+    about = describe_run(config, config.layout.resolve(4), kernels)
+    MemoryCurves(num_steps=2, by_pp_rank=curves, run=about).write(tmp_path)
     return tmp_path
 
 
 def test_a_real_run_is_drawn_and_compared_with(capsys, run):
     page = run / "page.html"
-    assert main([*DEBUG, "--world", "4", "--run", str(run), "--page", str(page)]) == 0
+    assert main([*DEBUG, "--world", "4", "--run", str(run), "--ranks", "0,1", "--page", str(page)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "first steps, MiB dry run measured difference" in lines
+    assert lines.count("first steps, MiB dry run measured difference") == 1
+    assert "run the first 2 steps, each 4 microbatches" in lines
+    assert "note: not measured: ranks 1; the run has measured 0, 2" in lines
+    assert "note: no time of a step: that takes both ends of the pipeline, such as --ranks 0,2" in lines
     assert page.read_text().count("measured") >= 2
 
 
-def test_a_run_of_another_layout_is_refused(capsys, run):
-    assert main([*DEBUG, "--world", "8", "--layout.pp=4", "--run", str(run)]) == 2
-    assert f"use {run}/config.toml" in capsys.readouterr().err
+def test_a_run_of_something_else_is_refused_before_anything_is_run(capsys, run):
+    others = ("--layout.zero=3", "--batch.seq_len=512", "--model.hidden_size=256")
+    assert main([*DEBUG, "--world", "4", *others, "--run", str(run)]) == 2
+    problem = capsys.readouterr().err
+    assert problem == (
+        f"the run of {run} had model.hidden_size=128, batch.seq_len=256, layout.zero=1; dry-run that, or measure "
+        f"this one\n"
+    )
 
 
-def test_a_run_without_curves_is_refused_with_the_option_that_makes_them(capsys, tmp_path):
+@pytest.mark.parametrize(
+    "text", [None, "{", '{"num_steps": "a", "by_pp_rank": [], "run": {}}', '{"num_steps": 1}', "[]"]
+)
+def test_a_run_without_curves_is_refused_with_the_option_that_makes_them(capsys, tmp_path, text):
+    if text is not None:
+        (tmp_path / "memory.json").write_text(text)
     assert main([*DEBUG, "--world", "4", "--run", str(tmp_path)]) == 2
-    assert "a run writes it with --metrics.memory=true" in capsys.readouterr().err
+    problem = capsys.readouterr().err
+    assert "--metrics.memory=true" in problem and problem.count("\n") == 1
+
+
+def test_a_peak_above_the_capacity_is_said_to_be_one(capsys):
+    arguments = ("--gpu", "rtx4090-24g", "--precision.compute=bfloat16", "--batch.seq_len=1_048_576", "--ranks", "0")
+    assert main(["dryrun", "configs/debug.toml", "--world", "4", *arguments]) == 0
+    (peak,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("peak"))
+    assert re.match(r"peak  \d+\.\d+ GiB of 21.65: does not fit, in ", peak)
+
+
+def test_the_first_step_is_compared_without_what_adam_does_not_keep_yet(capsys):
+    assert main([*DEBUG, "--world", "4", "--steps", "1", "--compare", "--ranks", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "run   the first step, 4 microbatches" in out
+    assert "<" not in "".join(line for line in out.splitlines() if line.startswith(("optimizer", "peak")))
+
+
+def test_compiled_blocks_are_compared_with_the_formula_of_eager_ones(capsys):
+    assert main([*DEBUG, "--world", "4", "--kernels.compile=blocks", "--compare", "--ranks", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "kernels.compile=blocks is left out" in out
+    assert not [line for line in out.splitlines() if line.endswith("<") and line.startswith(("activ", "peak"))]

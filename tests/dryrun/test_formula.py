@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks.dryrun import SUBJECTS, Subject
 from dtlayout.cluster import find_gpu
-from dtlayout.commands.dryrun_tables import components
 from dtlayout.dryrun.choose import default_ranks
-from dtlayout.dryrun.price import price
+from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.kernels import Kernels
@@ -35,13 +34,14 @@ def test_the_formulas_agree_and_messages_are_those_of_theory(subject: Subject) -
     blocks = count_blocks(partition(layer_costs(config.model, config.batch), layout))
     options = {"device_type": gpu.device_type, "gpus_per_node": gpu.gpus_per_node}
     reports = list(dry_run_ranks(config, layout, Kernels(), ranks, **options))
+    scenario = own_scenario(config, layout.world_size, gpu)
+    findings = Findings(scenario=scenario, layout=layout, reports=reports, estimate=estimate)
     for report in reports:
         stage = report.coordinate["pp"]
-        for dry, predicted in components(report, estimate.memory[stage]).values():
+        for dry, predicted in findings.components(report).values():
             assert predicted == pytest.approx(dry, rel=0.05)
         assert count_messages(report) == expect_messages(subject, stage, blocks[stage])
-    priced = price(own_scenario(config, layout.world_size, gpu), layout, Kernels(), reports)
-    assert priced is not None and priced.total == pytest.approx(estimate.step_time_s, rel=0.15)
+    assert findings.time is not None and findings.time.total == pytest.approx(estimate.step_time_s, rel=0.15)
 
 
 def count_messages(report: RankReport) -> Counter[tuple[str, str]]:

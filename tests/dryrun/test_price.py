@@ -91,6 +91,23 @@ def test_stages_that_nobody_ran_are_like_the_first_without_its_embedding():
     assert time.bubble == pytest.approx(8 * PASS_S)
 
 
+def test_stages_that_exchange_a_tied_gradient_wait_for_it_once_and_no_message_waits_longer():
+    layout = Layout(pp=2)
+    between, tied = (Message("send", "pp", int(size), crosses_node=False) for size in (1e6, 1e9))
+    ends = [
+        report_of(
+            rank, layout, [*pipeline(rank, PASS), *did(Kind.SEND_FORWARD, rank, 0, between), *did(None, 0, 0, *of)]
+        )
+        for rank in (0, 1)
+        for of in [(tied, replace(tied, name="recv"))]
+    ]
+    without = [replace(end, done=[done for done in end.done if done.place.action]) for end in ends]
+    with_tied, plain = (price(a_scenario(layout, 2), layout, KERNELS, reports) for reports in (ends, without))
+    assert with_tied is not None and plain is not None
+    assert with_tied.bubble == plain.bubble
+    assert with_tied.dp == pytest.approx(1e9 / 50e9 + 5e-6) and plain.dp == 0
+
+
 def test_without_both_ends_of_the_pipeline_there_is_no_price():
     layout = Layout(pp=4)
     first = report_of(0, layout, pipeline(0, PASS))

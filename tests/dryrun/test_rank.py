@@ -126,3 +126,18 @@ def test_flops_are_those_of_theory() -> None:
     assert first[f"{layer}.mlp.gate_proj"] == 6 * tokens * shape.hidden_size * shape.ffn_size // 2
     assert first[f"{layer}.self_attn.q_proj"] == 6 * tokens * shape.hidden_size**2 // 2
     assert first[f"{layer}.self_attn"] == 3.5 * 4 * tokens * SEQ_LEN * shape.hidden_size // 2
+
+
+@pytest.mark.parametrize("loss", ["eager", "chunked", "linear"])
+def test_flops_do_not_depend_on_how_the_loss_is_computed(loss: str) -> None:
+    """Also where an operator writes into memory of its caller, as the linear loss does."""
+    case = Case(Layout(), kernels=Kernels(attention="sdpa-math", loss=loss), precision=BF16)
+    tokens = case.batch.global_batch * SEQ_LEN
+    (report,) = rehearse(case, [0]).values()
+    assert report.flops["lm_head"] == 6 * tokens * SHAPE.hidden_size * SHAPE.vocab_size
+
+
+def test_progress_is_told_until_all_is_done() -> None:
+    shares: list[float] = []
+    rehearse(Case(Layout(pp=2), precision=BF16), [0, 1], on_progress=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0

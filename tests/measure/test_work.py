@@ -33,6 +33,8 @@ X, Y = torch.zeros(8, 4), torch.zeros(8, 4)  # 128 bytes each
         (lambda: X @ torch.ones(4, 3), Matmul(8, 3, 4)),
         (lambda: torch.addmm(torch.ones(3), X, torch.ones(4, 3)), Matmul(8, 3, 4)),
         (lambda: torch.bmm(torch.ones(2, 8, 4), torch.ones(2, 4, 3)), Matmul(8, 3, 4, batch=2)),
+        (lambda: torch.mm(X, torch.ones(4, 3), out=torch.empty(8, 3)), Matmul(8, 3, 4)),
+        (lambda: torch.ones(8, 3).addmm_(X, torch.ones(4, 3)), Matmul(8, 3, 4)),
         (lambda: X + Y, Pass(3 * 128)),
         (lambda: torch.exp(X), Pass(2 * 128)),
         (lambda: X.clone().add_(Y), Pass(3 * 128)),  # in place it reads both and writes one
@@ -41,6 +43,7 @@ X, Y = torch.zeros(8, 4), torch.zeros(8, 4)  # 128 bytes each
         (lambda: torch.add(X, Y, out=torch.empty(8, 4)), Pass(3 * 128)),
         (lambda: torch.ones(8, 1).expand(8, 4) + Y, Pass(32 + 2 * 128)),  # no larger than its storage
         (lambda: F.embedding(torch.arange(2), torch.zeros(1000, 4)), Pass(2 * 32)),
+        (lambda: X.clone().scatter_(1, torch.zeros(8, 1, dtype=torch.int64), 1.0), Pass(2 * 64)),
         (lambda: torch._foreach_mul([X.clone(), Y.clone()], 2.0), Pass(4 * 128)),
     ],
 )  # fmt: skip
@@ -67,8 +70,7 @@ def test_attention_counts_whole_and_two_and_a_half_times_backward():
     assert [each.flops for each in listing.found if isinstance(each, Attention)] == [whole, 2.5 * whole]
 
 
-def test_fused_adam_reads_and_writes_four_tensors():
-    """By its schema it may write gradients too."""
+def test_fused_adam_reads_four_tensors_and_writes_three():
     parameter = nn.Parameter(torch.zeros(1024))
     optimizer = torch.optim.AdamW([parameter], fused=True)
     parameter.grad = torch.ones(1024)
@@ -76,7 +78,7 @@ def test_fused_adam_reads_and_writes_four_tensors():
     with Listing() as listing:
         optimizer.step()
     moved = max(each.moved_bytes for each in listing.found if isinstance(each, Pass))
-    assert moved == pytest.approx(8 * 4096, rel=0.01)
+    assert moved == pytest.approx(7 * 4096, rel=0.01)
 
 
 def test_a_counter_adds_up_by_label():
