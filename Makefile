@@ -7,9 +7,10 @@ BIN := .venv/bin
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
 
-# 30 layouts on 4 ranks of this machine's CPU, some eight minutes on two cores; again, it goes on where it was.
+# 30 layouts on 4 ranks of this machine's CPU, some eight minutes on two cores, and a report of them. Again, it goes on.
 sweep: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/dtlayout sweep configs/sweeps/debug-4cpu.toml
+	$(BIN)/dtlayout report sweeps/debug-4cpu --page sweeps/debug-4cpu/report.html
 
 test: .venv/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

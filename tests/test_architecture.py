@@ -32,6 +32,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "training": ["training.*", "data.*", "checkpoint.*"],
     "dry run": ["dryrun.*"],
     "sweep": ["sweep.*"],
+    "report": ["report.*"],
     "programs": ["commands.*", "cli", "launch"],
 }  # fmt: skip
 ORDER = list(LAYERS)

@@ -1,0 +1,47 @@
+"""dtlayout report: what measured rows say of each choice, as text, Markdown and one page with plots."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.report.page import Report
+from dtlayout.report.rows import read_rows
+
+EXAMPLE = "dtlayout report sweeps/debug-4cpu --page report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the rows are, and where the report goes."""
+    parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="folders of sweeps, and CSV tables of runs")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page with plots and all layouts")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write findings and best layouts as Markdown")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report, and write it where asked."""
+    runs = read_rows(options.rows)
+    if not runs:
+        raise InvalidConfig(f"{', '.join(map(str, options.rows))} has no row that says how a layout ended")
+    report = Report(runs)
+    if options.json:
+        findings = [
+            {
+                "question": finding.question.name,
+                "says": finding.describe(),
+                "speed_supported": finding.speaks_of_speed,
+                "fit_supported": finding.speaks_of_fit,
+                **{name: value for name, value in vars(finding).items() if name != "question"},
+            }
+            for finding in report.findings
+        ]
+        common = [{**asdict(each), "says": each.describe()} for each in report.common]
+        print(json.dumps({"ok": True, "rows": len(runs), "findings": findings, "fastest": common}, indent=2))
+    else:
+        print(report.to_markdown(), end="")
+    if options.markdown:
+        report.write_markdown(options.markdown)
+    if options.page:
+        report.write_page(options.page)
+    return 0

@@ -1,0 +1,262 @@
+"""The report of measured rows, as one page that needs no other file and as Markdown: findings, plots, every layout."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+from dtlayout.costmodel.estimate import Estimate, estimate
+from dtlayout.errors import DtlayoutError
+from dtlayout.planner.runs import GIB, Run
+from dtlayout.report import html
+from dtlayout.report.findings import CHOICES, Common, Finding, find, find_common, speed_of
+
+_STYLE = """
+body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }
+.wide { overflow-x: auto; font-size: 13px; }
+#rows th { cursor: pointer; }
+#filter { width: 30em; font: inherit; padding: .2em .4em; }
+"""
+_SCRIPT = """
+const table = document.getElementById('rows'), body = table.tBodies[0], rows = [...body.rows];
+const value = (row, i) => { const t = row.cells[i].textContent, n = parseFloat(t); return isNaN(n) ? t : n; };
+const compare = (a, b) => typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === 'number' ? -1 : 1;
+[...table.tHead.rows[0].cells].forEach((cell, i) => cell.addEventListener('click', () => {
+  const down = cell.dataset.order !== 'down';
+  [...table.tHead.rows[0].cells].forEach(other => delete other.dataset.order);
+  cell.dataset.order = down ? 'down' : 'up';
+  rows.sort((a, b) => {
+    const [x, y] = [value(a, i), value(b, i)], order = compare(x, y);
+    return typeof x === typeof y && down ? -order : order;
+  });
+  body.append(...rows);
+}));
+document.getElementById('filter').addEventListener('input', event => {
+  const words = event.target.value.toLowerCase().split(/\\s+/).filter(Boolean);
+  rows.forEach(row => {
+    const cells = [...row.cells].map((cell, i) => table.tHead.rows[0].cells[i].textContent + '=' + cell.textContent);
+    const text = (row.textContent + ' ' + cells.join(' ')).toLowerCase();
+    const matches = word => word.includes('=') ? cells.some(c => c.toLowerCase() === word) : text.includes(word);
+    row.hidden = !words.every(matches);
+  });
+});
+"""
+_COLUMNS = (
+    "sweep", "status", "micro_batch", "tp", "pp", "dp", "sp", "zero", "recompute", "attention", "norm", "s a step",
+    "MFU %", "predicted MFU %", "peak GiB", "predicted GiB",
+)  # fmt: skip
+_BARS = 24
+"""Layouts of which memory is drawn."""
+
+
+class Report:
+    """All that is said of some rows."""
+
+    def __init__(self, runs: Sequence[Run]):
+        """Finds and predicts at once; a second for a thousand rows."""
+        self.runs = list(runs)
+        self.findings: list[Finding] = find(runs)
+        self.common: list[Common] = find_common(runs)
+        self.estimates: list[Estimate] = [estimate(run.scenario, run.layout, run.kernels) for run in runs]
+        ordered = sorted(range(len(self.runs)), key=lambda i: self.runs[i].table)
+        self.tables = {name: list(places) for name, places in groupby(ordered, key=lambda i: self.runs[i].table)}
+
+    @property
+    def title(self) -> str:
+        """What the report is about."""
+        ran = sum(speed_of(run) is not None for run in self.runs)
+        plural = "" if len(self.tables) == 1 else "s"
+        return f"{len(self.runs)} layouts in {len(self.tables)} sweep{plural}, of which {ran} ran"
+
+    def list_findings(self) -> list[list[str]]:
+        """Each question with its answer."""
+        rows = [["question", "what the rows say"]]
+        rows += [[finding.question.name, finding.describe()] for finding in self.findings]
+        return rows + [[f"The fastest tenth of each sweep: {each.name}", each.describe()] for each in self.common]
+
+    def list_best(self) -> list[list[str]]:
+        """The fastest layout of each sweep."""
+        rows = [list(_COLUMNS)]
+        for places in self.tables.values():
+            ran = [i for i in places if speed_of(self.runs[i])]
+            if ran:
+                rows.append(self._describe(max(ran, key=lambda i: speed_of(self.runs[i]) or 0.0)))
+        return rows
+
+    def write_markdown(self, path: Path) -> None:
+        """Findings and best layouts; DtlayoutError if it cannot be written."""
+        try:
+            path.write_text(self.to_markdown(), encoding="utf-8")
+        except OSError as error:
+            raise DtlayoutError(f"report {path} cannot be written: {error.strerror}") from None
+
+    def to_markdown(self) -> str:
+        """Findings and best layouts."""
+        parts = [f"# {self.title}", "## Findings", *_to_markdown(self.list_findings())]
+        return (
+            "\n\n".join([*parts[:2], "\n".join(parts[2:]), "## Fastest", "\n".join(_to_markdown(self.list_best()))])
+            + "\n"
+        )
+
+    def write_page(self, path: Path) -> None:
+        """The page; DtlayoutError if it cannot be written."""
+        html.write_page(path, self.title, self._parts(), _STYLE)
+
+    def _parts(self) -> Iterator[str]:
+        yield html.heading("Findings")
+        yield html.table(self.list_findings(), ' class="findings"')
+        yield html.heading("The fastest layout of each sweep")
+        yield f'<div class="wide">{html.table(self.list_best())}</div>'
+        for name in ("micro_batch", "recompute", "attention", "norm"):
+            if len({str(CHOICES[name](run)) for run in self.runs}) > 1:
+                yield html.heading(f"Best speed by {name}")
+                yield self._draw_best(name)
+        yield html.heading("Best speed by tp and pp")
+        yield self._draw_heat()
+        yield html.heading("Predicted against measured speed")
+        yield self._draw_predictions()
+        if any(run.peak_bytes for run in self.runs):
+            yield html.heading("Memory of pipeline rank 0, the fastest layouts")
+            yield self._draw_memory()
+        yield html.heading("All layouts")
+        yield '<p><input id="filter" placeholder="filter: words, or column=value such as tp=2"></p>'
+        rows = [self._describe(i) for places in self.tables.values() for i in places]
+        everything = html.table([list(_COLUMNS), *rows], ' id="rows"')
+        yield f'<div class="wide">{everything}</div>'
+        yield f"<script>{_SCRIPT}</script>"
+
+    def _describe(self, place: int) -> list[str]:
+        run, layout, found = self.runs[place], self.runs[place].layout, self.estimates[place]
+
+        def show(value: float | None, form: str, factor: float = 1.0) -> str:
+            return "" if value is None else format(value * factor, form)
+
+        return [
+            run.table, run.status, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
+            "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
+            run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100), show(found.mfu, ".1f", 100),
+            show(run.peak_bytes, ".2f", 1 / GIB), show(found.memory[0].total, ".2f", 1 / GIB),
+        ]  # fmt: skip
+
+    def _speed(self, place: int) -> float:
+        """Measured MFU in percent, or tokens a second of one GPU where nobody knows the peak; 0 if it did not run."""
+        run = self.runs[place]
+        if run.mfu is not None and self._has_mfu:
+            return 100 * run.mfu
+        return 0.0 if self._has_mfu else speed_of(run) or 0.0
+
+    @property
+    def _has_mfu(self) -> bool:
+        return any(run.mfu is not None for run in self.runs)
+
+    @property
+    def _unit(self) -> str:
+        return "MFU, %" if self._has_mfu else "tokens/s of a rank"
+
+    def _draw_best(self, name: str) -> str:
+        """Bars of the best of each value, a group for each sweep."""
+        options = sorted({CHOICES[name](run) for run in self.runs}, key=lambda v: (isinstance(v, str), v))
+        figure, axes = plt.subplots(figsize=(10, 3), layout="constrained")
+        width = 0.8 / len(options)
+        for number, option in enumerate(options):
+            best = [
+                max((self._speed(i) for i in places if CHOICES[name](self.runs[i]) == option), default=0.0)
+                for places in self.tables.values()
+            ]
+            bars = axes.bar(np.arange(len(best)) + number * width, best, width * 0.9, label=f"{name}={option}")
+            axes.bar_label(bars, [f"{value:.1f}" if value else "–" for value in best], fontsize=7, padding=1)
+        self._name_tables(axes, 0.4 - width / 2)
+        axes.set_ylabel(self._unit)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper right", ncols=len(options), fontsize=8, frameon=False)
+        return html.picture(figure)
+
+    def _name_tables(self, axes: Axes, shift: float) -> None:
+        names = [name.removeprefix("aa/").replace("_", " ") for name in self.tables]
+        places = np.arange(len(names)) + shift
+        axes.set_xticks(places, [_fold(name) for name in names], fontsize=7)
+
+    def _draw_heat(self) -> str:
+        """A square for each tp and pp with the best speed, a picture for each sweep."""
+        tps, pps = (sorted({getattr(run.layout, axis) for run in self.runs}) for axis in ("tp", "pp"))
+        number = len(self.tables)
+        columns = min(3, number)
+        lines = -(-number // columns)
+        figure, grid = plt.subplots(lines, columns, figsize=(10, 2.6 * lines), layout="constrained", squeeze=False)
+        for axes in grid.flat[number:]:
+            axes.set_visible(False)
+        for axes, (name, places) in zip(grid.flat, self.tables.items(), strict=False):
+            best = np.full((len(pps), len(tps)), np.nan)
+            for i in places:
+                at = pps.index(self.runs[i].layout.pp), tps.index(self.runs[i].layout.tp)
+                if self._speed(i):
+                    best[at] = np.fmax(best[at], self._speed(i))
+            if not np.isnan(best).all():
+                axes.imshow(best, cmap="Blues", aspect="auto", origin="lower", vmin=0, vmax=1.4 * np.nanmax(best))
+            for (row, column), value in np.ndenumerate(best):
+                axes.text(column, row, "" if np.isnan(value) else f"{value:.1f}", ha="center", va="center", fontsize=8)
+            axes.set_xticks(range(len(tps)), [f"tp {tp}" for tp in tps], fontsize=7)
+            axes.set_yticks(range(len(pps)), [f"pp {pp}" for pp in pps], fontsize=7)
+            axes.set_title(_fold(name.removeprefix("aa/").replace("_", " ")), fontsize=8)
+        return html.picture(figure)
+
+    def _draw_predictions(self) -> str:
+        figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+        low, high = np.inf, 0.0
+        for name, places in self.tables.items():
+            pairs = [(speed, self._predict(i)) for i in places if (speed := self._speed(i))]
+            if pairs:
+                measured, predicted = zip(*pairs, strict=True)
+                axes.scatter(measured, predicted, s=12, alpha=0.7, linewidth=0, label=name.replace("_", " "))
+                low, high = min(low, *measured, *predicted), max(high, *measured, *predicted)
+        if high:
+            ends = np.array([0.9 * low, 1.1 * high])
+            axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
+            axes.plot(ends, ends, color="0.4", linewidth=1)
+            axes.set(xlim=ends, ylim=ends)
+        axes.set(xscale="log", yscale="log", xlabel=f"measured {self._unit}", ylabel=f"predicted {self._unit}")
+        axes.legend(fontsize=7, frameon=False)
+        return html.picture(figure)
+
+    def _predict(self, place: int) -> float:
+        """The predicted speed, as `_speed` is measured."""
+        found, scenario = self.estimates[place], self.runs[place].scenario
+        if self._has_mfu:
+            return 100 * found.mfu
+        return scenario.batch.num_tokens / found.step_time_s / scenario.cluster.num_gpus
+
+    def _draw_memory(self) -> str:
+        """Measured bars with marks where they were predicted."""
+        known = [i for i, run in enumerate(self.runs) if run.peak_bytes and self._speed(i)]
+        shown = sorted(known, key=self._speed, reverse=True)[:_BARS]
+        size = GIB if max(self.runs[i].peak_bytes or 0 for i in shown) > GIB else 2**20
+        figure, axes = plt.subplots(figsize=(10, 0.26 * len(shown) + 0.8), layout="constrained")
+        measured = [(self.runs[i].peak_bytes or 0) / size for i in shown]
+        predicted = [self.estimates[i].memory[0].total / size for i in shown]
+        axes.barh(range(len(shown)), measured, color="#4477aa", alpha=0.7, label="measured")
+        axes.scatter(predicted, range(len(shown)), marker="|", s=120, color="#cc3311", label="predicted")
+        names = [f"{self.runs[i].layout} {self.runs[i].kernels.attention}" for i in shown]
+        axes.set_yticks(range(len(shown)), names, fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB" if size == GIB else "MiB")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper right", ncols=2, fontsize=8, frameon=False)
+        return html.picture(figure)
+
+
+def _fold(name: str, width: int = 22) -> str:
+    """A long name in several lines."""
+    lines = [""]
+    for word in name.split():
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+def _to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return [head, "|" + "---|" * len(rows[0]), *body]

@@ -1,0 +1,52 @@
+"""The rows that a report is made of: tables of measured runs, and what sweeps of our own have left."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtlayout.config import load_config
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.planner.runs import Run, Status
+from dtlayout.planner.tables import read_tables
+from dtlayout.sweep.results import Journal, Outcome, TrialResult
+from dtlayout.sweep.spec import find_trial_gpu, trial_folder
+from dtlayout.training.prediction import own_scenario
+
+_STATUS: dict[Outcome, Status] = {
+    "ok": "ok", "oom": "oom", "crashed": "error", "killed": "error", "hung": "error", "non_finite": "error",
+}  # fmt: skip
+"""What was tried; the rest says nothing of how it would have ended."""
+
+
+def read_rows(paths: Sequence[Path]) -> list[Run]:
+    """Rows of CSV tables (columns as in planner/runs.py) and folders of sweeps; InvalidConfig for what is neither."""
+    tables = [path for path in paths if not path.is_dir()]
+    return [*read_tables(tables), *(run for path in paths if path.is_dir() for run in _read_sweep(path))]
+
+
+def _read_sweep(folder: Path) -> list[Run]:
+    journal = Journal(folder)
+    if not journal.path.exists():
+        raise InvalidConfig(f"{folder} is no folder of a sweep: there is no trials.jsonl")
+    return [_to_run(folder, result) for result in journal.read().values() if result.outcome in _STATUS]
+
+
+def _to_run(folder: Path, result: TrialResult) -> Run:
+    assert result.layout is not None and result.kernels is not None, "what was tried was possible"
+    config = load_config(trial_folder(folder, result.key) / "config.toml")
+    layout = Layout(**{**result.layout, "stage_layers": tuple(result.layout["stage_layers"])})
+    gpu = find_trial_gpu(config.train.device, config.cluster.gpu)
+    if gpu is None:
+        raise InvalidConfig(f"{folder} ran on a GPU type that is not known; set cluster.gpu in the sweep's config")
+    return Run(
+        table=folder.resolve().name,
+        row=result.key,
+        scenario=own_scenario(config, layout.world_size, gpu),
+        layout=layout,
+        kernels=Kernels(**result.kernels),
+        status=_STATUS[result.outcome],
+        step_time_s=result.step_time_s,
+        mfu=result.mfu,
+        peak_bytes=result.peak_memory_bytes[0] if result.peak_memory_bytes else None,
+    )

@@ -1,0 +1,119 @@
+"""Findings say what rows carry, with their numbers, and nothing of rows whose columns were shuffled."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.models.presets import find_preset
+from dtlayout.planner.runs import Run
+from dtlayout.report.findings import QUESTIONS, answer, find, find_common, speed_of
+
+GPU = find_gpu("a100-80g-sxm")
+WORLD = 64
+
+
+def make_run(table: str, layout: Layout, kernels: Kernels, speed: float, *, fits: bool = True) -> Run:
+    scenario = Scenario(
+        model=find_preset("llama-13b"),
+        batch=Batch(global_batch=2048, seq_len=2048),
+        cluster=Cluster(gpu=GPU, num_gpus=WORLD, gpus_per_node=8),
+        engine=find_engine("megatron", GPU.name),
+    )
+    step_time_s = scenario.batch.num_tokens / WORLD / speed
+    return Run(
+        table=table, row="", scenario=scenario, layout=layout, kernels=kernels, status="ok" if fits else "oom",
+        step_time_s=step_time_s if fits else None, mfu=0.0001 * speed if fits else None, peak_bytes=None,
+    )  # fmt: skip
+
+
+def sweep(speed: Callable[[Layout, Kernels], float], fits: Callable[[Layout], bool] = lambda layout: True) -> list[Run]:
+    """Two sweeps over everything, with 1 % of noise."""
+    noise = random.Random(0)
+    return [
+        make_run(table, layout, kernels, speed(layout, kernels) * noise.uniform(0.995, 1.005), fits=fits(layout))
+        for table in ("one", "two")
+        for tp in (1, 2, 4, 8)
+        for pp in (1, 2, 4)
+        for micro_batch in (1, 2)
+        for recompute in ("none", "full")
+        for layout in [Layout(pp=pp, tp=tp, dp_shard=WORLD // (tp * pp), micro_batch=micro_batch, recompute=recompute)]
+        for kernels in (Kernels(attention="sdpa-flash", norm="eager"), Kernels(attention="sdpa-flash"))
+    ]
+
+
+def like_the_study(layout: Layout, kernels: Kernels) -> float:
+    factor = 0.76 if layout.recompute == "full" else 1.0
+    factor *= 1.15 if kernels.norm == "fused" else 1.0
+    return 1000 * factor * 0.9 ** (layout.tp.bit_length() - 1)
+
+
+def shuffle(runs: Sequence[Run], seed: int) -> list[Run]:
+    """How each run ended is dealt out anew among the runs of its sweep."""
+    dealer = random.Random(seed)
+    ends = {table: [run for run in runs if run.table == table] for table in ("one", "two")}
+    for rows in ends.values():
+        dealer.shuffle(rows)
+    taken = {table: iter(rows) for table, rows in ends.items()}
+    return [
+        replace(run, status=end.status, step_time_s=end.step_time_s, mfu=end.mfu)
+        for run in runs
+        for end in [next(taken[run.table])]
+    ]
+
+
+def test_what_rows_carry_is_said_with_its_numbers():
+    runs = sweep(like_the_study, fits=lambda layout: layout.recompute == "full" or layout.tp > 1)
+    says = {found.question.name: found.describe() for found in find(runs)}
+    assert says["A fused RMSNorm"].startswith("a fused one instead of an eager norm: speed ×1.15 (median of 84 ")
+    recomputed = says["Full recomputation"]
+    assert "speed ×0.76" in recomputed and "faster in 0% of them" in recomputed
+    assert recomputed.endswith("24 layouts fit only with full recomputation, and 0 only with no recomputation")
+    assert "less tp and as much more pp instead of more tp: speed ×1.1" in says["Less tp and more pp"]
+    assert "speed ×0.90" in says["Tensor parallelism from 2 to 4"]
+    assert says["Larger micro-batches"].startswith("one twice as large instead of a micro-batch changes speed by 0.")
+    assert says["Pipeline parallelism from 1 to 2"].startswith("not supported: 56 pairs, speed ×1.00")
+    assert says["Sequence parallelism"].startswith("not supported: no two rows")
+    common = {each.name: each.describe() for each in find_common(runs)}
+    assert common["recompute"].startswith("recompute=none in 100% of them")
+    assert common["norm"].startswith("norm=fused in")
+    assert common["pp"].startswith("not supported")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shuffled_rows_carry_nothing(seed):
+    runs = shuffle(sweep(like_the_study, fits=lambda layout: layout.recompute == "full" or layout.tp > 1), seed)
+    assert [found.describe() for found in find(runs) if found.speaks_of_speed or found.speaks_of_fit] == []
+    assert all(each.describe().startswith("not supported") for each in find_common(runs))
+
+
+def test_few_pairs_carry_nothing():
+    runs = [run for run in sweep(like_the_study) if run.layout.tp == run.layout.pp == 1 and run.table == "one"]
+    found = answer(next(q for q in QUESTIONS if q.name == "A fused RMSNorm"), runs)
+    assert found.num_pairs == 4 and found.share_faster == 1.0
+    assert not found.speaks_of_speed and found.describe().startswith("not supported: 4 pairs, speed ×1.15")
+
+
+def test_only_rows_that_share_everything_else_are_a_pair():
+    one, other = sweep(like_the_study)[0], sweep(like_the_study)[1]
+    question = next(q for q in QUESTIONS if q.name == "A fused RMSNorm")
+    assert answer(question, [one, other]).num_pairs == 1
+    assert answer(question, [one, replace(other, table="two")]).num_pairs == 0
+    batch = Batch(global_batch=1024, seq_len=2048)
+    assert answer(question, [one, replace(other, scenario=replace(other.scenario, batch=batch))]).num_pairs == 0
+
+
+def test_speed_comes_from_time_or_from_mfu():
+    run = sweep(like_the_study)[0]
+    assert speed_of(run) == pytest.approx(1000, rel=0.01)
+    assert speed_of(replace(run, step_time_s=None, mfu=0.5)) == pytest.approx(
+        0.5 * GPU.peak_flops_per_s / (6 * 13_015_864_320 + 12 * 40 * 5120 * 2048), rel=0.01
+    )
+    assert speed_of(replace(run, status="oom")) is None

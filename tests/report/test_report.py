@@ -1,0 +1,112 @@
+"""The report over tables and sweeps: findings, plots and a table of every layout, in files that need no others."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny
+
+from dtlayout.cli import main
+from dtlayout.config import load_config
+from dtlayout.report.page import Report
+from dtlayout.report.rows import read_rows
+from dtlayout.sweep.results import Journal, TrialResult
+from dtlayout.sweep.spec import trial_folder
+
+HEADER = (
+    "table,row,model,hidden,layers,heads,ffn,vocab,seq_len,gpu,gpus,global_batch,micro_batch,dp,tp,pp,kernel,status,"
+    "step_time_s,mfu,peak_memory_gb"
+)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Twelve rows, of which two ran out of memory."""
+    path = tmp_path / "table.csv"
+    rows = [
+        f"sweep,{tp}{pp}{mb},tiny,512,4,8,1024,1000,256,a100-80g-sxm,8,64,{mb},{8 // (tp * pp)},{tp},{pp},flash2,"
+        + ("oom,,," if tp == pp == 1 else f"ok,{0.1 * tp * pp},{0.4 / (tp * pp)},{10 / tp}")
+        for tp in (1, 2, 4)
+        for pp in (1, 2)
+        for mb in (1, 2)
+    ]
+    path.write_text("\n".join([HEADER, *rows]) + "\n")
+    return path
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two trials that ran, one that hung and one that was never possible."""
+    files, folder = write_tiny(tmp_path), tmp_path / "my-sweep"
+    folder.mkdir()
+    outcomes = (("a", 1, "ok", 0.5), ("b", 2, "ok", 0.25), ("c", 4, "hung", None), ("d", 3, "refused", None))
+    for key, tp, outcome, step_time_s in outcomes:
+        config = load_config(files.config, [f"--layout.tp={tp}", "--train.device=cpu"] if tp != 3 else [])
+        layout = config.layout.resolve(4)
+        place = trial_folder(folder, key)
+        place.mkdir(parents=True)
+        (place / "config.toml").write_text(config.to_toml())
+        result = TrialResult(
+            key=key, overrides=[], outcome=outcome, step_time_s=step_time_s, layout=asdict(layout),
+            kernels=asdict(config.kernels) | {"attention": "sdpa-flash"}, peak_memory_bytes=[1000 * tp],
+        )  # fmt: skip
+        Journal(folder).append(result)
+    return folder
+
+
+def test_the_page_has_findings_plots_and_every_row_and_loads_nothing(table, tmp_path, capsys):
+    page, markdown = tmp_path / "report.html", tmp_path / "report.md"
+    assert main(["report", str(table), "--page", str(page), "--markdown", str(markdown)]) == 0
+    text = page.read_text()
+    assert "12 layouts in 1 sweep, of which 10 ran" in text
+    rows = re.search(r'<table id="rows">.*?</table>', text, re.S)
+    assert rows is not None and rows[0].count("<tr>") == 13
+    assert text.count("<svg") == 4  # micro_batch, heat map, predictions, memory: the rest has one value
+    assert not re.search(r'(?:src|href)="(?!#|data:)', text)
+    out = capsys.readouterr().out
+    assert out == markdown.read_text()
+    assert "| Larger micro-batches |" in out and "## Fastest" in out
+
+
+def test_a_program_reads_numbers_and_what_is_supported(table, capsys):
+    assert main(["report", str(table), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    micro_batches = document["findings"][0]
+    assert (document["rows"], micro_batches["num_pairs"]) == (12, 5)
+    assert micro_batches["factor"] == pytest.approx(1.0) and micro_batches["speed_supported"] is False
+
+
+def test_a_sweeps_folder_gives_the_rows_that_were_tried(sweep):
+    runs = read_rows([sweep])
+    assert [(run.table, run.row, run.status, run.layout.tp) for run in runs] == [
+        ("my-sweep", "a", "ok", 1), ("my-sweep", "b", "ok", 2), ("my-sweep", "c", "error", 4),
+    ]  # fmt: skip
+    assert runs[0].peak_bytes == 1000 and runs[0].scenario.cluster.gpu.name == "cpu"
+    (head, best) = Report(runs).list_best()
+    assert dict(zip(head, best, strict=True))["tp"] == "2"
+
+
+def test_a_page_of_a_sweep_without_mfu_shows_tokens(sweep, tmp_path, capsys):
+    page = tmp_path / "report.html"
+    assert main(["report", str(sweep), "--page", str(page)]) == 0
+    assert "tokens/s of a rank" in page.read_text()
+
+
+@pytest.mark.parametrize(("name", "problem"), [("nothing", "cannot be read"), (".", "is no folder of a sweep")])
+def test_what_is_no_table_and_no_sweep_is_refused(tmp_path, name, problem, capsys):
+    assert main(["report", str(tmp_path / name)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused(table, capsys):
+    for option in ("--page", "--markdown"):
+        assert main(["report", str(table), option, "/nowhere/report"]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+
+
+def test_rows_of_which_nothing_is_known_make_no_report(tmp_path, capsys):
+    Journal(tmp_path).append(TrialResult(key="a", overrides=[], outcome="refused"))
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has no row" in capsys.readouterr().err
