@@ -79,7 +79,7 @@ def _draw(points: Points, title: str, unit: str, path: Path) -> None:
         colour = _COLOURS[min(i, _MOST_NAMED - 1)]
         label = f"{table}, {len(pairs)} rows" if i < _MOST_NAMED else None
         axes.scatter(measured, predicted, s=14, color=colour, alpha=0.75, linewidth=0, label=label)
-    _scale(axes, low, high)
+    scale(axes, low, high)
     axes.set_title(title, loc="left")
     axes.set_xlabel(f"measured, {unit}")
     axes.set_ylabel(f"predicted, {unit}")
@@ -92,7 +92,7 @@ def _draw(points: Points, title: str, unit: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _scale(axes: Axes, low: float, high: float) -> None:
+def scale(axes: Axes, low: float, high: float) -> None:
     """The same log scale on both axes, with round ticks as plain numbers."""
     of_decade = _TICKS if high / low < 20 else _FEWER_TICKS
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.errors import DtlayoutError
+from dtlayout.planner.plots import scale
 from dtlayout.planner.runs import GIB, Run
 from dtlayout.report import html
 from dtlayout.report.findings import CHOICES, Common, Finding, find, find_common, speed_of
@@ -204,7 +205,7 @@ class Report:
         return html.picture(figure)
 
     def _draw_predictions(self) -> str:
-        figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+        figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
         low, high = np.inf, 0.0
         for name, places in self.tables.items():
             pairs = [(speed, self._predict(i)) for i in places if (speed := self._speed(i))]
@@ -216,9 +217,9 @@ class Report:
             ends = np.array([0.9 * low, 1.1 * high])
             axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
             axes.plot(ends, ends, color="0.4", linewidth=1)
-            axes.set(xlim=ends, ylim=ends)
-        axes.set(xscale="log", yscale="log", xlabel=f"measured {self._unit}", ylabel=f"predicted {self._unit}")
-        axes.legend(fontsize=7, frameon=False)
+            scale(axes, *ends)
+        axes.set(xlabel=f"measured {self._unit}", ylabel=f"predicted {self._unit}")
+        axes.legend(fontsize=8, frameon=False)
         return html.picture(figure)
 
     def _predict(self, place: int) -> float:

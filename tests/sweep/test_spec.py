@@ -1,9 +1,11 @@
 """A sweep's file stands for trials: every combination once, or the best of a search, and says what is wrong with it."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny import write_tiny
+from tiny import ROOT, write_tiny
 
 from dtlayout.errors import InvalidConfig
 from dtlayout.sweep.spec import Trial, make_trials, read_sweep, to_command
@@ -86,6 +88,36 @@ def test_a_file_that_says_something_wrong_is_refused_in_a_line(tmp_path, text, p
     with pytest.raises(InvalidConfig) as caught:
         read_sweep(path)
     assert problem in str(caught.value)
+
+
+BEST = {
+    "llama-13b-2k-64xa100": {"micro_batch": 1, "tp": 1, "pp": 1},
+    "llama-13b-8k-128xa100": {"micro_batch": 1, "tp": 2, "pp": 2},
+    "llama-30b-2k-256xa100": {"micro_batch": 1, "tp": 2, "pp": 4},
+    "llama-30b-8k-128xa100": {"micro_batch": 1, "tp": 4, "pp": 4},
+    "llama-65b-2k-128xa100": {"micro_batch": 1, "tp": 2, "pp": 4},
+}
+"""What the study found to be fastest, without recomputation and with FlashAttention-2 and a fused norm."""
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_the_sweeps_of_the_study_hold_what_it_found_to_be_fastest(name):
+    path = ROOT / "configs" / "sweeps" / f"{name}.toml"
+    sweep = read_sweep(path)
+    best = {**BEST[name], "recompute": "none", "attention": "sdpa-flash", "norm": "fused"}
+    wanted = {f"--{'kernels' if key in ('attention', 'norm') else 'layout'}.{key}={best[key]}" for key in best}
+    (trial,) = (t for t in make_trials(replace(sweep, axes=_only(sweep.axes, best)), Path("out")))
+    assert set(trial.overrides) == wanted
+    assert trial.layout is not None and trial.layout.world_size == sweep.world
+    assert trial.estimate is not None and trial.estimate.fits
+    assert to_command(sweep, Path("c.toml"))[:3] == ["srun", f"--nodes={sweep.world // 8}", "--ntasks-per-node=1"]
+
+
+def _only(axes: dict[str, list[Any]], values: dict[str, Any]) -> dict[str, list[Any]]:
+    """Axes of one value each, which they had."""
+    chosen = {key: values[key.rpartition(".")[2]] for key in axes}
+    assert all(chosen[key] in axes[key] for key in axes)
+    return {key: [value] for key, value in chosen.items()}
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
