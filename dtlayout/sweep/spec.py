@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -169,9 +170,14 @@ def find_trial_gpu(device: str, gpu: str) -> Gpu | None:
         return find_gpu("cpu")
     if gpu != "auto":
         return find_gpu(gpu)
-    import torch  # only here: a config that names its GPU needs none
+    name = _ask_device_name()
+    return find_gpu_by_device(name) if name else find_gpu("cpu")
 
-    return find_gpu_by_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else find_gpu("cpu")
+
+def _ask_device_name() -> str:
+    """What torch calls this host's GPU, empty without one; another process asks, whose memory on the GPU goes again."""
+    question = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    return subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...], found: Estimate | None) -> Trial:

@@ -8,7 +8,7 @@ import pytest
 from tiny import ROOT, write_tiny
 
 from dtlayout.errors import InvalidConfig
-from dtlayout.sweep.spec import Trial, make_trials, read_sweep, to_command
+from dtlayout.sweep.spec import Trial, find_trial_gpu, make_trials, read_sweep, to_command
 
 
 def trials_of(folder: Path, text: str, world: int = 4) -> list[Trial]:
@@ -55,6 +55,24 @@ def test_the_best_of_a_search_are_trials_with_their_kernels(tmp_path):
         assert trial.config is not None and trial.layout is not None and trial.layout.world_size == 4
         assert trial.config.kernels.attention == "sdpa-flash"
         assert trial.overrides[-1].startswith("--optimizer.lr=")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "name", "found"),
+    [
+        ("cpu", "auto", "NVIDIA H100 80GB HBM3", "cpu"),
+        ("auto", "a100-80g-sxm", "", "a100-80g-sxm"),
+        ("auto", "auto", "", "cpu"),
+        ("auto", "auto", "NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
+        ("cuda", "auto", "GPU of tomorrow", None),
+    ],
+)
+def test_predictions_are_for_the_named_gpu_or_the_one_that_is_there(monkeypatch, device, gpu, name, found):
+    monkeypatch.setattr("dtlayout.sweep.spec._ask_device_name", lambda: name)
+    find_trial_gpu.cache_clear()
+    known = find_trial_gpu(device, gpu)
+    find_trial_gpu.cache_clear()
+    assert (known.name if known else None) == found
 
 
 def test_the_command_of_a_trial_can_be_any(tmp_path):
