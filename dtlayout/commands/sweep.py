@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from dtlayout.errors import EXIT_DONE, EXIT_STOPPED
+from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError
 from dtlayout.signals import note_signals
 from dtlayout.sweep.results import Journal, TrialResult, rank
 from dtlayout.sweep.run import run_sweep
@@ -38,7 +38,10 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print(json.dumps([_to_document(trial) for trial in trials], indent=2) if options.json else _list(trials))
         return EXIT_DONE
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DtlayoutError(f"--folder={folder} cannot be made a folder: {error.strerror}") from None
     console = Console(stderr=True, highlight=False)
     with note_signals() as stop:
         board = _Board(console, sweep, trials, Journal(folder).read())

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dtlayout.errors import DtlayoutError
 from dtlayout.training.metrics import MetricsFile, Predicted, read_summary
 
 Outcome = Literal["ok", "oom", "crashed", "killed", "hung", "non_finite", "refused", "skipped"]
@@ -75,11 +76,14 @@ class Journal:
         self.path = folder / "trials.jsonl"
 
     def read(self) -> dict[str, TrialResult]:
-        """Key → result of what has ended; a line that a kill tore is no result."""
+        """Key → result of what has ended; a torn line is none. DtlayoutError for what another program wrote."""
         if not self.path.exists():
             return {}
         whole = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1:] == "\n"]
-        return {result.key: result for result in map(_parse, whole)}
+        try:
+            return {result.key: result for result in map(_parse, whole)}
+        except (ValueError, TypeError, KeyError) as error:
+            raise DtlayoutError(f"{self.path} is not what a sweep of this version writes: {error}") from None
 
     def append(self, result: TrialResult) -> None:
         """Add a line; it is on disk when this returns, and what a kill tore before it is gone."""

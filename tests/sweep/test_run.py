@@ -143,6 +143,16 @@ def test_impossible_layouts_and_misfits_are_results_too(tmp_path, capsys):
     assert outcomes == {"ok": 2, "refused": 2}
 
 
+def test_a_folder_that_cannot_be_used_is_refused_in_a_line(tmp_path, capsys):
+    path = write_sweep(tmp_path, seeds=1)
+    (tmp_path / "file").write_text("")
+    assert main(["sweep", str(path), "--folder", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot be made a folder" in capsys.readouterr().err
+    (tmp_path / "trials.jsonl").write_text('{"key": "of another version"}\n')
+    assert main(["sweep", str(path), "--folder", str(tmp_path)]) == 2
+    assert "is not what a sweep of this version writes" in capsys.readouterr().err
+
+
 def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate():
     def result(key: str, step_time_s: float | None, outcome="ok") -> TrialResult:
         return TrialResult(key=key, overrides=[], outcome=outcome, step_time_s=step_time_s)
