@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError
+from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
-from dtlayout.sweep.results import Journal, TrialResult, rank
+from dtlayout.sweep.results import Journal, Outcome, TrialResult, rank
 from dtlayout.sweep.run import run_sweep
-from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
+from dtlayout.sweep.spec import Trial, make_trials, read_sweep
 
 EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
 _BEST_SHOWN = 5
@@ -27,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml", help="what to try")
     parser.add_argument("--folder", type=Path, metavar="F", help="where results go; sweeps/NAME by default")
     parser.add_argument("--list", action="store_true", help="show what would be run, and why the rest would not")
+    parser.add_argument(
+        "--retry", default="", metavar="OUTCOME,…", help="run again what ended so, such as crashed,killed,hung"
+    )
     parser.add_argument("--try-misfits", action="store_true", help="run also what is predicted not to fit")
 
 
@@ -34,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
     """Run what has no result yet."""
     sweep = read_sweep(options.sweep)
     folder = options.folder or Path("sweeps") / options.sweep.stem
+    retries = [text for text in options.retry.split(",") if text]
+    if unknown := [text for text in retries if text not in get_args(Outcome)]:
+        raise InvalidConfig(f"--retry={','.join(unknown)} is no outcome; use {', '.join(get_args(Outcome))}")
     trials = make_trials(sweep, folder)
     if options.list:
         print(json.dumps([_to_document(trial) for trial in trials], indent=2) if options.json else _list(trials))
@@ -44,11 +51,15 @@ def run(options: argparse.Namespace) -> int:
         raise DtlayoutError(f"--folder={folder} cannot be made a folder: {error.strerror}") from None
     console = Console(stderr=True, highlight=False)
     with note_signals() as stop:
-        board = _Board(console, sweep, trials, Journal(folder).read())
+        again = {*retries, *(["skipped"] if options.try_misfits else [])}
+        keys = {trial.key for trial in trials}
+        known = {k: r for k, r in Journal(folder).read().items() if k in keys and r.outcome not in again}
+        board = _Board(console, trials, known)
         with Live(get_renderable=board.draw, console=console, refresh_per_second=2, transient=True):
             for result in run_sweep(
                 sweep, trials, folder,
-                tries_misfits=options.try_misfits, is_stopped=lambda: stop.is_made, on_start=board.note_start,
+                done=set(known), tries_misfits=options.try_misfits,
+                is_stopped=lambda: stop.is_made, on_start=board.note_start,
             ):  # fmt: skip
                 board.note(result)
     found = [board.results[trial.key] for trial in trials if trial.key in board.results]
@@ -62,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
 class _Board:
     """What a person sees while trials run: how many are left, how long that takes, and the best so far."""
 
-    def __init__(self, console: Console, sweep: Sweep, trials: Sequence[Trial], results: dict[str, TrialResult]):
-        self.console, self.sweep, self.trials, self.results = console, sweep, trials, dict(results)
+    def __init__(self, console: Console, trials: Sequence[Trial], results: dict[str, TrialResult]):
+        self.console, self.trials, self.results = console, trials, dict(results)
         self.running: tuple[Trial, float] | None = None
 
     def note_start(self, trial: Trial) -> None:

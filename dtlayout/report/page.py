@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.errors import DtlayoutError
+from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.plots import scale
 from dtlayout.planner.runs import GIB, Run
 from dtlayout.report import html
@@ -46,8 +47,8 @@ document.getElementById('filter').addEventListener('input', event => {
 });
 """
 _COLUMNS = (
-    "sweep", "status", "micro_batch", "tp", "pp", "dp", "sp", "zero", "recompute", "attention", "norm", "s a step",
-    "MFU %", "predicted MFU %", "peak GiB", "predicted GiB",
+    "sweep", "status", "micro_batch", "tp", "pp", "dp", "sp", "zero", "recompute", "attention", "norm", "step_s",
+    "mfu_%", "predicted_mfu_%", "peak_gib", "predicted_gib",
 )  # fmt: skip
 _BARS = 24
 """Layouts of which memory is drawn."""
@@ -119,9 +120,10 @@ class Report:
         yield self._draw_heat()
         yield html.heading("Predicted against measured speed")
         yield self._draw_predictions()
-        if any(run.peak_bytes for run in self.runs):
+        known = [i for i, run in enumerate(self.runs) if run.peak_bytes and self._speed(i)]
+        if known:
             yield html.heading("Memory of pipeline rank 0, the fastest layouts")
-            yield self._draw_memory()
+            yield self._draw_memory(sorted(known, key=self._speed, reverse=True)[:_BARS])
         yield html.heading("All layouts")
         yield '<p><input id="filter" placeholder="filter: words, or column=value such as tp=2"></p>'
         rows = [self._describe(i) for places in self.tables.values() for i in places]
@@ -138,16 +140,19 @@ class Report:
         return [
             run.table, run.status, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
             "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
-            run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100), show(found.mfu, ".1f", 100),
+            run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100),
+            show(None if run.scenario.cluster.gpu.name == "cpu" else found.mfu, ".1f", 100),
             show(run.peak_bytes, ".2f", 1 / GIB), show(found.memory[0].total, ".2f", 1 / GIB),
         ]  # fmt: skip
 
     def _speed(self, place: int) -> float:
         """Measured MFU in percent, or tokens a second of one GPU where nobody knows the peak; 0 if it did not run."""
-        run = self.runs[place]
-        if run.mfu is not None and self._has_mfu:
-            return 100 * run.mfu
-        return 0.0 if self._has_mfu else speed_of(run) or 0.0
+        run, speed = self.runs[place], speed_of(self.runs[place])
+        if speed is None or not self._has_mfu:
+            return speed or 0.0
+        scenario = run.scenario
+        flops_per_s = speed * count_model_flops_per_token(scenario.model, scenario.batch.seq_len)
+        return 100 * (run.mfu if run.mfu is not None else flops_per_s / scenario.cluster.gpu.peak_flops_per_s)
 
     @property
     def _has_mfu(self) -> bool:
@@ -229,10 +234,8 @@ class Report:
             return 100 * found.mfu
         return scenario.batch.num_tokens / found.step_time_s / scenario.cluster.num_gpus
 
-    def _draw_memory(self) -> str:
+    def _draw_memory(self, shown: Sequence[int]) -> str:
         """Measured bars with marks where they were predicted."""
-        known = [i for i, run in enumerate(self.runs) if run.peak_bytes and self._speed(i)]
-        shown = sorted(known, key=self._speed, reverse=True)[:_BARS]
         size = GIB if max(self.runs[i].peak_bytes or 0 for i in shown) > GIB else 2**20
         figure, axes = plt.subplots(figsize=(10, 0.26 * len(shown) + 0.8), layout="constrained")
         measured = [(self.runs[i].peak_bytes or 0) / size for i in shown]

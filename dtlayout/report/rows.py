@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtlayout.cluster import find_gpu
 from dtlayout.config import load_config
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
@@ -10,7 +11,7 @@ from dtlayout.layout import Layout
 from dtlayout.planner.runs import Run, Status
 from dtlayout.planner.tables import read_tables
 from dtlayout.sweep.results import Journal, Outcome, TrialResult
-from dtlayout.sweep.spec import find_trial_gpu, trial_folder
+from dtlayout.sweep.spec import trial_folder
 from dtlayout.training.prediction import own_scenario
 
 _STATUS: dict[Outcome, Status] = {
@@ -22,7 +23,7 @@ _STATUS: dict[Outcome, Status] = {
 def read_rows(paths: Sequence[Path]) -> list[Run]:
     """Rows of CSV tables (columns as in planner/runs.py) and folders of sweeps; InvalidConfig for what is neither."""
     tables = [path for path in paths if not path.is_dir()]
-    return [*read_tables(tables), *(run for path in paths if path.is_dir() for run in _read_sweep(path))]
+    return [*read_tables(tables), *(run for path in dict.fromkeys(paths) if path.is_dir() for run in _read_sweep(path))]
 
 
 def _read_sweep(folder: Path) -> list[Run]:
@@ -36,11 +37,11 @@ def _to_run(folder: Path, result: TrialResult) -> Run:
     assert result.layout is not None and result.kernels is not None, "what was tried was possible"
     config = load_config(trial_folder(folder, result.key) / "config.toml")
     layout = Layout(**{**result.layout, "stage_layers": tuple(result.layout["stage_layers"])})
-    gpu = find_trial_gpu(config.train.device, config.cluster.gpu)
-    if gpu is None:
+    if result.predicted is None:
         raise InvalidConfig(f"{folder} ran on a GPU type that is not known; set cluster.gpu in the sweep's config")
+    gpu = find_gpu(result.predicted.gpu)
     return Run(
-        table=folder.resolve().name,
+        table=str(folder),
         row=result.key,
         scenario=own_scenario(config, layout.world_size, gpu),
         layout=layout,

@@ -14,6 +14,8 @@ from pathlib import Path
 
 _MARK = "DTLAYOUT_TRIAL"
 _LOOK_EVERY_S = 0.1
+_GONE_WITHIN_S = 30.0
+"""Of a process that was ended by SIGKILL."""
 
 
 def start(command: Sequence[str], log: Path, mark: str) -> subprocess.Popen[bytes]:
@@ -51,11 +53,26 @@ def end(mark: str, process: subprocess.Popen[bytes] | None = None, *, grace_s: f
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and (find(mark) or (process is not None and process.poll() is None)):
         time.sleep(_LOOK_EVERY_S)
-    _signal(find(mark), signal.SIGKILL)
+    if process is not None and process.poll() is None:
+        process.kill()
+    killed = set()
+    while found := find(mark):  # one that was started meanwhile is found in the next round
+        _signal(found, signal.SIGKILL)
+        killed.update(found)
+        time.sleep(_LOOK_EVERY_S)
     if process is not None:
-        if process.poll() is None:
-            process.kill()
         process.wait()
+    deadline = time.monotonic() + _GONE_WITHIN_S  # a GPU's memory is free only when its process is gone
+    while time.monotonic() < deadline and any(map(_is_alive, killed)):
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process is there and more than a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:

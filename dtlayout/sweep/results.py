@@ -29,10 +29,18 @@ Outcome = Literal["ok", "oom", "crashed", "killed", "hung", "non_finite", "refus
 _TAIL = 40
 """Lines of a log that are kept."""
 _OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|CUDA out of memory|not enough memory: you tried to allocate|Cannot allocate memory|"
-    r"std::bad_alloc|\bMemoryError\b|CUDA_ERROR_OUT_OF_MEMORY|NCCL.*out of memory"
+    r"OutOfMemoryError|CUDA (?:error: )?out of memory|failure 2 'out of memory'|CUDA_ERROR_OUT_OF_MEMORY|"
+    r"CU(?:BLAS|DNN)_STATUS_(?:INTERNAL_ERROR_)?(?:HOST_)?ALLOC(?:ATION)?_FAILED|NCCL.*out of memory|oom[-_]kill|"
+    r"Out Of Memory|not enough memory: you tried to allocate|Cannot allocate memory|std::bad_alloc|\bMemoryError\b"
 )
 _KILLED = re.compile(r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)")
+_SIGNAL = re.compile(r"Signal \d+ \((SIG(?!TERM|KILL)\w+)\)")
+_STALLED = re.compile(r"[Ww]atchdog caught collective operation timeout|Timed out waiting \d+ms for (?:recv|send)")
+_OF_ANOTHER = re.compile(
+    r"Connection (?:was likely )?(?:closed|reset)|Broken pipe|ChildFailedError|DistBackendError|DistNetworkError|"
+    r"SignalException"
+)
+"""Errors that say what became of another process."""
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)$")
 
 
@@ -107,28 +115,32 @@ def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str,
     summary = read_summary(run)
     if exit_code == 0 and summary.get("outcome") == "done":
         return "ok", "", []
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    tail = lines[-_TAIL:]
-    if exit_code is None:
-        return "hung", f"no end within the time limit; {_describe_progress(run)}", tail
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    outcome, cause = _find_cause(text, exit_code, summary, _describe_progress(run))
+    return outcome, cause, text.splitlines()[-_TAIL:]
+
+
+def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progress: str) -> tuple[Outcome, str]:
+    """Of an end that was no success. Who runs out of memory may hang after that, or be killed for it."""
+    lines = text.splitlines()
     if summary.get("outcome") == "non_finite":
-        return "non_finite", _describe_progress(run), tail
+        return "non_finite", progress
     if summary.get("outcome") == "refused":
-        return "refused", "; ".join(summary.get("problems", [])), tail
+        return "refused", "; ".join(summary.get("problems", []))
     if found := next((line.strip() for line in lines if _OUT_OF_MEMORY.search(line)), None):
-        return "oom", found, tail
+        return "oom", found
+    if exit_code is None:
+        return "hung", f"no end within the time limit; {progress}"
+    if found := next((line.strip() for line in lines if _STALLED.search(line)), None):
+        return "hung", found
     # The first process that fails tells why; what its peers say comes later, and torchrun's own words last.
-    error = next((match[1] for line in lines if (match := _ERROR.match(line.strip()))), "")
-    if exit_code == -9 or (_KILLED.search("\n".join(lines)) and not _is_own(error)):
-        return "killed", f"a process was ended by SIGKILL; {_describe_progress(run)}", tail
-    return "crashed", error or f"exit code {exit_code}", tail
-
-
-def _is_own(error: str) -> bool:
-    """Whether an error is a process's own, and not what is said about another's."""
-    return bool(error) and not re.search(
-        r"Connection (closed|reset)|ChildFailedError|DistBackendError|SignalException", error
-    )
+    errors = [match[1] for line in lines if (match := _ERROR.match(line.strip()))]
+    own = next((error for error in errors if not _OF_ANOTHER.search(error)), None)
+    if own is None and (exit_code in (-9, 137) or _KILLED.search(text)):
+        return "killed", f"a process was ended by SIGKILL; {progress}"
+    if own is None and (ended := _SIGNAL.search(text)):
+        return "crashed", f"a process was ended by {ended[1]}; {progress}"
+    return "crashed", own or f"exit code {exit_code}; {progress}"
 
 
 def _describe_progress(run: Path) -> str:
@@ -141,17 +153,20 @@ def measure(run: Path, warmup_steps: int) -> dict[str, Any]:
     lines = MetricsFile(run / "metrics.jsonl").read()
     if not lines:
         return {}
-    steady = sorted(lines[warmup_steps:] or lines[-1:], key=lambda line: float(line["step_time_s"]))
-    middle = steady[len(steady) // 2]
-    times = [line["step_time_s"] for line in steady]
-    lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
+    times = [line["step_time_s"] for line in lines[warmup_steps:] or lines[-1:]]
+    lower, median, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0], times[0], times[0])
+    last = lines[-1]  # all else of it is proportional to its time
+
+    def scale(name: str) -> float | None:
+        return None if last[name] is None else last[name] * last["step_time_s"] / median
+
     return {
         "steps": len(lines),
-        "step_time_s": statistics.median(times),
+        "step_time_s": median,
         "step_time_spread_s": upper - lower,
-        "tokens_per_s_per_gpu": middle["tokens_per_s_per_gpu"],
-        "model_tflops_per_gpu": middle["model_tflops_per_gpu"],
-        "mfu": middle["mfu"],
+        "tokens_per_s_per_gpu": scale("tokens_per_s_per_gpu"),
+        "model_tflops_per_gpu": scale("model_tflops_per_gpu"),
+        "mfu": scale("mfu"),
         "peak_memory_bytes": read_summary(run).get("peak_memory_bytes_by_pp_rank"),
     }
 

@@ -4,12 +4,15 @@ Everything that matters is on disk before the next trial starts, so the same com
 that had ended when its sweep was killed is not run again: its run folder tells how it went.
 """
 
+import fcntl
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from dtlayout.errors import DtlayoutError
 from dtlayout.sweep import processes
 from dtlayout.sweep.results import Journal, Outcome, TrialResult, diagnose, measure
 from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, to_command, trial_folder
@@ -24,31 +27,42 @@ def run_sweep(
     trials: Sequence[Trial],
     folder: Path,
     *,
+    done: Collection[str] = (),
     tries_misfits: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
     on_start: Callable[[Trial], None] = lambda trial: None,
 ) -> Iterator[TrialResult]:
-    """The result of each trial that had none, as it ends; stops, without a result, once `is_stopped` says so.
+    """The result of each trial whose key is not `done`, as it ends; stops, without one, once `is_stopped` says so.
 
-    `tries_misfits` also runs what is predicted not to fit.
+    `tries_misfits` also runs what is predicted not to fit. DtlayoutError if another sweep runs in this folder.
     """
-    processes.end(_mark(folder), grace_s=sweep.grace_s)  # of a sweep that was killed here
-    journal = Journal(folder)
-    known = journal.read()
-    for trial in trials:
-        before = known.get(trial.key)
-        if before is not None and not (before.outcome == "skipped" and tries_misfits):
-            continue
-        if is_stopped():
-            return
-        result = _judge(trial, tries_misfits=tries_misfits)
-        if result is None:
-            on_start(trial)
-            result = _run(sweep, trial, folder, is_stopped)
-        if result is None:
-            return
-        journal.append(result)
-        yield result
+    with _alone(folder):
+        processes.end(_mark(folder), grace_s=sweep.grace_s)  # of a sweep that was killed here
+        journal = Journal(folder)
+        for trial in trials:
+            if trial.key in done:
+                continue
+            if is_stopped():
+                return
+            result = _judge(trial, tries_misfits=tries_misfits)
+            if result is None:
+                on_start(trial)
+                result = _run(sweep, trial, folder, is_stopped)
+            if result is None:
+                return
+            journal.append(result)
+            yield result
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, which the system takes back however this process ends."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DtlayoutError(f"another sweep runs in {folder}; wait for it, or use another --folder") from None
+        yield
 
 
 def _mark(folder: Path) -> str:
@@ -74,7 +88,8 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
     if read_summary(run).get("outcome") == "done":  # the sweep was killed before it wrote that down
         return _to_result(trial, "ok", run=run, sweep=sweep)
     place.mkdir(parents=True, exist_ok=True)
-    config.write_text(trial.config.to_toml(), encoding="utf-8")
+    forced = replace(trial.config, train=replace(trial.config.train, force=True))  # whoever asks for misfits gets them
+    config.write_text(forced.to_toml(), encoding="utf-8")
     (run / "metrics.jsonl").unlink(missing_ok=True)
     (run / "summary.json").unlink(missing_ok=True)
     started = time.monotonic()
@@ -83,9 +98,9 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
         exit_code = _wait(process, started + sweep.timeout_s, is_stopped)
     finally:
         processes.end(_mark(folder), process, grace_s=sweep.grace_s)
-    if exit_code is None and is_stopped():
-        return None
     outcome, cause, tail = diagnose(run, log, exit_code)
+    if is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
+        return None
     seconds = time.monotonic() - started
     return _to_result(trial, outcome, cause, tail, run=run, sweep=sweep, seconds=seconds)
 
@@ -117,7 +132,7 @@ def _to_result(
         key=trial.key,
         overrides=list(trial.overrides),
         layout=asdict(trial.layout) if trial.layout else None,
-        kernels=asdict(config.kernels) if config else None,
+        kernels=asdict(trial.kernels) if trial.kernels else None,
         outcome=outcome,
         cause=cause,
         log=list(log),

@@ -6,17 +6,18 @@
     tp = [1, 2, 4]
     recompute = ["none", "full"]
 
-`from = "recommend:20"` takes the 20 best layouts of a search instead, or beside the axes of other sections. Trials that
-come out as the same config are one.
+`from = "recommend:20"` takes the 20 best layouts of a search instead, with their kernels; axes may vary other sections,
+and kernels, of each. Trials that come out as the same config are one.
 """
 
 import hashlib
 import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -27,10 +28,11 @@ from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.training.prediction import own_scenario, predict
+from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
 
 LAUNCH = "{python} -m torch.distributed.run --standalone --nproc-per-node={world} -m dtlayout.launch {config}"
 """How a trial is started where the sweep does not say."""
@@ -75,6 +77,8 @@ class Trial:
     config: Config | None
     """With its layout resolved; None if it is not possible."""
     layout: Layout | None
+    kernels: Kernels | None = None
+    """Without an auto, as far as the GPU type is known."""
     problems: tuple[str, ...] = ()
     """Why it is not possible."""
     estimate: Estimate | None = None
@@ -102,25 +106,52 @@ def read_sweep(path: Path) -> Sweep:
     problems += [f"axes.{key} is no list of values" for key, values in axes.items() if not values]
     if not axes and "from" not in tables:
         problems.append('nothing is swept: give [axes.layout] with lists, or from = "recommend:20"')
-    for key, least in (("world", 1), ("steps", 1), ("warmup_steps", 0), ("timeout_s", 0), ("grace_s", 0)):
-        if key in tables and not (isinstance(tables[key], (int, float)) and tables[key] >= least):
-            problems.append(f"{key}={tables[key]!r} must be a number of at least {least}")
-    try:
-        str(tables.get("launch", LAUNCH)).format(python="", world=0, config="")
-    except (KeyError, IndexError, ValueError) as error:
-        problems.append(
-            f"launch={tables['launch']!r} cannot be filled in: {error!r}; use {{python}}, {{world}} and {{config}}"
-        )
-    source = tables.get("from", "")
-    kind, _, count = str(source).partition(":")
-    if source and not (kind == "recommend" and count.isdecimal() and int(count) > 0):
-        problems.append(f'from={source!r} is nothing to take trials from; write from = "recommend:20"')
+    problems += [
+        f"{key}={tables[key]!r} must be {words}" for key, (words, is_right) in _CHECKS.items()
+        if key in tables and not is_right(tables[key])
+    ]  # fmt: skip
+    if "from" in tables and any(key.startswith("layout.") for key in axes):
+        problems.append("[axes.layout] and from both say which layouts; leave one of them out")
+    if not problems and tables.get("warmup_steps", Sweep.warmup_steps) >= tables.get("steps", Sweep.steps):
+        problems.append("warmup_steps leaves no step to count; use more steps")
     if problems:
         raise InvalidConfig([f"{path}: {problem}" for problem in problems])
     values = {key: value for key, value in tables.items() if key in known and key not in ("from", "axes", "config")}
     values["overrides"] = tuple(values.get("overrides", ()))
     config = (path.parent / tables["config"]).resolve()
-    return Sweep(path=path, config=config, axes=axes, source=source, **values)
+    return Sweep(path=path, config=config, axes=axes, source=tables.get("from", ""), **values)
+
+
+def _is_whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _is_command(value: Any) -> bool:
+    try:
+        return bool(shlex.split(value.format(python="python", world=1, config="config")))
+    except (AttributeError, KeyError, IndexError, ValueError):
+        return False
+
+
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "config": ("the path of a config", lambda value: isinstance(value, str)),
+    "world": ("a whole number of at least 1", _is_whole(1)),
+    "from": ("recommend:K, such as recommend:20", lambda value: bool(re.fullmatch(r"recommend:[1-9]\d*", str(value)))),
+    "overrides": (
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value),
+    ),
+    "steps": ("a whole number of at least 1", _is_whole(1)),
+    "warmup_steps": ("a whole number of at least 0", _is_whole(0)),
+    "timeout_s": ("a number of seconds", _is_seconds),
+    "grace_s": ("a number of seconds", _is_seconds),
+    "launch": ("a command, with {python}, {world} and {config} where they belong", _is_command),
+}
+"""Key of a sweep's file → what its value must be."""
 
 
 def _flatten(tables: Any, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
@@ -134,8 +165,8 @@ def _flatten(tables: Any, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
 def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
     """Every trial, each config once: first those that can run, by predicted time of a step; then the impossible."""
     found: dict[str, Trial] = {}
-    for overrides, layout in _combine(sweep):
-        trial = _make_trial(sweep, folder, overrides, layout)
+    for overrides in _combine(sweep):
+        trial = _make_trial(sweep, folder, overrides)
         found.setdefault(trial.key, trial)
     return sorted(found.values(), key=_order)
 
@@ -144,19 +175,29 @@ def _order(trial: Trial) -> tuple[bool, float]:
     return trial.config is None, trial.estimate.step_time_s if trial.estimate else 0.0
 
 
-def _combine(sweep: Sweep) -> Iterator[tuple[tuple[str, ...], Estimate | None]]:
-    """Overrides of each trial, and the layout and kernels that a search found for it."""
-    found: list[Estimate | None] = [None]
-    if sweep.source:
-        base = load_config(sweep.config, sweep.overrides)
-        gpu = find_trial_gpu(base.train.device, base.cluster.gpu)
-        if gpu is None:
-            raise InvalidConfig(f"{sweep.path}: from={sweep.source!r} needs a GPU type that is known; use cluster.gpu")
-        search = Search(Space(own_scenario(base, sweep.world, gpu), {}, {}))
-        found = list(search.run(int(sweep.source.partition(":")[2])).ranked)
-    for estimate, values in itertools.product(found, itertools.product(*sweep.axes.values())):
+def _combine(sweep: Sweep) -> Iterator[tuple[str, ...]]:
+    """The overrides of each trial: of a layout that a search found, and of a value of each axis."""
+    starts = list(_search(sweep)) if sweep.source else [()]
+    for start, values in itertools.product(starts, itertools.product(*sweep.axes.values())):
         pairs = zip(sweep.axes, values, strict=True)
-        yield tuple(f"--{key}={_to_text(value)}" for key, value in pairs), estimate
+        yield (*start, *(f"--{key}={_to_text(value)}" for key, value in pairs))
+
+
+def _search(sweep: Sweep) -> Iterator[tuple[str, ...]]:
+    """How each of the best layouts of a search differs from the sweep's config."""
+    base = load_config(sweep.config, sweep.overrides)
+    gpu = find_trial_gpu(base.train.device, base.cluster.gpu)
+    if gpu is None:
+        raise InvalidConfig(f"{sweep.path}: from={sweep.source!r} needs a GPU type that is known; use cluster.gpu")
+    search = Search(Space(own_scenario(base, sweep.world, gpu), {}, {}))
+    for found in search.run(int(sweep.source.partition(":")[2])).ranked:
+        sections = (("layout", base.layout, found.layout), ("kernels", base.kernels, found.kernels))
+        yield tuple(
+            f"--{section}.{key}={_to_text(value)}"
+            for section, before, after in sections
+            for key, value in asdict(after).items()
+            if value != getattr(before, key)
+        )
 
 
 def _to_text(value: Any) -> str:
@@ -180,28 +221,28 @@ def _ask_device_name() -> str:
     return subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...], found: Estimate | None) -> Trial:
+def _make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     everything = [*sweep.overrides, *overrides, f"--train.steps={sweep.steps}", "--checkpoint.save=false"]
     try:
         config = load_config(sweep.config, everything)
-        if found is not None:
-            config = replace(config, layout=OpenLayout(**asdict(found.layout)), kernels=found.kernels)
-            overrides = (*_describe_found(found), *overrides)
         layout = check_layout(config, sweep.world)
     except DtlayoutError as error:
-        key = _hash(f"{sweep.config.name} {everything} {sweep.world}")
-        return Trial(key=key, overrides=overrides, config=None, layout=None, problems=tuple(str(error).splitlines()))
+        problems = tuple(str(error).splitlines())
+        key = _hash(f"{problems} {everything} {sweep.world}")
+        return Trial(key=key, overrides=overrides, config=None, layout=None, problems=problems)
     config = replace(config, layout=OpenLayout(**asdict(layout)))
     key = _hash(f"{replace(config, train=replace(config.train, run_folder='')).to_toml()} {sweep.world}")
     run_folder = str(trial_folder(folder, key) / "run")
     config = replace(config, train=replace(config.train, run_folder=run_folder))
-    estimate = predict(config, layout, find_trial_gpu(config.train.device, config.cluster.gpu))
-    return Trial(key=key, overrides=overrides, config=config, layout=layout, estimate=estimate)
-
-
-def _describe_found(found: Estimate) -> tuple[str, ...]:
-    layout, default = asdict(found.layout), asdict(Layout())
-    return tuple(f"--layout.{key}={_to_text(layout[key])}" for key in layout if layout[key] != default[key])
+    gpu = find_trial_gpu(config.train.device, config.cluster.gpu)
+    return Trial(
+        key=key,
+        overrides=overrides,
+        config=config,
+        layout=layout,
+        kernels=predicted_kernels(config, gpu) if gpu else config.kernels,
+        estimate=predict(config, layout, gpu),
+    )
 
 
 def _hash(text: str) -> str:

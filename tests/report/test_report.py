@@ -2,18 +2,21 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from tiny import write_tiny
 
 from dtlayout.cli import main
+from dtlayout.cluster import find_gpu
 from dtlayout.config import load_config
 from dtlayout.report.page import Report
 from dtlayout.report.rows import read_rows
 from dtlayout.sweep.results import Journal, TrialResult
 from dtlayout.sweep.spec import trial_folder
+from dtlayout.training.metrics import Predicted
+from dtlayout.training.prediction import predicted_kernels
 
 HEADER = (
     "table,row,model,hidden,layers,heads,ffn,vocab,seq_len,gpu,gpus,global_batch,micro_batch,dp,tp,pp,kernel,status,"
@@ -50,7 +53,8 @@ def sweep(tmp_path: Path) -> Path:
         (place / "config.toml").write_text(config.to_toml())
         result = TrialResult(
             key=key, overrides=[], outcome=outcome, step_time_s=step_time_s, layout=asdict(layout),
-            kernels=asdict(config.kernels) | {"attention": "sdpa-flash"}, peak_memory_bytes=[1000 * tp],
+            kernels=asdict(predicted_kernels(config, find_gpu("cpu"))), peak_memory_bytes=[1000 * tp],
+            predicted=Predicted(gpu="cpu", calibrated=False, step_time_s=1.0, mfu=None, peak_memory_bytes=None),
         )  # fmt: skip
         Journal(folder).append(result)
     return folder
@@ -81,7 +85,7 @@ def test_a_program_reads_numbers_and_what_is_supported(table, capsys):
 def test_a_sweeps_folder_gives_the_rows_that_were_tried(sweep):
     runs = read_rows([sweep])
     assert [(run.table, run.row, run.status, run.layout.tp) for run in runs] == [
-        ("my-sweep", "a", "ok", 1), ("my-sweep", "b", "ok", 2), ("my-sweep", "c", "error", 4),
+        (str(sweep), "a", "ok", 1), (str(sweep), "b", "ok", 2), (str(sweep), "c", "error", 4),
     ]  # fmt: skip
     assert runs[0].peak_bytes == 1000 and runs[0].scenario.cluster.gpu.name == "cpu"
     (head, best) = Report(runs).list_best()
@@ -92,6 +96,19 @@ def test_a_page_of_a_sweep_without_mfu_shows_tokens(sweep, tmp_path, capsys):
     page = tmp_path / "report.html"
     assert main(["report", str(sweep), "--page", str(page)]) == 0
     assert "tokens/s of a rank" in page.read_text()
+
+
+@pytest.mark.parametrize("end", ["oom,,,79", "error,,0.9,79", "oom,,,", "ok,0.1,,"])
+def test_rows_that_say_little_make_a_page_too(table, sweep, tmp_path, capsys, end):
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([lines[0], lines[1].rpartition("oom")[0] + end]) + "\n")
+    assert main(["report", str(table), "--page", str(tmp_path / "one.html")]) == 0
+    assert main(["report", str(table), str(sweep), "--page", str(tmp_path / "two.html")]) == 0
+
+
+def test_the_speed_of_what_did_not_end_well_is_none(table):
+    runs = [replace(run, status="error") for run in read_rows([table])]
+    assert {Report(runs)._speed(i) for i in range(len(runs))} == {0.0}
 
 
 @pytest.mark.parametrize(("name", "problem"), [("nothing", "cannot be read"), (".", "is no folder of a sweep")])

@@ -1,5 +1,6 @@
 """A sweep keeps how every trial ended and why, leaves no process, and goes on after any end of its own."""
 
+import fcntl
 import json
 import os
 import signal
@@ -141,6 +142,26 @@ def test_impossible_layouts_and_misfits_are_results_too(tmp_path, capsys):
     assert main(["sweep", str(path), "--folder", str(folder), "--try-misfits", "--json"]) == 0
     outcomes = Counter(t["outcome"] for t in json.loads(capsys.readouterr().out)["trials"])
     assert outcomes == {"ok": 2, "refused": 2}
+
+
+def test_two_sweeps_do_not_run_in_one_folder(tmp_path, capsys):
+    path, folder = write_sweep(tmp_path, seeds=1), tmp_path / "out"
+    folder.mkdir()
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["sweep", str(path), "--folder", str(folder)]) == 2
+    assert "another sweep runs in" in capsys.readouterr().err
+    assert main(["sweep", str(path), "--folder", str(folder)]) == 0
+
+
+def test_what_ended_badly_is_run_again_when_asked(tmp_path, capsys):
+    path, folder = write_sweep(tmp_path, seeds=3), tmp_path / "out"
+    for _ in range(2):
+        assert main(["sweep", str(path), "--folder", str(folder)]) == 0
+    assert main(["sweep", str(path), "--folder", str(folder), "--retry", "crashed"]) == 0
+    assert read_starts(folder) == {0: 1, 1: 1, 2: 2}  # the third crashes
+    assert main(["sweep", str(path), "--folder", str(folder), "--retry", "cursed"]) == 2
+    assert "--retry=cursed is no outcome; use ok, oom" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_used_is_refused_in_a_line(tmp_path, capsys):

@@ -47,14 +47,15 @@ def test_what_is_not_possible_says_why_and_comes_last(tmp_path):
     assert impossible.config is None and "tp=3 does not divide num_heads" in "".join(impossible.problems)
 
 
-def test_the_best_of_a_search_are_trials_with_their_kernels(tmp_path):
-    text = 'from = "recommend:3"\noverrides = ["--train.device=cpu"]\n[axes.optimizer]\nlr = [0.1, 0.2]'
+def test_the_best_of_a_search_are_trials_of_which_axes_vary_the_rest(tmp_path):
+    text = 'from = "recommend:3"\noverrides = ["--train.device=cpu"]\n[axes.kernels]\nloss = ["eager", "chunked"]'
     trials = trials_of(tmp_path, text)
     assert len(trials) == 6
+    losses = [(trial.overrides[-1], trial.config.kernels.loss) for trial in trials if trial.config]
+    assert sorted(losses) == [("--kernels.loss=chunked", "chunked")] * 3 + [("--kernels.loss=eager", "eager")] * 3
     for trial in trials:
         assert trial.config is not None and trial.layout is not None and trial.layout.world_size == 4
         assert trial.config.kernels.attention == "sdpa-flash"
-        assert trial.overrides[-1].startswith("--optimizer.lr=")
 
 
 @pytest.mark.parametrize(
@@ -92,9 +93,14 @@ def test_the_command_of_a_trial_can_be_any(tmp_path):
         ('config = "tiny.toml"\n[axes.layout]\ntp = [1]', "world is missing"),
         ('config = "tiny.toml"\nworld = 4', "nothing is swept"),
         ('config = "tiny.toml"\nworld = 4\n[axes.layout]\ntp = 2', "axes.layout.tp is no list"),
-        ('config = "tiny.toml"\nworld = 0\n[axes.layout]\ntp = [1]', "world=0 must be a number of at least 1"),
+        ('config = "tiny.toml"\nworld = 0\n[axes.layout]\ntp = [1]', "world=0 must be a whole number of at least 1"),
         ('config = "tiny.toml"\nworld = 4\nstep = 3\n[axes.layout]\ntp = [1]', "did you mean steps?"),
-        ('config = "tiny.toml"\nworld = 4\nfrom = "best:3"', 'write from = "recommend:20"'),
+        ('config = "tiny.toml"\nworld = 4\nfrom = "best:3"', "from='best:3' must be recommend:K"),
+        ('config = "tiny.toml"\nworld = 4\nfrom = "recommend:3"\n[axes.layout]\ntp = [1]', "leave one of them out"),
+        ('config = "tiny.toml"\nworld = 4\nsteps = 4\nwarmup_steps = 4\n[axes.layout]\ntp = [1]', "use more steps"),
+        ('config = "tiny.toml"\nworld = 4\noverrides = "-a"\n[axes.layout]\ntp = [1]', "must be a list of strings"),
+        ("config = 3\nworld = 4.5\n[axes.layout]\ntp = [1]", "world=4.5 must be a whole number"),
+        ('config = "tiny.toml"\nworld = 4\nlaunch = 3\n[axes.layout]\ntp = [1]', "launch=3 must be a command"),
         ('config = "tiny.toml"\nworld = 4\naxes = 3', "nothing is swept"),
         ('config = "tiny.toml"\nworld = 4\nlaunch = "run {host}"\n[axes.layout]\ntp = [1]', "launch"),
         ("world = [", "is not TOML"),

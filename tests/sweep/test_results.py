@@ -1,0 +1,59 @@
+"""What a log says of how a trial ended, and what its steps say of how fast it was."""
+
+import json
+
+import pytest
+
+from dtlayout.sweep.results import diagnose, measure
+
+ROOT_CAUSE = """
+traceback : Signal 15 (SIGTERM) received by PID 8
+------------------------------------------------------------
+Root Cause (first observed failure):
+  exitcode  : {code} (pid: 7)
+  traceback : {trace}
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+PEER = "[rank1]: RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:12\n"
+SIGKILL = ROOT_CAUSE.format(code=-9, trace="Signal 9 (SIGKILL) received by PID 7")
+SIGSEGV = ROOT_CAUSE.format(code=-11, trace="Signal 11 (SIGSEGV) received by PID 7")
+SIGABRT = ROOT_CAUSE.format(code=-6, trace="Signal 6 (SIGABRT) received by PID 7")
+FAILED = ROOT_CAUSE.format(code=1, trace="To enable traceback see: ...")
+
+
+@pytest.mark.parametrize(
+    ("log", "exit_code", "outcome", "cause"),
+    [
+        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB" + FAILED, 1, "oom", "2 GiB"),
+        ("torch.AcceleratorError: CUDA error: out of memory" + FAILED, 1, "oom", "AcceleratorError"),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling" + FAILED, 1, "oom", "CUBLAS"),
+        ("NCCL error\nncclUnhandledCudaError\nCuda failure 2 'out of memory'" + FAILED, 1, "oom", "Cuda failure 2"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0", 137, "oom", "oom_kill"),
+        ("[rank2]: torch.OutOfMemoryError: CUDA out of memory", None, "oom", "OutOfMemory"),  # the others wait for it
+        ("step 3", None, "hung", "no end within the time limit; 0 steps were done"),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)" + SIGABRT, 1, "hung", "SeqNum=3"),
+        (PEER + SIGKILL, 1, "killed", "SIGKILL; 0 steps"),
+        ("RuntimeError: Connection was likely closed. Broken pipe" + SIGKILL, 1, "killed", "SIGKILL"),
+        ("", -9, "killed", "SIGKILL"),
+        ("", 137, "killed", "SIGKILL"),
+        (PEER + SIGSEGV, 1, "crashed", "SIGSEGV"),
+        (PEER + "[rank0]: ValueError: heads" + FAILED, 1, "crashed", "ValueError: heads"),
+        ("", 7, "crashed", "exit code 7"),
+    ],
+)
+def test_a_log_tells_what_came_first(tmp_path, log, exit_code, outcome, cause):
+    (tmp_path / "log.txt").write_text(log)
+    found, why, tail = diagnose(tmp_path / "run", tmp_path / "log.txt", exit_code)
+    assert (found, cause in why) == (outcome, True), why
+    assert tail == log.splitlines()[-40:]
+
+
+def test_all_numbers_belong_to_the_median_step_after_warming_up(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step_time_s in (9.0, 9.0, 1.0, 1.0, 2.0, 2.0):
+            line = {"step_time_s": step_time_s, "tokens_per_s_per_gpu": 30 / step_time_s, "mfu": None}
+            file.write(json.dumps({**line, "model_tflops_per_gpu": 6 / step_time_s}) + "\n")
+    found = measure(tmp_path, 2)
+    assert (found["steps"], found["step_time_s"], found["mfu"]) == (6, 1.5, None)
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(20) and found["model_tflops_per_gpu"] == pytest.approx(4)
+    assert found["step_time_spread_s"] == pytest.approx(1.0)
