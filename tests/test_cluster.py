@@ -94,8 +94,12 @@ def test_a_gpu_is_found_by_its_name_and_by_what_torch_calls_it(name):
 
 def test_an_unknown_gpu_is_refused_by_name_and_nothing_by_device():
     with pytest.raises(InvalidConfig) as caught:
-        find_gpu("a100")
-    assert str(caught.value) == (f"GPU type 'a100' is unknown; use one of {', '.join(sorted([*known_gpus(), 'cpu']))}")
+        find_gpu("voodoo2")
+    everything = ", ".join(sorted([*known_gpus(), "cpu"]))
+    assert str(caught.value) == f"GPU type 'voodoo2' is unknown; use one of {everything}"
+    with pytest.raises(InvalidConfig) as caught:
+        find_gpu("A100")
+    assert str(caught.value) == "GPU type 'A100' is unknown; use a100-40g-sxm or a100-80g-sxm"
     assert find_gpu_by_device("NVIDIA A100") is None
 
 
@@ -220,7 +224,7 @@ def test_all_problems_of_a_cluster_come_at_once(write):
         "memory.source is missing",
         "memory.unit='GB' must be 'byte'; convert the value",
     ]
-    assert unknown.startswith("GPU type 'h100' is unknown; use one of a100-40g-sxm, ")
+    assert unknown.startswith("GPU type 'h100' is unknown; use h100-80g-sxm")
     assert problems_of_cluster(write("")) == ["gpu is missing", "gpus is missing"]
 
 

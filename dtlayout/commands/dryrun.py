@@ -24,8 +24,8 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.training.metrics import MemoryCurves, describe_run
-from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.training.metrics import MemoryCurves
+from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"
 

@@ -223,8 +223,8 @@ class Report:
             axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
             axes.plot(ends, ends, color="0.4", linewidth=1)
             scale(axes, *ends)
+            axes.legend(fontsize=8, frameon=False)
         axes.set(xlabel=f"measured {self._unit}", ylabel=f"predicted {self._unit}")
-        axes.legend(fontsize=8, frameon=False)
         return html.picture(figure)
 
     def _predict(self, place: int) -> float:

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.batch import Batch
-from dtlayout.config import Config
 from dtlayout.errors import DtlayoutError
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.measure.curve import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
@@ -123,7 +120,7 @@ class MemoryCurves:
     by_pp_rank: list[list[Highest]]
     """Of each pipeline rank, the actions of one step after those of the other."""
     run: dict[str, Any]
-    """What ran, as `describe_run` says it."""
+    """What ran, as `prediction.describe_run` says it."""
 
     def write(self, folder: Path) -> None:
         """Write RUN/memory.json."""
@@ -145,17 +142,6 @@ class MemoryCurves:
             ) from None
         except (ValueError, KeyError, TypeError):
             raise DtlayoutError(f"{path} is not what a run writes with --metrics.memory=true") from None
-
-
-def describe_run(config: Config, layout: Layout, kernels: Kernels) -> dict[str, Any]:
-    """What the memory of a run depends on, section.key → value as JSON gives it back; `kernels` without auto."""
-    sections: dict[str, Any] = {
-        "model": config.model, "batch": config.batch, "layout": layout, "kernels": kernels,
-        "precision": config.precision,
-    }  # fmt: skip
-    values = {f"{section}.{key}": entry for section, value in sections.items() for key, entry in asdict(value).items()}
-    found: dict[str, Any] = json.loads(json.dumps({**values, "data.document_mask": config.data.document_mask}))
-    return found
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@ Everything follows from the config, the layout and the GPU type, so all ranks co
 same refusal, without a word between them.
 """
 
+import json
+from dataclasses import asdict
+from typing import Any
+
 from dtlayout.cluster import Cluster, Gpu
 from dtlayout.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine
@@ -49,6 +53,17 @@ def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
 def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
     """A config's kernels on a GPU type as the cost model knows them, without an auto."""
     return config.kernels.resolve(config.precision, gpu.device_type)[0]
+
+
+def describe_run(config: Config, layout: Layout, kernels: Kernels) -> dict[str, Any]:
+    """What the memory of a run depends on, section.key → value as JSON gives it back; `kernels` without auto."""
+    sections: dict[str, Any] = {
+        "model": config.model, "batch": config.batch, "layout": layout, "kernels": kernels,
+        "precision": config.precision,
+    }  # fmt: skip
+    values = {f"{section}.{key}": entry for section, value in sections.items() for key, entry in asdict(value).items()}
+    found: dict[str, Any] = json.loads(json.dumps({**values, "data.document_mask": config.data.document_mask}))
+    return found
 
 
 def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:

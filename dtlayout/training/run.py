@@ -45,12 +45,11 @@ from dtlayout.training.metrics import (
     Speed,
     StepMetrics,
     Summary,
-    describe_run,
     median_step_time,
     write_whole,
 )
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from dtlayout.training.prediction import describe, predict, refuse_hopeless, to_predicted
+from dtlayout.training.prediction import describe, describe_run, predict, refuse_hopeless, to_predicted
 from dtlayout.training.step import StepResult, TrainStep
 
 STEPS_DRAWN = 4

@@ -1,7 +1,9 @@
 """dtlayout dryrun: what the ranks of an absent cluster hold and send, for people and for programs, or why not."""
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from dataclasses import fields, replace
 
 import pytest
@@ -16,8 +18,8 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
 from dtlayout.mesh.ranks import coordinate
-from dtlayout.training.metrics import MemoryCurves, describe_run
-from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.training.metrics import MemoryCurves
+from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 DEBUG = ("dryrun", "configs/debug.toml", "--gpu", "cpu")
 
@@ -110,17 +112,19 @@ def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
     assert row[-2:] == [cell, mark]
 
 
-@pytest.fixture
-def run(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """A folder with the curves of a run that held what a dry run holds."""
-    assert main([*DEBUG, "--world", "4", "--steps", "2", "--whole", "--json"]) == 0
-    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    folder = tmp_path_factory.mktemp("run")
+    with redirect_stdout(io.StringIO()) as out:
+        assert main([*DEBUG, "--world", "4", "--steps", "2", "--whole", "--json"]) == 0
+    ranks = json.loads(out.getvalue())["ranks"]
     curves = [[Highest(**highest) for highest in rank["curve"]] for rank in (ranks[0], ranks[1])]
     config = load_config("configs/debug.toml")
     kernels = predicted_kernels(config, find_gpu("cpu"))
     about = describe_run(config, config.layout.resolve(4), kernels)
-    MemoryCurves(num_steps=2, by_pp_rank=curves, run=about).write(tmp_path)
-    return tmp_path
+    MemoryCurves(num_steps=2, by_pp_rank=curves, run=about).write(folder)
+    return folder
 
 
 def test_a_real_run_is_drawn_and_compared_with(capsys, run):

@@ -84,10 +84,10 @@ def count_messages(report: RankReport) -> Counter[tuple[str, int]]:
     ids=str,
 )
 def test_a_folded_step_says_what_the_whole_one_says(layout: Layout) -> None:
-    case = Case(layout, global_batch=16 * layout.dp, precision=BF16)
+    case = Case(layout, global_batch=8 * layout.dp, precision=BF16)
     rank = layout.world_size - 1
     folded, whole = (rehearse(case, [rank], folds=folds)[rank] for folds in (True, False))
-    assert folded.num_microbatches_run < whole.num_microbatches_run == folded.num_microbatches == 16
+    assert folded.num_microbatches_run < whole.num_microbatches_run == folded.num_microbatches == 8
     assert (folded.parts, folded.traffic, folded.flops) == (whole.parts, whole.traffic, whole.flops)
     assert count_all(folded) == count_all(whole)
 
@@ -128,7 +128,7 @@ def test_flops_are_those_of_theory() -> None:
     assert first[f"{layer}.self_attn"] == 3.5 * 4 * tokens * SEQ_LEN * shape.hidden_size // 2
 
 
-@pytest.mark.parametrize("loss", ["eager", "chunked", "linear"])
+@pytest.mark.parametrize("loss", ["chunked", "linear"])
 def test_flops_do_not_depend_on_how_the_loss_is_computed(loss: str) -> None:
     """Also where an operator writes into memory of its caller, as the linear loss does."""
     case = Case(Layout(), kernels=Kernels(attention="sdpa-math", loss=loss), precision=BF16)

@@ -28,7 +28,7 @@ CAUSES = {
 }
 
 
-def write_sweep(folder: Path, *, seeds: int, timeout_s: float = 8, more: str = "") -> Path:
+def write_sweep(folder: Path, *, seeds: int, timeout_s: float = 5, more: str = "") -> Path:
     """A sweep over seeds, which end as fake_trainer.py says."""
     write_tiny(folder)
     path = folder / "sweep.toml"
