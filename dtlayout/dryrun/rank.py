@@ -63,7 +63,7 @@ def dry_run(
     """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
 
     `kernels` have no auto; operators hold what they hold on `device_type`. `folds` leaves microbatches out that repeat
-    others. `on_progress` gets the share of the actions that are done. Takes the process: see [Note: what is real].
+    others. `on_progress` gets the share of the actions that were begun. Takes the process: see [Note: what is real].
     """
     batch = fold(layout, config.batch) if folds else config.batch
     with fake_world(rank, layout.world_size), fake_tensors() as fake:

@@ -126,20 +126,34 @@ def speed_of(run: Run) -> float | None:
 
 def find(runs: Sequence[Run]) -> list[Finding]:
     """The answers that rows give to all questions."""
-    return [answer(question, runs) for question in QUESTIONS]
+    rows = _Rows(runs)
+    return [_answer(question, rows) for question in QUESTIONS]
 
 
-def answer(question: Question, runs: Sequence[Run], *, seed: int = 0) -> Finding:
+def answer(question: Question, runs: Sequence[Run]) -> Finding:
     """What rows say to one question."""
+    return _answer(question, _Rows(runs))
+
+
+class _Rows:
+    """What is measured of rows, and the same dealt out anew, which all questions share."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs = runs
+        tables = _number([run.table for run in runs])
+        self.speeds = np.array([log(speed) if (speed := speed_of(run)) else np.nan for run in runs])
+        self.fits = np.array([1.0 if run.status in _FIT else 0.0 if run.status in _MISFIT else np.nan for run in runs])
+        self.dealt_speeds, self.dealt_fits = _deal(self.speeds, tables), _deal(self.fits, tables)
+
+
+def _answer(question: Question, rows: _Rows) -> Finding:
+    runs, speeds, fits = rows.runs, rows.speeds, rows.fits
     pairs = _pair(question, runs)
-    speeds = np.array([log(speed) if (speed := speed_of(run)) else np.nan for run in runs])
-    tables = _number([run.table for run in runs])
     ran = [(a, b) for a, b in pairs if not np.isnan(speeds[a]) and not np.isnan(speeds[b])]
     ratios = np.array([speeds[b] - speeds[a] for a, b in ran])
     points = [
         after - before for a, b in ran if (before := runs[a].mfu) is not None and (after := runs[b].mfu) is not None
     ]
-    fits = np.array([1.0 if run.status in _FIT else 0.0 if run.status in _MISFIT else np.nan for run in runs])
     judged = [(a, b) for a, b in pairs if not np.isnan(fits[a]) and not np.isnan(fits[b])]
     changes = np.array([fits[b] - fits[a] for a, b in judged])
     return Finding(
@@ -149,10 +163,10 @@ def answer(question: Question, runs: Sequence[Run], *, seed: int = 0) -> Finding
         factor=exp(float(np.median(ratios))) if len(ran) else None,
         quartiles=tuple(np.exp(np.quantile(ratios, (0.25, 0.75))).tolist()) if len(ran) else None,
         points=float(np.median(points)) if points else None,
-        p_speed=_chance(speeds, tables, ran, _consistency, seed),
+        p_speed=_chance(speeds, rows.dealt_speeds, ran, _consistency),
         num_only_after=int((changes > 0).sum()),
         num_only_before=int((changes < 0).sum()),
-        p_fit=_chance(fits, tables, judged, _agreement, seed),
+        p_fit=_chance(fits, rows.dealt_fits, judged, _agreement),
     )
 
 
@@ -184,22 +198,20 @@ def _agreement(changes: np.ndarray) -> np.ndarray:
 
 def _chance(
     values: np.ndarray,
-    tables: np.ndarray,
+    dealt: np.ndarray,
     pairs: Sequence[tuple[int, int]],
     statistic: Callable[[np.ndarray], np.ndarray],
-    seed: int,
 ) -> float | None:
-    """How often values that are dealt out anew among their table's rows show at least what they do: [Note: chance]."""
+    """How often values that were dealt out anew show at least what they do: [Note: chance]."""
     if not pairs:
         return None
     before, after = (np.array(places) for places in zip(*pairs, strict=True))
-    dealt = _deal(values, tables, seed)
     return _rarity(statistic(dealt[after] - dealt[before]), statistic((values[after] - values[before])[:, None]))
 
 
-def _deal(values: np.ndarray, tables: np.ndarray, seed: int) -> np.ndarray:
+def _deal(values: np.ndarray, tables: np.ndarray) -> np.ndarray:
     """The values of each table's rows in NUM_DEALS random orders; rows × deals. What is not known stays so."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     dealt = np.repeat(values[:, None], NUM_DEALS, axis=1)
     for table in np.unique(tables):
         places = np.flatnonzero((tables == table) & ~np.isnan(values))
@@ -346,7 +358,7 @@ def find_common(runs: Sequence[Run]) -> list[Common]:
         return []
     tables, speeds = _number([run.table for run in ran]), np.array([speed_of(run) for run in ran])
     fastest = _fastest(speeds[:, None], tables)
-    dealt = _fastest(_deal(speeds, tables, 0), tables)
+    dealt = _fastest(_deal(speeds, tables), tables)
     common = []
     for name, choice in CHOICES.items():
         chosen = [choice(run) for run in ran]
