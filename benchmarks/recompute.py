@@ -32,7 +32,7 @@ NUM_ROUNDS, NUM_STEPS = 5, 3
 
 def main() -> None:
     """Print the report."""
-    device = open_device("cpu", "auto")
+    device = open_device("cpu", None)
     join_ranks(device, timeout_s=600)
     steps_s: dict[str, list[float]] = defaultdict(list)
     peaks: dict[str, int] = {}

@@ -14,6 +14,7 @@ from importlib import import_module
 from dtlayout.errors import DtlayoutError
 
 COMMANDS = {
+    "calibrate": "Measure these machines, and write the cluster file that predictions for them take.",
     "check": "Say whether a config can train on so many ranks, and what it would do.",
     "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",
     "explain": "Show a layout's memory and time by component, what binds it and what would help.",

@@ -26,6 +26,13 @@ _NUMBERS = {  # number in a file: the field of Gpu that it becomes, its unit
     "network_latency": ("network_latency_s", "s"),
     "gpus_per_node": ("gpus_per_node", "GPU"),
 }
+_MEASURED_NUMBERS = {  # the same for those that only a measured cluster gives
+    "peak_fp32": ("peak_fp32_flops_per_s", "FLOP/s, dense"),
+    "ranks_at_once": ("ranks_at_once", "rank"),
+    "prediction_error": ("prediction_error", "share"),
+}
+UNITS = {**_NUMBERS, **_MEASURED_NUMBERS}
+"""Number that a cluster's file may give: the field of Gpu that it becomes, its unit."""
 _WHOLE_UNITS = ("byte", "GPU")
 _NUMBER_KEYS = ("value", "unit", "source")
 
@@ -54,6 +61,14 @@ class Gpu:
     """Start of a message between nodes, for each hop."""
     gpus_per_node: int
     """GPUs that share a node's links."""
+    peak_fp32_flops_per_s: float | None = None
+    """The same as the peak for matrices in fp32; None where nobody measured it, and then they count as bf16."""
+    ranks_at_once: float = math.inf
+    """Ranks of a node that have their full speed at the same time; fewer than there are where ranks share cores."""
+    prediction_error: float | None = None
+    """Mean relative error of step times predicted for these machines, where it is known."""
+    reached: tuple[tuple[str, float], ...] = ()
+    """Constants of the cost model that were measured here, with their values (`costmodel.engine.Constants`)."""
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
@@ -71,6 +86,11 @@ class Cluster:
     """GPUs in all nodes together."""
     gpus_per_node: int
     """GPUs of one node, whatever the vendor's server holds; the last node may hold fewer."""
+
+    @property
+    def ranks_at_once(self) -> float:
+        """Ranks of all nodes that have their full speed at the same time."""
+        return self.gpu.ranks_at_once * -(-self.num_gpus // self.gpus_per_node)
 
     def __post_init__(self) -> None:
         if problems := _count_problems({"num_gpus": self.num_gpus, "gpus_per_node": self.gpus_per_node}):
@@ -103,15 +123,22 @@ def load_cluster(path: str | Path) -> Cluster:
     """The cluster of a user's TOML file; InvalidConfig with every problem.
 
     The file gives `gpu` and `gpus`, `gpus_per_node` if its nodes differ from the vendor's, and may override any other
-    number of the GPU with a table of the same form as in the constants.
+    number of the GPU with a table of the same form as in the constants. What `dtlayout calibrate` has measured beside
+    those stands in it too, constants of the cost model below `reached`.
     """
     tables = _read_toml(path)
     counts: dict[str, Any] = {key: tables[key] for key in ("gpus", "gpus_per_node") if key in tables}
-    numbers = {key: table for key, table in tables.items() if key in _NUMBERS and key not in counts}
-    problems = _unknown_keys(tables, ("gpu", "gpus", *_NUMBERS))
+    units = {name: unit for name, (_, unit) in UNITS.items()}
+    numbers = {key: table for key, table in tables.items() if key in units and key not in counts}
+    reached = tables.get("reached", {})
+    problems = _unknown_keys(tables, ("gpu", "gpus", *units, "reached"))
     problems += [f"{key} is missing" for key in ("gpu", "gpus") if key not in tables]
     problems += _count_problems(counts)
-    problems += [line for name, table in numbers.items() for line in _number_problems(name, table)]
+    problems += [line for name, table in numbers.items() for line in _number_problems(name, table, units[name])]
+    if isinstance(reached, dict):
+        problems += [line for name, table in reached.items() for line in _number_problems(f"reached.{name}", table)]
+    else:
+        problems.append("reached is a table of tables: write [reached.NAME]")
     try:
         gpu = find_gpu(str(tables.get("gpu", "cpu")))  # one that is missing is a problem already
     except InvalidConfig as error:
@@ -119,14 +146,17 @@ def load_cluster(path: str | Path) -> Cluster:
     if problems:
         raise InvalidConfig([f"cluster {path}: {problem}" for problem in problems])
     per_node = counts.get("gpus_per_node", gpu.gpus_per_node)
-    return Cluster(gpu=replace(gpu, **_gpu_fields(numbers)), num_gpus=counts["gpus"], gpus_per_node=per_node)
+    constants = tuple((name, float(table["value"])) for name, table in reached.items())
+    gpu = replace(gpu, **_gpu_fields(numbers), reached=constants)
+    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node)
 
 
 def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
     """The GPU type of a parsed constants file; InvalidConfig with every problem, each under the file's name."""
     problems = _unknown_keys(tables, ("gpu", "device_names", *_NUMBERS))
     problems += [f"{key} is missing" for key in ("gpu", "device_names", *_NUMBERS) if key not in tables]
-    problems += [line for name in _NUMBERS if name in tables for line in _number_problems(name, tables[name])]
+    present = [name for name in _NUMBERS if name in tables]
+    problems += [line for name in present for line in _number_problems(name, tables[name], _NUMBERS[name][1])]
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
     numbers = {name: tables[name] for name in _NUMBERS}
@@ -153,24 +183,26 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 def _gpu_fields(numbers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Fields of Gpu from the tables of numbers in which there is no problem."""
-    found = [(*_NUMBERS[name], table["value"]) for name, table in numbers.items()]
+    found = [(*UNITS[name], table["value"]) for name, table in numbers.items()]
     return {field: int(value) if unit in _WHOLE_UNITS else float(value) for field, unit, value in found}
 
 
-def _number_problems(name: str, table: Any) -> list[str]:
-    """What keeps a number from being used: its unit is checked, for 50 GB/s taken as 50 byte/s would go unseen."""
-    unit = _NUMBERS[name][1]
+def _number_problems(name: str, table: Any, unit: str | None = None) -> list[str]:
+    """What keeps a number from being used: its unit is checked, for 50 GB/s taken as 50 byte/s would go unseen.
+
+    Without a unit it may be any, and zero: those of the cost model's constants are known to the cost model alone.
+    """
     if not isinstance(table, dict):
-        return [f"{name} is a table: write [{name}] with value, unit = {unit!r} and source below"]
+        return [f"{name} is a table: write [{name}] with value, unit{f' = {unit!r}' if unit else ''} and source below"]
     problems = _unknown_keys(table, _NUMBER_KEYS, f"{name}.")
     problems += [f"{name}.{key} is missing" for key in _NUMBER_KEYS if key not in table]
     value, source = table.get("value", 1), table.get("source", "missing")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if not is_number or not 0 <= value < math.inf or (value == 0 and unit):
         problems.append(f"{name}.value={value!r} must be a number above 0")
     elif unit in _WHOLE_UNITS and value != int(value):
         problems.append(f"{name}.value={value!r} must be a whole number")
-    if table.get("unit", unit) != unit:
+    if unit and table.get("unit", unit) != unit:
         problems.append(f"{name}.unit={table['unit']!r} must be {unit!r}; convert the value")
     if not isinstance(source, str) or not source.strip():
         problems.append(f"{name}.source={source!r} must say where the number comes from")

@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dtlayout import toml
 from dtlayout.batch import Batch
-from dtlayout.cluster import known_gpus
+from dtlayout.cluster import Gpu, find_gpu, known_gpus, load_cluster
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
@@ -164,12 +164,24 @@ class ClusterConfig:
     """GPU type for MFU; auto asks the device, cpu has no peak."""
     gpus_per_node: int = 8
     """Ranks that share a node's fast links."""
+    file: str = ""
+    """A cluster's TOML file, such as dtlayout calibrate writes; it goes before the other two."""
+
+    @property
+    def known_gpu(self) -> Gpu | None:
+        """The GPU type of the file or of the name, the CPU included; None if the device is to be asked."""
+        if self.file:
+            cluster = load_cluster(self.file)
+            return replace(cluster.gpu, gpus_per_node=cluster.gpus_per_node)
+        return None if self.gpu == "auto" else find_gpu(self.gpu)
 
     def __post_init__(self) -> None:
         known = ("auto", "cpu", *known_gpus())
         problems = [] if self.gpu in known else [f"cluster.gpu={self.gpu!r} is unknown; use one of {', '.join(known)}"]
         if self.gpus_per_node < 1:
             problems.append(f"cluster.gpus_per_node={self.gpus_per_node} must be at least 1")
+        if self.file:
+            load_cluster(self.file)  # which says what is wrong with it
         if problems:
             raise InvalidConfig(problems)
 

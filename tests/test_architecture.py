@@ -19,7 +19,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "counting": ["models.presets", "models.counting", "models.files"],
     "planning": [
         "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
-        "pipelining.timing",
+        "pipelining.timing", "pipelining.sharing",
     ],
     "cost model": ["costmodel.*"],
     "planner": ["planner.*"],
@@ -30,6 +30,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "pipelining.stage", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],
+    "calibration": ["calibrate.*"],
     "dry run": ["dryrun.*"],
     "sweep": ["sweep.*"],
     "report": ["report.*"],

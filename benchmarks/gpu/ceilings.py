@@ -28,7 +28,7 @@ def measure_ceiling(cell: Ceiling, device: Device) -> Reached:
     prepare: Callable[[Any, str], Operation] = PREPARE[type(cell)]
     seconds = median_s(prepare(cell, device.type), TIMERS[device.type])
     per_second = cell.work / seconds
-    gpu = None if device.type == "cpu" else find_predicted_gpu(device, "auto")
+    gpu = None if device.type == "cpu" else find_predicted_gpu(device, None)
     best = None if gpu is None else {"TFLOP/s": gpu.peak_flops_per_s, "GB/s": gpu.memory_bytes_per_s}[cell.unit]
     return Reached(median_s=seconds, per_second=per_second, share=per_second / best if best else None)
 

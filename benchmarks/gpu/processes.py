@@ -117,8 +117,8 @@ class Worker:
 
 def work(suite: Suite, pipe: Connection) -> None:
     """Answer each cell with its row and whether there can be another one."""
-    device = open_device(suite.device_type, "auto")
-    gpu = find_predicted_gpu(device, "auto")
+    device = open_device(suite.device_type, None)
+    gpu = find_predicted_gpu(device, None)
     join_ranks(device, suite.cell_limit_s)
     goes_on = True
     while goes_on:

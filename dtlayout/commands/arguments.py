@@ -17,6 +17,8 @@ def choose_gpu(config: Any, asked: str | None) -> Any:
     """The Gpu that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
     from dtlayout.cluster import find_gpu, known_gpus
 
+    if asked is None and config.cluster.known_gpu is not None:
+        return config.cluster.known_gpu
     name = asked or config.cluster.gpu
     if name == "auto":
         raise InvalidConfig(
@@ -52,7 +54,7 @@ def read_scenario(options: argparse.Namespace, num_gpus: int | None = None) -> A
     """The Scenario of `add_scenario`'s options, on `num_gpus` GPUs if given; InvalidConfig with what is wrong."""
     # Only now: a command that takes a config does without the cost model.
     from dtlayout.batch import Batch
-    from dtlayout.costmodel.engine import find_engine
+    from dtlayout.costmodel.engine import find_engine_on
     from dtlayout.costmodel.scenario import Scenario
     from dtlayout.models.files import find_model
 
@@ -64,7 +66,7 @@ def read_scenario(options: argparse.Namespace, num_gpus: int | None = None) -> A
         model=model,
         batch=Batch(global_batch=options.global_batch, seq_len=options.seq_len),
         cluster=cluster,
-        engine=find_engine(options.engine, cluster.gpu.name),
+        engine=find_engine_on(options.engine, cluster.gpu),
         precision=_read_precision(options.precision),
     )
 

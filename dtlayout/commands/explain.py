@@ -7,7 +7,7 @@ from dataclasses import asdict
 from dtlayout.commands.arguments import add_config, choose_gpu
 from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.layout import Layout
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the explanation of a legal layout, or refuse it."""
     config = load_config(options.config, options.overrides)
     gpu = choose_gpu(config, options.gpu)
-    engine = find_engine(options.engine, gpu.name)
+    engine = find_engine_on(options.engine, gpu)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
     layout = _check(config, world_size, engine, gpu.device_type)
     scenario = make_scenario(config, gpu, world_size, engine)

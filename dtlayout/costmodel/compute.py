@@ -58,11 +58,19 @@ class BlockTime:
 
 def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     """m×k times k×n: 2·m·n·k FLOPs at the peak's reachable share, each size lengthened by what fills the machine."""
-    gpu, constants = scenario.cluster.gpu, scenario.engine.constants
+    constants = scenario.engine.constants
     fill = constants.matmul_fill
     flops = 2.0 * (m + fill) * (n + fill) * (k + fill)
-    moved = 2.0 * (m * n + n * k + m * k) / (gpu.memory_bytes_per_s * constants.memory_efficiency)
-    return max(flops / (gpu.peak_flops_per_s * constants.matmul_efficiency), moved)
+    moved_s = pass_s(scenario, activation_size(scenario) * (m * n + n * k + m * k))
+    return max(flops / (matrix_flops_per_s(scenario) * constants.matmul_efficiency), moved_s)
+
+
+def matrix_flops_per_s(scenario: Scenario) -> float:
+    """The peak for matrices in the format that is computed in."""
+    gpu = scenario.cluster.gpu
+    if scenario.precision.compute == "float32" and gpu.peak_fp32_flops_per_s is not None:
+        return gpu.peak_fp32_flops_per_s
+    return gpu.peak_flops_per_s
 
 
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
@@ -80,8 +88,9 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     rope_traffic = constants.rope_traffic_bytes
     if kernels.rope == "liger" or kernels.compiles_blocks:
         rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
-    traffic = (constants.width_traffic_bytes + norm_traffic) * h / shared + (
-        rope_traffic * h + _FFN_TRAFFIC_BYTES * f
+    widening = activation_size(scenario) / 2  # the constants count passes in bf16
+    traffic = (widening * constants.width_traffic_bytes + norm_traffic) * h / shared + (
+        rope_traffic * h + widening * _FFN_TRAFFIC_BYTES * f
     ) / t
     elementwise_s = pass_s(scenario, traffic * tokens)
     launch_s = constants.norm_launch_s if is_eager_norm else 0.0
@@ -134,7 +143,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     of forward (arXiv:2307.08691, sec. 4.1). Separate operations compute all of it and move every score through memory.
     """
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
-    peak, seq_len = scenario.cluster.gpu.peak_flops_per_s, scenario.batch.seq_len
+    peak, seq_len = matrix_flops_per_s(scenario), scenario.batch.seq_len
     tokens = tokens_of(scenario, layout)
     flops = 4.0 * tokens * seq_len * model.hidden_size / t
     if kernels.attention in _FLASH:
@@ -151,7 +160,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
 def flash_s(scenario: Scenario, attention: str, flops: float) -> float:
     """A flash kernel, which computes the half that the mask leaves of so many FLOPs."""
     efficiency = getattr(scenario.engine.constants, _FLASH[attention])
-    return flops / 2 / float(scenario.cluster.gpu.peak_flops_per_s * efficiency)
+    return flops / 2 / float(matrix_flops_per_s(scenario) * efficiency)
 
 
 def pass_s(scenario: Scenario, moved_bytes: float) -> float:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any, Literal, get_args, get_type_hints
 
 from dtlayout import toml
+from dtlayout.cluster import Gpu
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.recompute import Recompute
 
@@ -68,7 +69,7 @@ class Constants:
     """What a large matmul reaches of the peak."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
-    flash2_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
+    flash2_efficiency: float = _constant(0.65, 0.02, 0.9, "share")
     """What FlashAttention-2 reaches of the peak, the half that the mask hides not counted."""
     flash3_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
     """The same for FlashAttention-3 and cuDNN's attention, which are made for Hopper; on older GPUs as fast as 2."""
@@ -82,7 +83,7 @@ class Constants:
     """Moved for each attention score by mask, scale and softmax as separate operations, in forward."""
     fused_softmax_traffic_bytes: float = _constant(2.0, 0.0, 20.0, "byte/score")
     """The same where one kernel does them."""
-    width_traffic_bytes: float = _constant(60.0, 30.0, 250.0, "byte/width")
+    width_traffic_bytes: float = _constant(60.0, 30.0, 1000.0, "byte/width")
     """Moved by fused norms, residual adds and their backward, for each token and unit of width: 30 bf16 passes."""
     rope_traffic_bytes: float = _constant(20.0, 10.0, 300.0, "byte/width")
     """Moved by the rotary embedding and its backward, for each token and unit of width; by default one kernel's."""
@@ -91,21 +92,38 @@ class Constants:
     fp32 copy, square, mean, product, cast and weight, and twice that backward."""
     norm_launch_s: float = _constant(0.0, 0.0, 1e-3, "s")
     """Start of both norms' separate operations in a block's forward; twice that in backward."""
-    logit_traffic_bytes: float = _constant(28.0, 10.0, 100.0, "byte/logit")
+    logit_traffic_bytes: float = _constant(28.0, 10.0, 400.0, "byte/logit")
     """Moved by the loss for each logit, forward and backward: seven passes in fp32."""
-    layer_host_s: float = _constant(0.0, 0.0, 8e-3, "s")
-    """Host's time for one layer of one microbatch, forward and backward; the GPU waits where it is faster."""
-    layer_host_tp_s: float = _constant(0.0, 0.0, 8e-3, "s")
+    layer_host_s: float = _constant(0.0, 0.0, 0.1, "s")
+    """Host's time for one layer of one microbatch, forward and backward; the GPU waits where it is faster, and a CPU
+    computes nothing meanwhile."""
+    layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """The same at tp > 1, whose collectives the host starts too."""
+    full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
+    """Host's time for recomputing a whole layer."""
+    full_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
+    """The same at tp > 1."""
+    selective_host_s: float = _constant(0.0, 0.0, 0.2, "s")
+    """Host's time for a layer whose recomputation decides for each operation, and so looks at each."""
+    selective_host_tp_s: float = _constant(0.0, 0.0, 0.4, "s")
+    """The same at tp > 1."""
+    head_host_s: float = _constant(0.0, 0.0, 0.1, "s")
+    """Host's time for embedding, head and loss of one microbatch."""
+    message_host_s: float = _constant(0.0, 0.0, 0.02, "s")
+    """Host's time for sending or receiving one message of a pipeline."""
+    layer_sync_s: float = _constant(0.0, 0.0, 0.1, "s")
+    """Host's time for gathering the parameters of a layer once, or for reducing its gradients."""
+    layer_update_s: float = _constant(0.0, 0.0, 0.1, "s")
+    """Host's time in each step for norm, clipping and update of a layer's parameters."""
     layer_host_message_s: float = _constant(0.0, 0.0, 4e-3, "s")
     """Added to it for each tp rank where pipeline messages cross nodes."""
     step_host_s: float = _constant(0.0, 0.0, 0.5, "s")
     """Fixed time of a step: data, metrics, norm of the gradients."""
     link_efficiency: float = _constant(0.7, 0.2, 1.0, "share")
     """What collectives inside a node reach of the links' bandwidth."""
-    collective_start_s: float = _constant(7e-5, 0.0, 4e-4, "s")
+    collective_start_s: float = _constant(7e-5, 0.0, 2e-2, "s")
     """Until all ranks of a collective inside a node have met."""
-    link_latency_s: float = _constant(5e-6, 0.0, 5e-5, "s")
+    link_latency_s: float = _constant(5e-6, 0.0, 5e-3, "s")
     """Each hop of a collective inside a node."""
     tp_exposed: float = _constant(1.0, 0.2, 1.0, "share")
     """Part of tp's communication that no computation hides."""
@@ -117,7 +135,7 @@ class Constants:
     """Share of its first speed by which each node of the job makes the network slower."""
     tp_network_efficiency: float = _constant(0.36, 0.02, 1.0, "share")
     """What tp's collectives across nodes reach of a whole node's network."""
-    tp_network_latency_s: float = _constant(2e-5, 0.0, 2e-4, "s")
+    tp_network_latency_s: float = _constant(2e-5, 0.0, 2e-2, "s")
     """Each hop of them, the host's part included."""
     message_efficiency: float = _constant(0.5, 0.05, 1.0, "share")
     """What a pipeline's message reaches of a GPU's share of the network."""
@@ -230,6 +248,30 @@ def find_engine(name: str, gpu: str) -> Engine:
         fitted=tuple(values),
         source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
         error=measured.get("error", UNCALIBRATED_ERROR),
+    )
+
+
+def find_engine_on(name: str, gpu: Gpu) -> Engine:
+    """The engine called `name` on these GPUs: as `find_engine`, and our own with the constants measured on them.
+
+    InvalidConfig if what was measured is no constant, or outside its bounds.
+    """
+    engine = find_engine(name, gpu.name)
+    if name != OWN_ENGINE or not gpu.reached:
+        return engine
+    measured = dict(gpu.reached)
+    problems = [
+        toml.describe_unknown_key(key, list(BOUNDS), "reached.") if key not in BOUNDS else f"reached.{line}"
+        for key, value in measured.items()
+        for line in (_outside(key, value) if key in BOUNDS else [""])
+    ]
+    if problems:
+        raise InvalidConfig(problems)
+    return replace(
+        engine.with_constants(**measured),
+        fitted=tuple(measured),
+        source="measurements on these machines",
+        error=engine.error if gpu.prediction_error is None else gpu.prediction_error,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_s
-from dtlayout.costmodel.compute import BlockTime, block_time, head_time, recompute_time
+from dtlayout.costmodel.compute import BlockTime, block_time, head_time, pass_s, recompute_time
 from dtlayout.costmodel.memory import (
     MemoryEstimate,
     activation_size,
@@ -23,6 +23,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.sharing import time_shared_pipeline
 from dtlayout.pipelining.timing import PipelineTime, StageTimes, time_pipeline
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
@@ -176,10 +177,11 @@ class Estimator:
     ) -> TimeEstimate:
         """The step of the rank that ends last, of those whose `update_s` is given; `work` is that of all stages."""
         pipeline = self.play(layout, m, work, delay_s)
-        fixed_s = self.fixed_s(m, peak_bytes)
+        crowding = max(1.0, layout.world_size / self.scenario.cluster.ranks_at_once)
+        fixed_s = self.fixed_s(m, peak_bytes) * crowding
         ranks = [
-            _split_time(rank, work[rank :: layout.pp], m, pipeline, *update, fixed_s)
-            for rank, update in updates.items()
+            _split_time(rank, work[rank :: layout.pp], m, pipeline, dp_s * crowding, optimizer_s * crowding, fixed_s)
+            for rank, (dp_s, optimizer_s) in updates.items()
         ]
         return max(ranks, key=lambda time: time.total)
 
@@ -203,14 +205,18 @@ class Estimator:
         n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
         own = work[rank :: layout.pp]
         forward_s, backward_s = sum(w.forward_s for w in own), sum(w.backward_s for w in own)
-        return self.update_of(layout, n, m, forward_s, backward_s)
+        dp_s, optimizer_s = self.update_of(layout, n, m, forward_s, backward_s)
+        if not self.scenario.is_on_host:
+            return dp_s, optimizer_s
+        constants, num_layers = self.scenario.engine.constants, sum(len(chunk.layers) for chunk in chunks)
+        synchronised = count_reductions(self.scenario, layout, m) + (2 * m if layout.zero == 3 else 1)
+        sync_s = synchronised * constants.layer_sync_s if layout.dp * layout.cp > 1 else 0.0
+        return dp_s + num_layers * sync_s, optimizer_s + num_layers * constants.layer_update_s
 
     def update_of(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> tuple[float, float]:
-        """The same of n parameters behind m microbatches of so many seconds."""
-        gpu, constants = self.scenario.cluster.gpu, self.scenario.engine.constants
+        """The same of n parameters behind m microbatches of so many seconds, without what a host adds."""
         traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / count_state_shards(layout))
-        optimizer_s = traffic / (gpu.memory_bytes_per_s * constants.memory_efficiency)
-        return self._data_parallel_s(layout, n, m, forward_s, backward_s), optimizer_s
+        return self._data_parallel_s(layout, n, m, forward_s, backward_s), pass_s(self.scenario, traffic)
 
     def _data_parallel_s(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> float:
         """What computation does not hide of a step's reductions and gathers.
@@ -233,7 +239,7 @@ class Estimator:
             reduce_s = 2 * reduce_s
         copy_link = data_link(self.scenario, layout, layout.tp * shards, copies)
         copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
-        reductions = m if layout.zero > 1 and (habits.sharding == "fsdp2" or layout.pp == 1) else 1
+        reductions = count_reductions(self.scenario, layout, m)
         again_s = gather_s if layout.zero == 3 else 0.0  # behind the same backward as the reduction, on the same link
 
         def exposed_s(sending_s: float, computing_s: float) -> float:
@@ -252,8 +258,11 @@ class Estimator:
         again_s, again_tp_s = (covered * each for each in recompute_time(self.scenario, layout, kernels, block))
         forward_s, backward_s = num_layers * block.forward_s, num_layers * block.backward_s
         forward_tp_s, backward_tp_s = num_layers * block.forward_tp_s, num_layers * block.backward_tp_s + again_tp_s
-        gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
-        host_s = max(0.0, num_layers * block.host_s - gpu_s)
+        host_forward_s, host_backward_s = self._host_s(stage, layout, block, recompute)
+        if not self.scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
+            gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
+            waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
+            host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
         if stage.head:
             head = self.head(layout, kernels)
             forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
@@ -266,10 +275,24 @@ class Estimator:
             recompute_s=again_s,
             tp_s=forward_tp_s + backward_tp_s,
             pp_s=send_forward_s + send_backward_s,
-            host_s=host_s,
-            forward_s=forward_s + forward_tp_s + host_s / 3 + send_forward_s,
-            backward_s=backward_s + backward_tp_s + again_s + 2 * host_s / 3 + send_backward_s,
+            host_s=host_forward_s + host_backward_s,
+            forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
+            backward_s=backward_s + backward_tp_s + again_s + host_backward_s + send_backward_s,
         )
+
+    def _host_s(self, stage: StageSlice, layout: Layout, block: BlockTime, recompute: Recompute) -> tuple[float, float]:
+        """The host's time for one microbatch on a stage, forward and backward, the second twice the first but for
+        recomputation."""
+        constants = self.scenario.engine.constants
+        num_messages = 2 * (not stage.head) + 2 * (not stage.embedding)  # of each, one sent and one received
+        both_s = len(stage.layers) * block.host_s + (stage.head + stage.embedding) / 2 * constants.head_host_s
+        if recompute.is_selective:
+            again_s = constants.selective_host_s if layout.tp == 1 else constants.selective_host_tp_s
+        else:
+            again_s = constants.full_host_s if layout.tp == 1 else constants.full_host_tp_s
+        covered = sum(recompute.covers(layer) for layer in stage.layers)
+        messages_s = num_messages * constants.message_host_s / 2
+        return both_s / 3 + messages_s, both_s * 2 / 3 + messages_s + covered * again_s
 
     def play(self, layout: Layout, m: int, work: Sequence["StageWork"], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""
@@ -278,8 +301,12 @@ class Estimator:
             backward_s=tuple(w.backward_s for w in work),
             message_s=(delay_s,) * (len(work) - 1),
         )
-        key = ("play", layout.schedule, layout.pp, layout.virtual_stages, m, times)
-        return self._remember(key, lambda: time_pipeline(layout.schedule, layout.pp, layout.virtual_stages, m, times))
+        at_once = self.scenario.cluster.ranks_at_once / (layout.world_size / layout.pp)
+        key = ("play", layout.schedule, layout.pp, layout.virtual_stages, m, times, at_once < layout.pp)
+        order = (layout.schedule, layout.pp, layout.virtual_stages, m, times)
+        if at_once < layout.pp:
+            return self._remember(key, lambda: time_shared_pipeline(*order, at_once))
+        return self._remember(key, lambda: time_pipeline(*order))
 
     def delay_s(self, layout: Layout) -> float:
         """What a stage waits for a message beside its own work; blocking ones are part of the sender's."""
@@ -338,8 +365,15 @@ class StageWork:
 
 
 def hidden_share(scenario: Scenario) -> float:
-    """Of computation, behind which data-parallel communication can hide."""
-    return scenario.engine.constants.overlap if scenario.engine.habits.overlaps_reduction else 0.0
+    """Of computation, behind which data-parallel communication can hide; none where the same cores do both."""
+    overlaps = scenario.engine.habits.overlaps_reduction and not scenario.is_on_host
+    return scenario.engine.constants.overlap if overlaps else 0.0
+
+
+def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
+    """How often gradients are summed over data-parallel ranks in a step of m microbatches."""
+    is_each = layout.zero > 1 and (scenario.engine.habits.sharding == "fsdp2" or layout.pp == 1)
+    return m if is_each else 1
 
 
 def _split_time(
@@ -351,10 +385,15 @@ def _split_time(
     optimizer_s: float,
     fixed_s: float,
 ) -> TimeEstimate:
-    """A pipeline rank's step by what it is spent on; the bubble is what is left of the pipeline's time."""
+    """A pipeline rank's step by what it is spent on; the bubble is what is left of the pipeline's time.
+
+    Where ranks share cores all of its own work is longer by what the others took meanwhile.
+    """
+    alone_s = m * sum(w.forward_s + w.backward_s for w in work)
+    longer = max(1.0, pipeline.busy_s[rank] / alone_s) if alone_s else 1.0
 
     def total(part: Callable[[StageWork], float]) -> float:
-        return m * sum(part(w) for w in work)
+        return longer * m * sum(part(w) for w in work)
 
     return TimeEstimate(
         compute=total(lambda w: w.compute_s),

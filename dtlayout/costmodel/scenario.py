@@ -37,6 +37,11 @@ class Scenario:
     document_mask: bool = False
     """Whether documents packed into a sample do not see each other; only the memory of fsdp2 engines knows it."""
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host computes itself, so that nothing is behind which its own time could hide."""
+        return self.cluster.gpu.device_type == "cpu"
+
 
 def count_state_shards(layout: Layout) -> int:
     """Ranks that share the state: those of dp_shard and cp, in FSDP2 as in Megatron; 1 where it is not sharded."""

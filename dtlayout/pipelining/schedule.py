@@ -114,7 +114,7 @@ def simulate(
         rank = runnable.pop()
         while len(spans[rank]) < len(orders[rank]):
             action = orders[rank][len(spans[rank])]
-            needed = _input_of(action, num_stages)
+            needed = input_of(action, num_stages)
             if needed is not None and needed not in end_of:
                 break
             start = max(free[rank], end_of[needed] if needed else 0.0)
@@ -162,7 +162,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
     return [*forwards[:warm_up], *(action for pair in pairs for action in pair), *backwards[steady:]]
 
 
-def _input_of(action: Action, num_stages: int) -> Action | None:
+def input_of(action: Action, num_stages: int) -> Action | None:
     """The action on another stage (or the forward of the same one, at the end) whose result this one takes."""
     if action.kind is Kind.FORWARD:
         return Action(Kind.FORWARD, action.stage - 1, action.microbatch) if action.stage else None

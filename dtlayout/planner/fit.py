@@ -63,15 +63,15 @@ def refit(runs: Sequence[Run], engine_name: str, gpu: str, start: Engine | None 
         raise DtlayoutError(f"no run of engine {engine_name} on {gpu} to fit to")
     memory_names = [name for name in engine.fitted if name in MEMORY_CONSTANTS]
     time_names = [name for name in engine.fitted if name not in MEMORY_CONSTANTS]
-    engine, memory_loss = _minimise(engine, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
+    engine, memory_loss = minimise(engine, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
     ran = [run for run in runs if run.ran]
     peaks = _predict_memory(ran, engine)
-    engine, time_loss = _minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
+    engine, time_loss = minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
     values = {name: float(getattr(engine.constants, name)) for name in engine.fitted}
     return Fit(engine, values, tuple(n for n in values if _is_at_bound(n, values[n])), memory_loss + time_loss)
 
 
-def _minimise(
+def minimise(
     engine: Engine,
     names: Sequence[str],
     residuals: Callable[[Engine], np.ndarray],

@@ -149,11 +149,12 @@ def _describe_progress(run: Path) -> str:
 
 
 def measure(run: Path, warmup_steps: int) -> dict[str, Any]:
-    """What a run reached, as fields of TrialResult; steps of warming up count only where there are no others."""
+    """What a run reached, as fields of TrialResult; steps that warm up or watch memory count if there are no others."""
     lines = MetricsFile(run / "metrics.jsonl").read()
     if not lines:
         return {}
-    times = [line["step_time_s"] for line in lines[warmup_steps:] or lines[-1:]]
+    counted = [line for line in lines[warmup_steps:] if line["peak_memory_bytes"] is None]  # watching memory takes time
+    times = [line["step_time_s"] for line in counted or lines[warmup_steps:] or lines[-1:]]
     lower, median, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0], times[0], times[0])
     last = lines[-1]  # all else of it is proportional to its time
 

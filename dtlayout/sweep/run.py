@@ -126,7 +126,7 @@ def _to_result(
     seconds: float = 0.0,
 ) -> TrialResult:
     config = trial.config
-    gpu = find_trial_gpu(config.train.device, config.cluster.gpu) if config else None
+    gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu) if config else None
     measured = measure(run, sweep.warmup_steps) if run and sweep else {}
     return TrialResult(
         key=trial.key,

@@ -186,7 +186,7 @@ def _combine(sweep: Sweep) -> Iterator[tuple[str, ...]]:
 def _search(sweep: Sweep) -> Iterator[tuple[str, ...]]:
     """How each of the best layouts of a search differs from the sweep's config."""
     base = load_config(sweep.config, sweep.overrides)
-    gpu = find_trial_gpu(base.train.device, base.cluster.gpu)
+    gpu = find_trial_gpu(base.train.device, base.cluster.known_gpu)
     if gpu is None:
         raise InvalidConfig(f"{sweep.path}: from={sweep.source!r} needs a GPU type that is known; use cluster.gpu")
     search = Search(Space(own_scenario(base, sweep.world, gpu), {}, {}))
@@ -205,12 +205,12 @@ def _to_text(value: Any) -> str:
 
 
 @cache
-def find_trial_gpu(device: str, gpu: str) -> Gpu | None:
-    """What predictions of a run on this host are for, by `train.device` and `cluster.gpu`; None if nobody knows."""
-    if device == "cpu" or gpu == "cpu":
-        return find_gpu("cpu")
-    if gpu != "auto":
-        return find_gpu(gpu)
+def find_trial_gpu(device: str, known: Gpu | None) -> Gpu | None:
+    """What predictions of a run on this host are for, by `train.device` and what [cluster] names; None if unknown."""
+    if device == "cpu":
+        return known if known and known.name == "cpu" else find_gpu("cpu")
+    if known is not None:
+        return known
     name = _ask_device_name()
     return find_gpu_by_device(name) if name else find_gpu("cpu")
 
@@ -234,7 +234,7 @@ def _make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial
     key = _hash(f"{replace(config, train=replace(config.train, run_folder='')).to_toml()} {sweep.world}")
     run_folder = str(trial_folder(folder, key) / "run")
     config = replace(config, train=replace(config.train, run_folder=run_folder))
-    gpu = find_trial_gpu(config.train.device, config.cluster.gpu)
+    gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu)
     return Trial(
         key=key,
         overrides=overrides,

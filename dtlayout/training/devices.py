@@ -25,34 +25,39 @@ class Device:
     """CUDA's compute capability."""
 
 
-def open_device(wanted: str, gpu: str) -> Device:
-    """The device that `train.device` and `cluster.gpu` ask for; on CUDA this rank takes the GPU of its local rank."""
+def open_device(wanted: str, known: Gpu | None) -> Device:
+    """The device that `train.device` asks for; on CUDA this rank takes the GPU of its local rank.
+
+    `known` is the type that [cluster] names, None if it is to be asked. A CPU has a peak, and so an MFU, only where
+    that is a GPU to compare it to.
+    """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise InvalidConfig(
             "train.device='cuda', but torch finds no CUDA device here; use train.device='cpu' or 'auto'"
         )
     if wanted == "cpu" or not has_cuda:
-        known = None if gpu in ("auto", "cpu") else find_gpu(gpu)
-        return Device("cpu", "cpu", known.peak_flops_per_s if known else None)
+        return Device("cpu", "cpu", known.peak_flops_per_s if known and known.name != "cpu" else None)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     name = torch.cuda.get_device_name()
-    known = _find_type(name, gpu)
-    return Device("cuda", name, known.peak_flops_per_s if known else None, torch.cuda.get_device_capability())
+    found = _find_type(name, known)
+    return Device("cuda", name, found.peak_flops_per_s if found else None, torch.cuda.get_device_capability())
 
 
-def find_predicted_gpu(device: Device, wanted: str) -> Gpu | None:
-    """The type that predictions are for: what `cluster.gpu` names or the device says it is; None if nobody knows.
+def find_predicted_gpu(device: Device, known: Gpu | None) -> Gpu | None:
+    """The type that predictions are for: what [cluster] names or the device says it is; None if nobody knows.
 
     On a CPU it is the CPU: a run there is none of a named GPU, whose name counts for the peak of MFU alone.
     """
-    return find_gpu("cpu") if device.type == "cpu" else _find_type(device.name, wanted)
+    if device.type == "cpu":
+        return known if known and known.name == "cpu" else find_gpu("cpu")
+    return _find_type(device.name, known)
 
 
-def _find_type(device_name: str, wanted: str) -> Gpu | None:
-    if wanted == "auto":
+def _find_type(device_name: str, known: Gpu | None) -> Gpu | None:
+    if known is None:
         return find_gpu_by_device(device_name)
-    return None if wanted == "cpu" else find_gpu(wanted)
+    return None if known.name == "cpu" else known
 
 
 def join_ranks(device: Device, timeout_s: float) -> None:

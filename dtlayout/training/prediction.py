@@ -10,7 +10,7 @@ from typing import Any
 
 from dtlayout.cluster import Cluster, Gpu
 from dtlayout.config import Config
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidLayout
@@ -24,7 +24,8 @@ _GIB = 2**30
 
 def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:
     """What a config trains, on so many GPUs of a type."""
-    per_node = gpu.gpus_per_node if gpu.name == "cpu" else config.cluster.gpus_per_node
+    says_its_nodes = gpu.name == "cpu" or config.cluster.file
+    per_node = gpu.gpus_per_node if says_its_nodes else config.cluster.gpus_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
     return Scenario(
         model=config.model,
@@ -38,7 +39,7 @@ def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Sc
 
 def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
     """What a config trains with this trainer, on so many GPUs of a type."""
-    return make_scenario(config, gpu, num_gpus, find_engine(OWN_ENGINE, gpu.name))
+    return make_scenario(config, gpu, num_gpus, find_engine_on(OWN_ENGINE, gpu))
 
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
@@ -95,7 +96,7 @@ def to_predicted(estimate: Estimate | None, gpu: Gpu | None) -> Predicted | None
         mfu=None if gpu.name == "cpu" else estimate.mfu,
         peak_memory_bytes=[round(memory.total) for memory in estimate.memory],
         gpu=gpu.name,
-        calibrated=find_engine(OWN_ENGINE, gpu.name).is_calibrated,
+        calibrated=find_engine_on(OWN_ENGINE, gpu).is_calibrated,
     )
 
 
@@ -104,10 +105,13 @@ def describe(predicted: Estimate | None, gpu: Gpu | None) -> str:
     if predicted is None or gpu is None:
         return "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
     step, rank = f"predicted: step {predicted.step_time_s:.3g} s", predicted.busiest_rank
+    engine = find_engine_on(OWN_ENGINE, gpu)
     if gpu.name == "cpu":
         peak = f"{predicted.peak_bytes / 2**20:.1f} MiB"
-        return f"{step} (uncalibrated: an order of magnitude), peak {peak} on pipeline rank {rank}"
-    engine = find_engine(OWN_ENGINE, gpu.name)
+        state = (
+            f"± {engine.error:.0%} (calibrated)" if engine.is_calibrated else "(uncalibrated: an order of magnitude)"
+        )
+        return f"{step} {state}, peak {peak} on pipeline rank {rank}"
     state = "calibrated" if engine.is_calibrated else "uncalibrated"
     peak, capacity = f"{predicted.peak_bytes / _GIB:.1f} GiB", f"{predicted.capacity_bytes / _GIB:.1f}"
     return (

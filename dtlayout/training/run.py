@@ -59,11 +59,11 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 
 def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
-    device = open_device(config.train.device, config.cluster.gpu)
+    device = open_device(config.train.device, config.cluster.known_gpu)
     config.kernels.check(config.precision, device.type, device.capability, tp=layout.tp, recompute=layout.recompute)
     kernels, why = config.kernels.resolve(config.precision, device.type, device.capability, find_installed())
     check_packages(kernels)
-    refuse_hopeless(config, layout, find_predicted_gpu(device, config.cluster.gpu))
+    refuse_hopeless(config, layout, find_predicted_gpu(device, config.cluster.known_gpu))
     samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
     with attention_implementation(kernels.attention):
         join_ranks(device, config.train.timeout_s)
@@ -125,7 +125,7 @@ class _Run:
         self.display = Display(console, config.train.steps, config.metrics.log_every)
         self.step_times_s: list[float] = []
         self.num_drawn = 0  # steps of which memory.json shows the curve
-        gpu = find_predicted_gpu(device, config.cluster.gpu)
+        gpu = find_predicted_gpu(device, config.cluster.known_gpu)
         estimate = predict(replace(config, kernels=kernels), layout, gpu)
         self.prediction_line, self.predicted = describe(estimate, gpu), to_predicted(estimate, gpu)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tiny import ROOT, write_tiny
 
+from dtlayout.cluster import find_gpu
 from dtlayout.errors import InvalidConfig
 from dtlayout.sweep.spec import Trial, find_trial_gpu, make_trials, read_sweep, to_command
 
@@ -61,17 +62,17 @@ def test_the_best_of_a_search_are_trials_of_which_axes_vary_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("device", "gpu", "name", "found"),
     [
-        ("cpu", "auto", "NVIDIA H100 80GB HBM3", "cpu"),
+        ("cpu", None, "NVIDIA H100 80GB HBM3", "cpu"),
         ("auto", "a100-80g-sxm", "", "a100-80g-sxm"),
-        ("auto", "auto", "", "cpu"),
-        ("auto", "auto", "NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
-        ("cuda", "auto", "GPU of tomorrow", None),
+        ("auto", None, "", "cpu"),
+        ("auto", None, "NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
+        ("cuda", None, "GPU of tomorrow", None),
     ],
 )
 def test_predictions_are_for_the_named_gpu_or_the_one_that_is_there(monkeypatch, device, gpu, name, found):
     monkeypatch.setattr("dtlayout.sweep.spec._ask_device_name", lambda: name)
     find_trial_gpu.cache_clear()
-    known = find_trial_gpu(device, gpu)
+    known = find_trial_gpu(device, gpu and find_gpu(gpu))
     find_trial_gpu.cache_clear()
     assert (known.name if known else None) == found
 

@@ -90,16 +90,16 @@ def make_config(*, force: bool = False, **layout: object) -> Config:
 @pytest.mark.parametrize(
     ("device", "wanted", "name"),
     [
-        (Device("cpu", "cpu", None), "auto", "cpu"),
+        (Device("cpu", "cpu", None), None, "cpu"),
         (Device("cpu", "cpu", 312e12), "a100-80g-sxm", "cpu"),
-        (Device("cuda", "NVIDIA H100 80GB HBM3", 989e12), "auto", "h100-80g-sxm"),
+        (Device("cuda", "NVIDIA H100 80GB HBM3", 989e12), None, "h100-80g-sxm"),
         (Device("cuda", "NVIDIA H100 80GB HBM3", 312e12), "a100-80g-sxm", "a100-80g-sxm"),
         (Device("cuda", "NVIDIA H100 80GB HBM3", None), "cpu", None),
-        (Device("cuda", "NVIDIA GeForce GTX 970", None), "auto", None),
+        (Device("cuda", "NVIDIA GeForce GTX 970", None), None, None),
     ],
 )
 def test_the_prediction_is_for_the_device_that_runs(device, wanted, name):
-    found = find_predicted_gpu(device, wanted)
+    found = find_predicted_gpu(device, wanted and find_gpu(wanted))
     assert (found.name if found else None) == name
 
 

@@ -1,0 +1,81 @@
+"""Clock: how long something takes on every rank at once, and on one rank alone."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+_LEAST_S = 0.1
+"""That all rounds of one thing take together."""
+_ROUNDS = 5
+
+
+def time_together(action: Callable[[], object], device_type: str) -> float:
+    """Seconds of an action that all ranks do at the same time: the median over rounds of the slowest rank."""
+    action()
+    dist.barrier()
+    once_s = _slowest(_time(action, 1, device_type))
+    repeats = max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
+    rounds_s = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        rounds_s.append(_slowest(_time(action, repeats, device_type)))
+    return median(rounds_s)
+
+
+def time_alone(action: Callable[[], object], device_type: str) -> float:
+    """Seconds of an action that rank 0 does while the others wait."""
+    seconds = torch.zeros(1, dtype=torch.float64)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+        once_s = _time(action, 1, device_type)
+        repeats = max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
+        seconds[0] = median(_time(action, repeats, device_type) for _ in range(_ROUNDS))
+    seconds = seconds.to(device_type)
+    dist.broadcast(seconds, 0)
+    return float(seconds)
+
+
+class Busy:
+    """What this machine's processors did since it was made, from the system's own count."""
+
+    def __init__(self) -> None:
+        self.start = _read_ticks()
+
+    def taken(self) -> float:
+        """Of the time in which they had something to do, the share that a host of virtual machines gave to others."""
+        spent = [now - before for before, now in zip(self.start, _read_ticks(), strict=True)]
+        had_work = sum(spent) - sum(spent[3:5])  # not idle, nor waiting for a disk
+        return spent[7] / had_work if had_work > 0 else 0.0
+
+
+def _read_ticks() -> list[int]:
+    """user, nice, system, idle, iowait, irq, softirq, steal; zeros where the system does not say."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            return [int(text) for text in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return [0] * 8
+
+
+def _time(action: Callable[[], object], repeats: int, device_type: str) -> float:
+    """Seconds of one of them."""
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / repeats
+
+
+def _slowest(seconds: float) -> float:
+    found = torch.tensor([seconds], dtype=torch.float64)
+    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = found.to(device_type)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)

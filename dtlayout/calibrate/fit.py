@@ -1,0 +1,204 @@
+"""Fit: from what was measured to the numbers and constants with which the cost model predicts these machines.
+
+What a kernel or a link reaches is read off its own measurements. What the host takes is fitted to the probes, all of
+it at once, since every step has a little of each. Times are those of a rank alone: what was measured while all ranks
+were at work is divided by their crowding, and the cost model multiplies again where it plays them together.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+from scipy.optimize import nnls
+
+from dtlayout.calibrate.measured import CollectiveTime, Measured, ProbeTime
+from dtlayout.cluster import Cluster, Gpu, find_gpu
+from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Constants, Engine, find_engine_on
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.planner.fit import minimise
+
+_FROM_PROBES = {
+    "cpu": (
+        "layer_host_s", "layer_host_tp_s", "full_host_s", "full_host_tp_s", "selective_host_s", "selective_host_tp_s",
+        "head_host_s", "message_host_s", "layer_sync_s", "layer_update_s", "step_host_s", "matmul_efficiency",
+        "width_traffic_bytes", "logit_traffic_bytes",
+    ),
+    "cuda": ("layer_host_s", "layer_host_tp_s", "full_host_s", "full_host_tp_s", "selective_host_s",
+             "selective_host_tp_s", "head_host_s", "message_host_s", "step_host_s"),
+}  # fmt: skip
+"""Device → the constants that steps of the trainer tell."""
+_LOSSES = (("soft_l1", 0.05),)
+_FILLS = range(0, 257, 8)
+_SHARED = 0.9
+"""Of the ranks of a node, below which they are said to share its cores."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found."""
+
+    cluster: Cluster
+    """With the numbers of these machines, and the constants in `gpu.reached`."""
+    errors: tuple[float, ...]
+    """Predicted over measured step of each probe, less 1."""
+
+    @property
+    def error(self) -> float:
+        """The median of their sizes."""
+        return median(map(abs, self.errors)) if self.errors else math.nan
+
+
+def calibrate(measured: Measured) -> Calibration:
+    """The cluster on which `measured` was measured."""
+    sheet = find_gpu(measured.gpu)
+    numbers, reached = _read_kernels(measured, sheet)
+    link_numbers, link_reached = _read_links(measured, sheet)
+    at_once = measured.ranks_per_node / measured.crowding
+    gpu = replace(
+        sheet,
+        memory_bytes=measured.memory_bytes,
+        gpus_per_node=measured.ranks_per_node,
+        ranks_at_once=at_once if at_once < _SHARED * measured.ranks_per_node else math.inf,
+        **{**numbers, **link_numbers},  # type: ignore[arg-type]
+    )
+    cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)
+    reached |= link_reached
+    names = _told(measured.probes, _FROM_PROBES[gpu.device_type])
+    engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**reached)
+    steps = [_Step(probe, cluster, engine) for probe in measured.probes]
+    engine, _ = minimise(engine, names, lambda e: np.array([step.residual(e) for step in steps]), _LOSSES)
+    reached |= {name: getattr(engine.constants, name) for name in names}
+    errors = tuple(math.expm1(step.residual(engine)) for step in steps)
+    gpu = replace(gpu, reached=tuple(sorted(reached.items())), prediction_error=median(map(abs, errors)))
+    return Calibration(replace(cluster, gpu=gpu), errors)
+
+
+def _read_kernels(measured: Measured, sheet: Gpu) -> tuple[dict[str, float], dict[str, float]]:
+    """Numbers of the GPU and constants of the cost model: matmuls, attention, memory.
+
+    A GPU has a data sheet, of which its kernels reach a share. A CPU has none: its peak is what matmuls reach by
+    themselves, of which those of a step, whose results lie in memory that is new each time, reach a share.
+    """
+    general, crowding = Constants(), measured.crowding
+    numbers: dict[str, float] = {}
+    reached: dict[str, float] = {}
+    speeds = {name: _fit_matmuls(measured, name) for name in dict.fromkeys(each.format for each in measured.matmuls)}
+    stream = measured.stream_bytes_per_s * crowding
+    if sheet.device_type == "cpu":
+        numbers = {
+            "peak_flops_per_s": speeds["bfloat16"][0],
+            "peak_fp32_flops_per_s": speeds["float32"][0],
+            "memory_bytes_per_s": stream / general.memory_efficiency,
+        }
+        reached["matmul_fill"] = speeds["float32"][1]
+    else:
+        reached["matmul_efficiency"] = speeds["bfloat16"][0] / sheet.peak_flops_per_s
+        reached["matmul_fill"] = speeds["bfloat16"][1]
+        reached["memory_efficiency"] = stream / sheet.memory_bytes_per_s
+    names = {"sdpa-flash": "flash2", "sdpa-cudnn": "flash3", "sdpa-efficient": "efficient"}
+    for kernel, name in names.items():
+        times = [each for each in measured.attention if each.kernel == kernel]
+        if times:
+            # Half of the scores is masked, and both directions together do 3.5 times the FLOPs of forward.
+            flops = sum(3.5 * 2 * t.batch * t.heads * t.seq_len**2 * t.head_dim for t in times)
+            alone_s = sum(t.forward_s + t.backward_s for t in times) / crowding
+            peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
+            reached[f"{name}_efficiency"] = flops / alone_s / peak
+    return numbers, {name: _clip(name, value) for name, value in reached.items()}
+
+
+def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
+    """FLOP/s of a rank alone, and the fill, that come nearest to all matmuls of a format."""
+    times = [each for each in measured.matmuls if each.format == name]
+    best = (math.inf, 0.0, 0.0)
+    for fill in _FILLS:
+        logs = [math.log(2 * (t.m + fill) * (t.n + fill) * (t.k + fill) / t.alone_s) for t in times]
+        middle = median(logs)
+        best = min(best, (sum(abs(log - middle) for log in logs), math.exp(middle), float(fill)))
+    return best[1], best[2]
+
+
+def _read_links(measured: Measured, sheet: Gpu) -> tuple[dict[str, float], dict[str, float]]:
+    """The same: links inside a node, and between nodes where there are several."""
+    general, crowding = Constants(), measured.crowding
+    inside = [each for each in measured.collectives if not each.crosses_nodes]
+    across = [each for each in measured.collectives if each.crosses_nodes]
+    numbers: dict[str, float] = {}
+    reached: dict[str, float] = {}
+    if inside:
+        start_s, bytes_per_s, latency_s = _fit_link([t for t in inside if t.kind != "message"], crowding)
+        if sheet.device_type == "cpu":
+            numbers["link_bytes_per_s"] = bytes_per_s / general.link_efficiency
+        else:
+            reached["link_efficiency"] = bytes_per_s / sheet.link_bytes_per_s
+        reached |= {"collective_start_s": start_s, "link_latency_s": latency_s}
+    if across:
+        # One rank a node, as dp's rings; several of a node together, as tp's; and the messages of pipelines.
+        rings = [t for t in across if t.kind != "message" and t.stride * t.num_ranks > measured.ranks_per_node]
+        apart = [t for t in rings if t.stride >= measured.ranks_per_node] or rings
+        start_s, bytes_per_s, latency_s = _fit_link(apart, crowding)
+        numbers["network_bytes_per_s"] = bytes_per_s / general.network_efficiency
+        numbers["network_latency_s"] = max(1e-6, latency_s + start_s)
+        together = [t for t in rings if t.stride == 1 and t.num_ranks > measured.ranks_per_node]
+        if together:
+            start_s, bytes_per_s, latency_s = _fit_link(together, crowding)
+            of_node = measured.ranks_per_node * numbers["network_bytes_per_s"]
+            reached["tp_network_efficiency"] = bytes_per_s / of_node
+            reached["tp_network_latency_s"] = latency_s + start_s
+        messages = [t for t in across if t.kind == "message" and t.stride >= measured.ranks_per_node]
+        if messages:
+            _, bytes_per_s, _ = _fit_link(messages, crowding)
+            reached["message_efficiency"] = bytes_per_s / numbers["network_bytes_per_s"]
+    elif inside and sheet.device_type == "cpu":  # one node: nothing is between nodes, and if so, it would be the same
+        numbers["network_bytes_per_s"] = numbers["link_bytes_per_s"]
+        numbers["network_latency_s"] = max(1e-6, reached["link_latency_s"])
+    return numbers, {name: _clip(name, value) for name, value in reached.items()}
+
+
+def _fit_link(times: Sequence[CollectiveTime], crowding: float) -> tuple[float, float, float]:
+    """Start, bytes a second and latency of a hop that come nearest to collectives, by relative error.
+
+    An all-reduce is two halves (`costmodel.comm`), a message there and back two hops.
+    """
+    rows = []
+    for t in times:
+        halves = 2 if t.kind in ("all-reduce", "message") else 1
+        moved = t.size_bytes if t.kind == "message" else t.size_bytes * (t.num_ranks - 1) / t.num_ranks
+        hops = 1 if t.kind == "message" else t.num_ranks - 1
+        rows.append([halves * part * crowding / t.seconds for part in (1.0, moved, float(hops))])
+    (start_s, s_per_byte, latency_s), _ = nnls(np.array(rows), np.ones(len(rows)))
+    return float(start_s), 1 / max(float(s_per_byte), 1e-15), float(latency_s)
+
+
+def _told(probes: Sequence[ProbeTime], names: Iterable[str]) -> list[str]:
+    """The constants of which some probe has anything."""
+    tells = {
+        "_tp_s": any(p.layout.tp > 1 for p in probes),
+        "message_host_s": any(p.layout.pp > 1 for p in probes),
+        "layer_sync_s": any(p.layout.dp > 1 for p in probes),
+    }
+    return [name for name in names if all(told for ending, told in tells.items() if name.endswith(ending))]
+
+
+class _Step:
+    """A probe's step, to be predicted again and again."""
+
+    def __init__(self, probe: ProbeTime, cluster: Cluster, engine: Engine):
+        self.probe = probe
+        self.scenario = Scenario(
+            model=probe.model, batch=probe.batch, cluster=cluster, engine=engine, precision=probe.precision
+        )
+        self.memory = Estimator(self.scenario).memory(probe.layout, probe.kernels)  # no constant of time is in it
+
+    def residual(self, engine: Engine) -> float:
+        """Logarithm of predicted over measured seconds."""
+        estimator = Estimator(replace(self.scenario, engine=engine))
+        return math.log(estimator.time(self.probe.layout, self.probe.kernels, self.memory).total / self.probe.seconds)
+
+
+def _clip(name: str, value: float) -> float:
+    low, high = BOUNDS[name]
+    return min(max(value, low), high)

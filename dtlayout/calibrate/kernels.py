@@ -1,0 +1,81 @@
+"""Measures of one rank: matmuls, attention, elementwise kernels, and the host's own time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from dtlayout.calibrate.clock import time_alone, time_together
+from dtlayout.calibrate.measured import AttentionTime, MatmulTime
+from dtlayout.kernels import Attention
+from dtlayout.ops.attention import causal_attention
+
+_TOKENS = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
+_WIDTHS = {
+    "cpu": ((128, 128), (384, 128), (512, 512), (1536, 512)),
+    "cuda": ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336)),
+}
+"""n and k of matmuls."""
+_ATTENTION = {"cpu": ((2, 4, 128, 32), (1, 8, 512, 64)), "cuda": ((1, 32, 2048, 128), (1, 32, 8192, 128))}
+"""batch, heads, length and head width."""
+_STREAMED_BYTES = {"cpu": 2**26, "cuda": 2**30}
+_SMALL_OPERATIONS = 200
+KERNELS: dict[str, tuple[Attention, ...]] = {
+    "cpu": ("sdpa-flash",),
+    "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient"),
+}
+FORMATS = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
+
+
+def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
+    """By shape and format."""
+    for name, m, (n, k) in product(FORMATS[device_type], _TOKENS[device_type], _WIDTHS[device_type]):
+        a = torch.randn(m, k, device=device_type, dtype=getattr(torch, name))
+        b = torch.randn(k, n, device=device_type, dtype=getattr(torch, name))
+        multiply = partial(torch.matmul, a, b)
+        seconds, alone_s = time_together(multiply, device_type), time_alone(multiply, device_type)
+        yield MatmulTime(m=m, n=n, k=k, format=name, seconds=seconds, alone_s=alone_s)
+
+
+def measure_attention(device_type: str) -> Iterator[AttentionTime]:
+    """By kernel and length, forward and backward."""
+    name = FORMATS[device_type][0]
+    for kernel, (batch, heads, seq_len, head_dim) in product(KERNELS[device_type], _ATTENTION[device_type]):
+        shape = batch, heads, seq_len, head_dim
+        q, k, v = (
+            torch.randn(shape, device=device_type, dtype=getattr(torch, name), requires_grad=True) for _ in range(3)
+        )
+        attend = partial(causal_attention, q, k, v, kernel)
+        forward_s = time_together(attend, device_type)
+        both_s = time_together(partial(_attend_and_back, attend, (q, k, v)), device_type)
+        yield AttentionTime(
+            kernel=kernel, batch=batch, heads=heads, seq_len=seq_len, head_dim=head_dim, format=name,
+            forward_s=forward_s, backward_s=max(0.0, both_s - forward_s),
+        )  # fmt: skip
+
+
+def _attend_and_back(attend: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
+    torch.autograd.grad(attend().sum(), inputs)
+
+
+def measure_stream(device_type: str) -> float:
+    """Bytes a second that an elementwise kernel reads and writes."""
+    source = torch.randn(_STREAMED_BYTES[device_type] // 4, device=device_type)
+    target = torch.empty_like(source)
+    seconds = time_together(lambda: torch.add(source, 1.0, out=target), device_type)
+    return 2 * _STREAMED_BYTES[device_type] / seconds
+
+
+def measure_host(device_type: str) -> tuple[float, float]:
+    """Seconds of many small operations with their gradients, for all ranks at once and for one alone."""
+    x = torch.randn(8, 8, device=device_type, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(_SMALL_OPERATIONS):
+            y = y * 1.0
+        torch.autograd.grad(y.sum(), x)
+
+    return time_together(chain, device_type), time_alone(chain, device_type)

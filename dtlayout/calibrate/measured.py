@@ -1,0 +1,142 @@
+"""What calibration measures, as a file that one fit after another may read. No torch.
+
+Every time is that of one rank while all ranks do the same, so that what they share is in it; `alone_s` is that of a
+rank by itself.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dtlayout.batch import Batch
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulTime:
+    """One m×k times k×n."""
+
+    m: int
+    n: int
+    k: int
+    format: str
+    """Of its matrices, as `Precision` calls it."""
+    seconds: float
+    alone_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTime:
+    """One causal attention [batch, heads, seq_len, head_dim]."""
+
+    kernel: str
+    """As `Kernels.attention` calls it."""
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    format: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTime:
+    """One collective of all groups of `num_ranks` ranks, `stride` apart, at the same time."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, or message from each rank to the next."""
+    num_ranks: int
+    stride: int
+    size_bytes: int
+    """Of the whole tensor, as `costmodel.comm` counts it; of a message, what is sent."""
+    crosses_nodes: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeTime:
+    """One step of the trainer, whose every part `costmodel` predicts."""
+
+    model: ModelShape
+    batch: Batch
+    layout: Layout
+    kernels: Kernels
+    precision: Precision
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All that was measured on some machines."""
+
+    device: str
+    """What torch calls it."""
+    gpu: str
+    """The type whose data sheet is taken; cpu for none."""
+    torch: str
+    """Its version."""
+    date: str
+    """YYYY-MM-DD."""
+    num_ranks: int
+    ranks_per_node: int
+    memory_bytes: int
+    """That a rank has."""
+    taken: float
+    """Of the processors' time, the share that a host of virtual machines gave to others; probes leave it out."""
+    stream_bytes_per_s: float
+    """Read and written by large elementwise kernels."""
+    host_s: float
+    """A loop of small operations."""
+    host_alone_s: float
+    matmuls: tuple[MatmulTime, ...]
+    attention: tuple[AttentionTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    probes: tuple[ProbeTime, ...]
+
+    @property
+    def crowding(self) -> float:
+        """How much longer everything takes while all ranks are at work, 1 if they share nothing."""
+        pairs = [(self.host_s, self.host_alone_s), *((each.seconds, each.alone_s) for each in self.matmuls)]
+        longer = sorted(seconds / alone_s for seconds, alone_s in pairs)
+        return max(1.0, longer[len(longer) // 2])
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def read(path: Path) -> "Measured":
+        """What `write` wrote; InvalidConfig if it is something else."""
+        try:
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return Measured(
+                **{
+                    **values,
+                    "matmuls": tuple(MatmulTime(**each) for each in values["matmuls"]),
+                    "attention": tuple(AttentionTime(**each) for each in values["attention"]),
+                    "collectives": tuple(CollectiveTime(**each) for each in values["collectives"]),
+                    "probes": tuple(_read_probe(each) for each in values["probes"]),
+                }
+            )
+        except OSError as error:
+            raise InvalidConfig(f"measurements {path} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidConfig(f"{path} holds no measurements of dtlayout calibrate: {error}") from None
+
+
+def _read_probe(values: dict[str, Any]) -> ProbeTime:
+    layout = Layout(**{**values["layout"], "stage_layers": tuple(values["layout"]["stage_layers"])})
+    return ProbeTime(
+        model=ModelShape(**values["model"]),
+        batch=Batch(**values["batch"]),
+        layout=layout,
+        kernels=Kernels(**values["kernels"]),
+        precision=Precision(**values["precision"]),
+        seconds=values["seconds"],
+    )

@@ -1,0 +1,107 @@
+"""Probes: steps of the trainer on small models, from which the cost model learns what the host takes of each.
+
+Tiny ones are nearly all host: their layers, microbatches, messages and kinds of recomputation are varied one by one.
+Wider ones on a CPU show what elementwise kernels take there.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from dtlayout.batch import Batch
+from dtlayout.calibrate.clock import Busy
+from dtlayout.calibrate.measured import ProbeTime
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.precision import Precision
+from dtlayout.training.build import assemble
+from dtlayout.training.optimizer import build_optimizer
+from dtlayout.training.step import TrainStep
+
+_ROUNDS, _WARM_UP_STEPS, _STEPS = 2, 2, 4
+_WIDE = ((256, 2048, 256), (384, 512, 128), (128, 512, 512), (128, 8192, 128))
+"""Width, vocabulary and length of what a CPU computes for long enough that its host matters less."""
+_Probe = tuple[ModelShape, Layout, int, int]
+"""A model, a layout, sequence length and microbatches."""
+
+
+def measure_probes(device_type: str) -> Iterator[ProbeTime]:
+    """On all ranks; round after round, for a machine may be slower at one time than at another."""
+    precision = Precision(compute="float32" if device_type == "cpu" else "bfloat16")
+    kernels, _ = Kernels().resolve(precision, device_type)
+    plan = list(plan_probes(dist.get_world_size(), device_type))
+    batches = [
+        Batch(global_batch=layout.dp * layout.micro_batch * m, seq_len=seq_len) for _, layout, seq_len, m in plan
+    ]
+    steps_s: list[list[float]] = [[] for _ in plan]
+    for _, (found, (model, layout, *_), batch) in product(range(_ROUNDS), zip(steps_s, plan, batches, strict=True)):
+        found += _time_steps(model, batch, layout, kernels, precision, device_type)
+    for found, (model, layout, *_), batch in zip(steps_s, plan, batches, strict=True):
+        yield ProbeTime(
+            model=model, batch=batch, layout=layout, kernels=kernels, precision=precision, seconds=median(found)
+        )
+
+
+def plan_probes(world: int, device_type: str) -> Iterator[_Probe]:
+    """What is measured on so many ranks: model, layout, sequence length, microbatches."""
+    layers = max(4, world)
+    few, many = _make_model(layers // 2), _make_model(layers)
+    whole = Layout(dp_shard=world)
+    splits = [whole, Layout(dp_shard=world // 2, tp=2)] if world % 2 == 0 else [whole]
+    for layout in splits:
+        if layout.tp == 1 or layers <= 8:
+            yield few, layout, 16, 1
+        yield many, layout, 16, 1
+        yield many, layout, 16, 4
+        yield many, replace(layout, recompute="full"), 16, 2
+        yield many, replace(layout, recompute="selective"), 16, 2
+    if world > 1:
+        yield many, replace(whole, zero=3), 16, 2
+        yield many, Layout(pp=world), 16, 2 * world
+    if world % 2 == 0 and world > 2:
+        yield many, Layout(dp_shard=world // 2, pp=2), 16, 4
+        yield many, Layout(dp_shard=world // 2, pp=2), 16, 8
+    if device_type == "cpu":
+        for hidden_size, vocab_size, seq_len in _WIDE:
+            wide, layout = _make_model(4, hidden_size, vocab_size), replace(whole, micro_batch=2)
+            yield wide, layout, seq_len, 1
+            yield wide, layout, seq_len, 2
+        for layout in splits[1:]:
+            yield _make_model(4, *_WIDE[0][:2]), replace(layout, micro_batch=2), _WIDE[0][2], 1
+
+
+def _make_model(num_layers: int, hidden_size: int = 64, vocab_size: int = 256) -> ModelShape:
+    return ModelShape(
+        name="probe", hidden_size=hidden_size, num_layers=num_layers, num_heads=4, num_kv_heads=4,
+        ffn_size=3 * hidden_size, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def _time_steps(
+    model: ModelShape, batch: Batch, layout: Layout, kernels: Kernels, precision: Precision, device_type: str
+) -> list[float]:
+    """Seconds of each step; all ranks end it together, for it sums numbers over all of them.
+
+    What the host of a virtual machine gave to others meanwhile is not counted: it is another share the next minute.
+    """
+    assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type)
+    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases=model.aliases)
+    rows = batch.global_batch // layout.dp
+    tokens = torch.randint(model.vocab_size, (rows, batch.seq_len), device=device_type)
+    steps_s = []
+    for index in range(_WARM_UP_STEPS + _STEPS):
+        if index == _WARM_UP_STEPS:
+            busy = Busy()
+        started = time.perf_counter()
+        step(tokens, tokens)  # waits for the device, and for every rank
+        steps_s.append(time.perf_counter() - started)
+    seconds = torch.tensor(steps_s[_WARM_UP_STEPS:], device=device_type) * (1 - busy.taken())
+    dist.broadcast(seconds, 0)
+    return [float(each) for each in seconds]

@@ -1,0 +1,80 @@
+"""A rank of a calibration: torchrun … -m dtlayout.calibrate.ranks MEASURED.json
+
+All ranks measure together, and rank 0 writes what they found. On several hosts it is started as train.py is.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dtlayout.calibrate.clock import Busy
+from dtlayout.calibrate.collectives import measure_collectives
+from dtlayout.calibrate.kernels import measure_attention, measure_host, measure_matmuls, measure_stream
+from dtlayout.calibrate.measured import Measured
+from dtlayout.calibrate.probes import measure_probes
+from dtlayout.cluster import find_gpu_by_device
+from dtlayout.training.devices import join_ranks, open_device
+
+TIMEOUT_S = 300.0
+T = TypeVar("T")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure on this rank; the exit code."""
+    device = open_device("auto", None)
+    join_ranks(device, TIMEOUT_S)
+    known = find_gpu_by_device(device.name)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory_bytes = _find_memory(device.type, per_node)
+    busy = Busy()
+    host_s, host_alone_s = measure_host(device.type)
+    stream = measure_stream(device.type)
+    matmuls = _collect("matmuls", measure_matmuls(device.type))
+    attention = _collect("attention", measure_attention(device.type))
+    collectives = _collect("collectives", measure_collectives(device.type, per_node))
+    probes = _collect("steps of the trainer", measure_probes(device.type))
+    measured = Measured(
+        device=device.name,
+        gpu=known.name if known else "cpu",
+        torch=torch.__version__,
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        num_ranks=dist.get_world_size(),
+        ranks_per_node=per_node,
+        memory_bytes=memory_bytes,
+        stream_bytes_per_s=stream,
+        host_s=host_s,
+        host_alone_s=host_alone_s,
+        taken=busy.taken(),
+        matmuls=matmuls,
+        attention=attention,
+        collectives=collectives,
+        probes=probes,
+    )
+    if dist.get_rank() == 0:
+        measured.write(Path(arguments[0]))
+    dist.destroy_process_group()
+    return 0
+
+
+def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:
+    """All of them, with a word about it to who waits."""
+    if dist.get_rank() == 0:
+        print(f"measuring {name} …", file=sys.stderr, flush=True)
+    return tuple(found)
+
+
+def _find_memory(device_type: str, ranks_per_node: int) -> int:
+    """Bytes that a rank has."""
+    if device_type == "cuda":
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

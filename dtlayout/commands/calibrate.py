@@ -1,0 +1,99 @@
+"""dtlayout calibrate: measure these machines, and write the cluster file that predictions for them take."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from dtlayout.calibrate.file import to_toml
+from dtlayout.calibrate.fit import Calibration, calibrate
+from dtlayout.calibrate.measured import Measured
+from dtlayout.cluster import load_cluster
+from dtlayout.errors import DtlayoutError, InvalidConfig
+
+EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
+_LIMIT_S = 1800
+_MUCH_TAKEN = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where, and what was measured already."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks on this host; as many as it has GPUs, or 1")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write")
+    parser.add_argument(
+        "--measured", type=Path, metavar="JSON",
+        help="measurements of torchrun … -m dtlayout.calibrate.ranks JSON, which several hosts take together",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, fit, write."""
+    if options.measured and options.ranks:
+        raise InvalidConfig("--measured has its number of ranks; leave --ranks out")
+    if options.ranks is not None and options.ranks < 1:
+        raise InvalidConfig(f"--ranks={options.ranks} must be at least 1")
+    if not options.out.parent.is_dir():
+        raise InvalidConfig(f"--out={options.out} cannot be written: there is no folder {options.out.parent}")
+    measured = Measured.read(options.measured) if options.measured else _measure(options.ranks or _count_gpus())
+    found = calibrate(measured)
+    try:
+        options.out.write_text(to_toml(measured, found), encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"--out={options.out} cannot be written: {error.strerror}") from None
+    load_cluster(options.out)  # what was written can be read
+    if options.json:
+        print(json.dumps(_to_document(options.out, measured, found), indent=2))
+    else:
+        print("\n".join(_describe(options.out, measured, found)))
+    return 0
+
+
+def _measure(num_ranks: int) -> Measured:
+    """By a torchrun of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.json"
+        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(num_ranks), "-m", "dtlayout.calibrate.ranks", str(path)]
+        try:
+            ended = subprocess.run(command, stdout=sys.stderr, timeout=_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise DtlayoutError(f"measuring took longer than {_LIMIT_S} s; is the machine busy?") from None
+        if ended.returncode or not path.exists():
+            raise DtlayoutError(f"measuring failed with exit code {ended.returncode}; its words are above")
+        return Measured.read(path)
+
+
+def _count_gpus() -> int:
+    """Of this host, as torch sees them; another process asks, whose memory on the GPU goes again."""
+    question = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
+    return max(1, int(asked.stdout))
+
+
+def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
+    gpu = found.cluster.gpu
+    peak = gpu.peak_fp32_flops_per_s if gpu.name == "cpu" and gpu.peak_fp32_flops_per_s else gpu.peak_flops_per_s
+    lines = [
+        f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node",
+        f"matmuls reach  {dict(gpu.reached).get('matmul_efficiency', 1.0) * peak / 1e12:.3g} TFLOP/s in a step",
+        f"memory         {measured.stream_bytes_per_s * measured.crowding / 1e9:.3g} GB/s",
+        f"probes         {len(measured.probes)} steps, predicted to {found.error:.1%} (median)",
+    ]
+    if measured.num_ranks > 1:
+        lines.insert(
+            3, f"at once        {measured.ranks_per_node / measured.crowding:.2g} ranks of a node at full speed"
+        )
+    if measured.taken > _MUCH_TAKEN:
+        lines.append(f"note           other guests of the host had the processors for {measured.taken:.0%} of the time")
+    return [*lines, f"written: {path}; dtlayout recommend --cluster {path}, or cluster.file in a config, take it"]
+
+
+def _to_document(path: Path, measured: Measured, found: Calibration) -> dict[str, object]:
+    gpu = found.cluster.gpu
+    return {
+        "ok": True, "file": str(path), "reached": dict(gpu.reached), "probe_errors": list(found.errors),
+        "median_error": found.error, "crowding": measured.crowding, "measured": asdict(measured),
+    }  # fmt: skip

@@ -1,0 +1,64 @@
+"""Sharing: how long the pipeline of a step takes where ranks share cores. Pure Python.
+
+As `timing`, but ranks that compute at the same time slow each other down: while n of them do, each has `at_once`/n of
+its speed, and all of it as long as n is no more than `at_once`. So a rank that waits speeds up the others, and a
+bubble costs little. Every action is played, which is meant for the few ranks of one machine.
+"""
+
+from math import inf
+
+from dtlayout.pipelining.schedule import Action, Kind, input_of, make_orders
+from dtlayout.pipelining.timing import PipelineTime, StageTimes
+
+
+def time_shared_pipeline(
+    schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, times: StageTimes, at_once: float
+) -> PipelineTime:
+    """Play a schedule in which so many ranks have their full speed at the same time; `times` are those of one alone.
+
+    `busy_s` is how long a rank is at work, at whatever speed.
+
+    >>> time_shared_pipeline("1f1b", 2, 1, 4, StageTimes((1.0, 1.0), (2.0, 2.0), (0.5,)), at_once=2).total_s
+    17.0
+    >>> time_shared_pipeline("1f1b", 2, 1, 4, StageTimes((1.0, 1.0), (2.0, 2.0), (0.0,)), at_once=1).total_s
+    24.0
+    """
+    num_stages = num_ranks * virtual_stages
+    orders = make_orders(schedule, num_ranks, virtual_stages, num_microbatches)
+    next_of, left_s = [0] * num_ranks, [0.0] * num_ranks  # of each rank: the action that it does or waits for
+    end_of: dict[Action, float] = {}
+    working: set[int] = set()
+    busy_s, finished_s = [0.0] * num_ranks, [0.0] * num_ranks
+    now = 0.0
+
+    def ready_s(rank: int) -> float:
+        """When the next action of a rank has what it needs."""
+        if next_of[rank] == len(orders[rank]):
+            return inf
+        action = orders[rank][next_of[rank]]
+        needed = input_of(action, num_stages)
+        if needed is None:
+            return 0.0
+        sent = times.message_s[min(action.stage, needed.stage)] if needed.stage != action.stage else 0.0
+        return end_of[needed] + sent if needed in end_of else inf
+
+    while True:
+        waiting = {rank: ready_s(rank) for rank in range(num_ranks) if rank not in working}
+        for rank in (rank for rank, ready in waiting.items() if ready <= now):
+            action = orders[rank][next_of[rank]]
+            left_s[rank] = (times.forward_s if action.kind is Kind.FORWARD else times.backward_s)[action.stage]
+            working.add(rank)
+        coming = min((ready for ready in waiting.values() if ready > now), default=inf)
+        if not working and coming == inf:
+            return PipelineTime(total_s=max(finished_s), busy_s=tuple(busy_s), finished_s=tuple(finished_s))
+        speed = min(1.0, at_once / len(working)) if working else 1.0
+        ending = min((now + left_s[rank] / speed for rank in working), default=inf)
+        until = min(coming, ending)
+        for rank in sorted(working):
+            busy_s[rank] += until - now
+            left_s[rank] = 0.0 if now + left_s[rank] / speed <= until else left_s[rank] - (until - now) * speed
+            if left_s[rank] == 0.0:
+                end_of[orders[rank][next_of[rank]]] = finished_s[rank] = until
+                next_of[rank] += 1
+                working.discard(rank)
+        now = until

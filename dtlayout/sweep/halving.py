@@ -1,0 +1,56 @@
+"""Successive halving: find the fastest of many layouts with a fraction of the steps (arXiv:1502.07943).
+
+The first choice costs nothing: of what is predicted to fit, the share that is predicted fastest is tried. Each round
+then runs what is left for more steps than the round before, and keeps the share that was fastest. A layout that does
+not run in one round is not in the next.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving:
+    """How many go on, and for how long."""
+
+    keep: float = 1 / 3
+    """Share of a round that goes on to the next, rounded up; between 0 and 1."""
+    steps: tuple[int, ...] = (6, 12)
+    """Steps of each round."""
+    first: float = 1 / 3
+    """Share of all that the first round tries: those predicted fastest."""
+
+    def num_first(self, num_trials: int) -> int:
+        """How many of the trials the first round tries."""
+        return math.ceil(self.first * num_trials)
+
+    def num_kept(self, num_tried: int) -> int:
+        """How many of a round go on to the next; one at least."""
+        return max(1, math.ceil(self.keep * num_tried))
+
+
+def halve(
+    candidates: Sequence[T], halving: Halving, run: Callable[[Sequence[T], int], dict[T, float]]
+) -> Iterator[list[T]]:
+    """What is left after each round, the fastest first.
+
+    `candidates` come in their predicted order. `run` tries some of them for so many steps, and gives the seconds of a
+    step for those that ran.
+
+    >>> seconds = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 9.0}
+    >>> list(halve("abcd", Halving(first=0.75, keep=0.5), lambda tried, steps: {t: seconds[t] for t in tried}))
+    [['b', 'c'], ['b']]
+    """
+    left = list(candidates[: halving.num_first(len(candidates))])
+    for place, steps in enumerate(halving.steps):
+        found = run(left, steps)
+        ranked = sorted(found, key=lambda each: found[each])
+        is_last = place + 1 == len(halving.steps)
+        left = ranked[:1] if is_last else ranked[: halving.num_kept(len(left))]
+        if not left:
+            return
+        yield left
