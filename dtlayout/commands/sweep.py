@@ -16,7 +16,7 @@ from rich.table import Table
 from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
 from dtlayout.sweep.results import Journal, Outcome, TrialResult, rank
-from dtlayout.sweep.run import run_sweep
+from dtlayout.sweep.run import run_halved, run_sweep
 from dtlayout.sweep.spec import Trial, make_trials, read_sweep
 
 EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
@@ -52,16 +52,22 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     with note_signals() as stop:
         again = {*retries, *(["skipped"] if options.try_misfits else [])}
-        keys = {trial.key for trial in trials}
-        known = {k: r for k, r in Journal(folder).read().items() if k in keys and r.outcome not in again}
+        known = {k: r for k, r in Journal(folder).read().items() if r.outcome not in again}
         board = _Board(console, trials, known)
         with Live(get_renderable=board.draw, console=console, refresh_per_second=2, transient=True):
-            for result in run_sweep(
-                sweep, trials, folder,
-                done=set(known), tries_misfits=options.try_misfits,
-                is_stopped=lambda: stop.is_made, on_start=board.note_start,
-            ):  # fmt: skip
-                board.note(result)
+            if sweep.halving:
+                run_halved(
+                    sweep, folder, tries_misfits=options.try_misfits, again=again, is_stopped=lambda: stop.is_made,
+                    on_round=board.note_round, on_start=board.note_start, on_result=board.note,
+                )  # fmt: skip
+                trials = board.trials  # of the last round
+            else:
+                for result in run_sweep(
+                    sweep, trials, folder,
+                    done=set(known), tries_misfits=options.try_misfits,
+                    is_stopped=lambda: stop.is_made, on_start=board.note_start,
+                ):  # fmt: skip
+                    board.note(result)
     found = [board.results[trial.key] for trial in trials if trial.key in board.results]
     if options.json:
         print(json.dumps({"ok": True, "folder": str(folder), "trials": [asdict(r) for r in found]}, indent=2))
@@ -77,6 +83,12 @@ class _Board:
         self.console, self.trials, self.results = console, trials, dict(results)
         self.running: tuple[Trial, float] | None = None
 
+    def note_round(self, trials: Sequence[Trial]) -> None:
+        """A round of successive halving begins: only its trials count from here on."""
+        self.trials = trials
+        steps = trials[0].config.train.steps if trials and trials[0].config else 0
+        self._say(f"round of {len(trials)} trials, {steps} steps each")
+
     def note_start(self, trial: Trial) -> None:
         self.running = trial, time.monotonic()
         self._say(f"{self._count()} {trial.name}")
@@ -89,10 +101,11 @@ class _Board:
 
     def draw(self) -> RenderableType:
         """The live part, below the lines."""
-        lines = [f"{self._count()}  {_count_outcomes(list(self.results.values()))}  {self._describe_rest()}"]
+        results = [self.results[trial.key] for trial in self.trials if trial.key in self.results]
+        lines = [f"{self._count()}  {_count_outcomes(results)}  {self._describe_rest()}"]
         if self.running is not None:
             lines.append(f"running for {time.monotonic() - self.running[1]:.0f} s: {self.running[0].name}")
-        return Group("\n".join(lines), _tabulate(rank(list(self.results.values()))[:_BEST_SHOWN]))
+        return Group("\n".join(lines), _tabulate(rank(results)[:_BEST_SHOWN]))
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)

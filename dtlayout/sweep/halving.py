@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dtlayout.errors import InvalidConfig
+
 T = TypeVar("T", bound=Hashable)
 
 
@@ -23,6 +25,20 @@ class Halving:
     """Steps of each round."""
     first: float = 1 / 3
     """Share of all that the first round tries: those predicted fastest."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"halving.{name}={value!r} must lie above 0 and be at most 1"
+            for name, value in (("keep", self.keep), ("first", self.first))
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1
+        ]
+        counts = [count for count in self.steps if isinstance(count, int) and not isinstance(count, bool)]
+        if not counts or len(counts) < len(self.steps) or counts != sorted(set(counts)) or counts[0] < 1:
+            problems.append(
+                f"halving.steps={list(self.steps)} must be whole numbers of at least 1, each above the last"
+            )
+        if problems:
+            raise InvalidConfig(problems)
 
     def num_first(self, num_trials: int) -> int:
         """How many of the trials the first round tries."""

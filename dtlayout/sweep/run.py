@@ -14,8 +14,9 @@ from pathlib import Path
 
 from dtlayout.errors import DtlayoutError
 from dtlayout.sweep import processes
+from dtlayout.sweep.halving import halve
 from dtlayout.sweep.results import Journal, Outcome, TrialResult, diagnose, measure
-from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, to_command, trial_folder
+from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, make_trials, to_command, trial_folder
 from dtlayout.training.metrics import read_summary
 from dtlayout.training.prediction import to_predicted
 
@@ -52,6 +53,51 @@ def run_sweep(
                 return
             journal.append(result)
             yield result
+
+
+def run_halved(
+    sweep: Sweep,
+    folder: Path,
+    *,
+    tries_misfits: bool = False,
+    again: Collection[str] = (),
+    is_stopped: Callable[[], bool] = lambda: False,
+    on_round: Callable[[Sequence[Trial]], None] = lambda trials: None,
+    on_start: Callable[[Trial], None] = lambda trial: None,
+    on_result: Callable[[TrialResult], None] = lambda result: None,
+) -> list[Trial]:
+    """What is left after the last round of a sweep with `halving`, the fastest first; nothing if it is stopped.
+
+    A round's trials differ from those of the round before in their steps, so each is a result of its own, and the same
+    call goes on where it was. Ends that are in `again` are tried again.
+    """
+    assert sweep.halving is not None, "a sweep without it runs every trial"
+    journal = Journal(folder)
+
+    def run(left: Sequence[tuple[str, ...]], steps: int) -> dict[tuple[str, ...], float]:
+        of_round = replace(sweep, steps=steps)
+        trials = {trial.overrides: trial for trial in make_trials(of_round, folder)}
+        chosen = [trials[overrides] for overrides in left]
+        on_round(chosen)
+        done = {key for key, result in journal.read().items() if result.outcome not in again}
+        for result in run_sweep(
+            of_round, chosen, folder, done=done, tries_misfits=True, is_stopped=is_stopped, on_start=on_start
+        ):
+            on_result(result)
+        results = journal.read()
+        ended = {trial.overrides: results[trial.key] for trial in chosen if trial.key in results}
+        if len(ended) < len(chosen):  # stopped
+            return {}
+        return {each: r.step_time_s for each, r in ended.items() if r.outcome == "ok" and r.step_time_s}
+
+    candidates = [
+        trial.overrides
+        for trial in make_trials(sweep, folder)
+        if trial.config is not None and (tries_misfits or trial.estimate is None or trial.estimate.fits)
+    ]
+    rounds = list(halve(candidates, sweep.halving, run))
+    last = {trial.overrides: trial for trial in make_trials(replace(sweep, steps=sweep.halving.steps[-1]), folder)}
+    return [last[overrides] for overrides in rounds[-1]] if len(rounds) == len(sweep.halving.steps) else []
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.sweep.halving import Halving
 from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
 
 LAUNCH = "{python} -m torch.distributed.run --standalone --nproc-per-node={world} -m dtlayout.launch {config}"
@@ -64,6 +65,8 @@ class Sweep:
     """What its processes get to end by themselves."""
     launch: str = LAUNCH
     """The command of a trial; {python}, {world} and {config} are put in."""
+    halving: Halving | None = None
+    """Successive halving instead of running every trial to its end; its steps go before `steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +121,28 @@ def read_sweep(path: Path) -> Sweep:
         raise InvalidConfig([f"{path}: {problem}" for problem in problems])
     values = {key: value for key, value in tables.items() if key in known and key not in ("from", "axes", "config")}
     values["overrides"] = tuple(values.get("overrides", ()))
+    if "halving" in tables:
+        values["halving"] = _read_halving(path, tables["halving"], tables.get("warmup_steps", Sweep.warmup_steps))
     config = (path.parent / tables["config"]).resolve()
     return Sweep(path=path, config=config, axes=axes, source=tables.get("from", ""), **values)
+
+
+def _read_halving(path: Path, table: Any, warmup_steps: int) -> Halving:
+    if not isinstance(table, dict):
+        raise InvalidConfig(f"{path}: halving is a table: write [halving] with steps, and keep and first if you like")
+    known = [f.name for f in fields(Halving)]
+    if unknown := [toml.describe_unknown_key(key, known, "halving.") for key in table if key not in known]:
+        raise InvalidConfig([f"{path}: {problem}" for problem in unknown])
+    steps = table.get("steps", Halving.steps)
+    try:
+        halving = Halving(**{**table, "steps": tuple(steps) if isinstance(steps, list | tuple) else (steps,)})
+    except InvalidConfig as error:
+        raise InvalidConfig([f"{path}: {problem}" for problem in error.problems]) from None
+    if halving.steps[0] <= warmup_steps:
+        raise InvalidConfig(
+            f"{path}: halving.steps[0]={halving.steps[0]} leaves no step after {warmup_steps} to warm up"
+        )
+    return halving
 
 
 def _is_whole(least: int) -> Callable[[Any], bool]:

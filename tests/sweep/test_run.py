@@ -8,16 +8,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from tiny import write_tiny
+from sweeping import FAKE, read_starts, write_sweep
 
 from dtlayout.cli import main
 from dtlayout.sweep import processes
 from dtlayout.sweep.results import Journal, TrialResult, rank
 
-FAKE = Path(__file__).with_name("fake_trainer.py")
 CAUSES = {
     "oom": "CUDA out of memory. Tried to allocate 2.00 GiB",
     "crashed": "ValueError: seed 2 is unlucky",
@@ -26,33 +24,6 @@ CAUSES = {
     "non_finite": "6 steps were done",
     "refused": "tp is too large",
 }
-
-
-def write_sweep(folder: Path, *, seeds: int, timeout_s: float = 5, more: str = "") -> Path:
-    """A sweep over seeds, which end as fake_trainer.py says."""
-    write_tiny(folder)
-    path = folder / "sweep.toml"
-    path.write_text(
-        f"""
-config = "tiny.toml"
-world = 2
-steps = 6
-warmup_steps = 2
-timeout_s = {timeout_s}
-grace_s = 0.3
-overrides = ["--train.device=cpu"]
-launch = "'{{python}}' '{FAKE}' '{{config}}'"
-{more}
-[axes.train]
-seed = {list(range(seeds))}
-""",
-        encoding="utf-8",
-    )
-    return path
-
-
-def read_starts(folder: Path) -> Counter[int]:
-    return Counter(map(int, (folder / "starts.txt").read_text().split()))
 
 
 def test_forty_trials_are_kept_with_every_cause_and_leave_no_process(tmp_path, capsys):
