@@ -77,6 +77,26 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Record:
+    """How far predictions of one sweep were right, made before it ran."""
+
+    sweep: str
+    """Its name."""
+    date: str
+    """YYYY-MM-DD."""
+    version: str
+    """Of dtlayout."""
+    hardware: str
+    """What it ran on."""
+    runs: int
+    """Trials with a measured and a predicted step."""
+    error: float
+    """Median of abs(predicted step / measured step - 1)."""
+    regret: float
+    """How much longer the step of the layout that was predicted best is than the best one's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """GPUs of one type in nodes."""
 
@@ -86,6 +106,8 @@ class Cluster:
     """GPUs in all nodes together."""
     gpus_per_node: int
     """GPUs of one node, whatever the vendor's server holds; the last node may hold fewer."""
+    records: tuple[Record, ...] = ()
+    """What predictions for it were worth so far."""
 
     @property
     def ranks_at_once(self) -> float:
@@ -124,14 +146,14 @@ def load_cluster(path: str | Path) -> Cluster:
 
     The file gives `gpu` and `gpus`, `gpus_per_node` if its nodes differ from the vendor's, and may override any other
     number of the GPU with a table of the same form as in the constants. What `dtlayout calibrate` has measured beside
-    those stands in it too, constants of the cost model below `reached`.
+    those stands in it too, constants of the cost model below `reached`, and what predictions were worth in `record`.
     """
-    tables = _read_toml(path)
+    tables = read_tables(path)
     counts: dict[str, Any] = {key: tables[key] for key in ("gpus", "gpus_per_node") if key in tables}
     units = {name: unit for name, (_, unit) in UNITS.items()}
     numbers = {key: table for key, table in tables.items() if key in units and key not in counts}
     reached = tables.get("reached", {})
-    problems = _unknown_keys(tables, ("gpu", "gpus", *units, "reached"))
+    problems = _unknown_keys(tables, ("gpu", "gpus", *units, "reached", "record"))
     problems += [f"{key} is missing" for key in ("gpu", "gpus") if key not in tables]
     problems += _count_problems(counts)
     problems += [line for name, table in numbers.items() for line in _number_problems(name, table, units[name])]
@@ -139,6 +161,11 @@ def load_cluster(path: str | Path) -> Cluster:
         problems += [line for name, table in reached.items() for line in _number_problems(f"reached.{name}", table)]
     else:
         problems.append("reached is a table of tables: write [reached.NAME]")
+    records: list[Record] = []
+    try:
+        records = [Record(**table) for table in tables.get("record", [])]
+    except TypeError as error:
+        problems.append(f"record is not what dtlayout validate --into writes: {error}")
     try:
         gpu = find_gpu(str(tables.get("gpu", "cpu")))  # one that is missing is a problem already
     except InvalidConfig as error:
@@ -148,7 +175,7 @@ def load_cluster(path: str | Path) -> Cluster:
     per_node = counts.get("gpus_per_node", gpu.gpus_per_node)
     constants = tuple((name, float(table["value"])) for name, table in reached.items())
     gpu = replace(gpu, **_gpu_fields(numbers), reached=constants)
-    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node)
+    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node, records=tuple(records))
 
 
 def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
@@ -172,7 +199,8 @@ def _read_constants() -> dict[str, Gpu]:
     return {gpu.name: gpu for gpu in gpus}
 
 
-def _read_toml(path: str | Path) -> dict[str, Any]:
+def read_tables(path: str | Path) -> dict[str, Any]:
+    """A cluster's file as it is; InvalidConfig if it is none."""
     try:
         return toml.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

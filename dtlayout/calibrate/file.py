@@ -1,34 +1,58 @@
 """A calibrated cluster as the TOML file that `load_cluster` reads: every number with its unit and its source."""
 
-from dataclasses import fields
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dtlayout.calibrate.fit import Calibration
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import UNITS, find_gpu
-from dtlayout.costmodel.engine import Constants
+from dtlayout.cluster import UNITS, Record, find_gpu, read_tables
+from dtlayout.costmodel.engine import Constants, Engine
+
+if TYPE_CHECKING:
+    from dtlayout.calibrate.fit import Calibration  # which imports scipy
+
+_UNITS = {field.name: field.metadata["unit"] for field in fields(Constants)}
 
 
-def to_toml(measured: Measured, found: Calibration) -> str:
-    """The text of the file."""
+def to_toml(measured: Measured, found: "Calibration") -> str:
+    """The text of a new file."""
     gpu, sheet = found.cluster.gpu, find_gpu(measured.gpu)
     source = f"dtlayout calibrate, {measured.date}, torch {measured.torch}"
-    lines = [
-        f"# {measured.num_ranks} ranks on {measured.device}, measured by {source}.",
-        f"# Steps of {len(measured.probes)} small models are predicted to {found.error:.1%} (median).",
-        f'gpu = "{gpu.name}"',
-        f"gpus = {found.cluster.num_gpus}",
-        f"gpus_per_node = {found.cluster.gpus_per_node}",
-    ]
+    tables: dict[str, Any] = {
+        "gpu": gpu.name, "gpus": found.cluster.num_gpus, "gpus_per_node": found.cluster.gpus_per_node,
+    }  # fmt: skip
     for name, (field, unit) in UNITS.items():
         value = getattr(gpu, field)
-        if name != "gpus_per_node" and value != getattr(sheet, field):
-            lines += _table(name, value, unit, source)
-    units = {field.name: field.metadata["unit"] for field in fields(Constants)}
-    for name, value in gpu.reached:
-        lines += _table(f"reached.{name}", value, units[name], source)
+        if name not in tables and value != getattr(sheet, field):
+            tables[name] = _number(value, unit, source)
+    tables["reached"] = {name: _number(value, _UNITS[name], source) for name, value in gpu.reached}
+    return _dump(tables)
+
+
+def update(path: Path, engine: Engine, records: Sequence[Record], source: str) -> None:
+    """Put fitted constants in the place of a file's, and add to its records."""
+    tables = read_tables(path)
+    reached = tables.setdefault("reached", {})
+    reached |= {name: _number(getattr(engine.constants, name), _UNITS[name], source) for name in engine.fitted}
+    tables["record"] = [*tables.get("record", []), *map(asdict, records)]
+    path.write_text(_dump(tables), encoding="utf-8")
+
+
+def _number(value: float, unit: str, source: str) -> dict[str, Any]:
+    return {"value": value if isinstance(value, int) else float(f"{value:.5g}"), "unit": unit, "source": source}
+
+
+def _dump(tables: dict[str, Any]) -> str:
+    """TOML of values, tables of them, tables of tables, and lists of tables."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in tables.items() if not isinstance(value, dict | list)]
+    for name, value in tables.items():
+        if isinstance(value, list):
+            for each in value:
+                lines += ["", f"[[{name}]]", *(f"{key} = {json.dumps(entry)}" for key, entry in each.items())]
+        elif isinstance(value, dict):
+            of_tables = all(isinstance(entry, dict) for entry in value.values())
+            for title, table in {f"{name}.{k}": v for k, v in value.items()}.items() if of_tables else [(name, value)]:
+                lines += ["", f"[{title}]", *(f"{key} = {json.dumps(entry)}" for key, entry in table.items())]
     return "\n".join(lines) + "\n"
-
-
-def _table(name: str, value: float, unit: str, source: str) -> list[str]:
-    shown = str(value) if isinstance(value, int) else f"{value:.5g}"
-    return ["", f"[{name}]", f"value = {shown}", f'unit = "{unit}"', f'source = "{source}"']

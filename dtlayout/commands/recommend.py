@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtlayout.commands.arguments import add_scenario, read_scenario
+from dtlayout.commands.text import describe_records
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
@@ -302,6 +303,7 @@ def _describe_scenario(scenario: Scenario) -> list[str]:
         f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {cluster.num_gpus} x "
         f"{cluster.gpu.name}{nodes}; {batch.global_batch} sequences of {batch.seq_len} tokens a step",
         f"engine {engine.name}{known}; predicted speeds are good to about {engine.error:.0%}",
+        *describe_records(cluster.records),
     ]
 
 
@@ -389,6 +391,7 @@ def _scenario_document(scenario: Scenario, allowed_bytes: float | None) -> dict[
         "batch": asdict(scenario.batch), "gpu": scenario.cluster.gpu.name, "num_gpus": scenario.cluster.num_gpus,
         "gpus_per_node": scenario.cluster.gpus_per_node, "engine": scenario.engine.name,
         "calibrated": scenario.engine.is_calibrated, "error_band": scenario.engine.error,
+        "records": [asdict(record) for record in scenario.cluster.records],
         "precision": asdict(scenario.precision), "allowed_bytes": allowed_bytes,
     }  # fmt: skip
 

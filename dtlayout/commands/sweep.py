@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
                     sweep, folder, tries_misfits=options.try_misfits, again=again, is_stopped=lambda: stop.is_made,
                     on_round=board.note_round, on_start=board.note_start, on_result=board.note,
                 )  # fmt: skip
-                trials = board.trials  # of the last round
+                trials = list(board.trials)  # of the last round
             else:
                 for result in run_sweep(
                     sweep, trials, folder,

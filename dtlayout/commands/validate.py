@@ -4,16 +4,20 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from dtlayout.costmodel.engine import BOUNDS, Engine
+from dtlayout.calibrate.file import update
+from dtlayout.cluster import Cluster, load_cluster
+from dtlayout.commands.text import describe_records
+from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Engine, find_engine_on
+from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
 from dtlayout.planner.runs import GIB, KERNELS, Run
 from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
-from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import (
     Ablation,
     ablate,
@@ -23,6 +27,8 @@ from dtlayout.planner.validate import (
     predict,
     with_engine,
 )
+from dtlayout.report.record import make_record
+from dtlayout.report.rows import read_rows
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
@@ -43,11 +49,17 @@ class _Fitted:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tables, and what to do with them beside scoring."""
-    parser.add_argument("tables", type=Path, nargs="+", metavar="RUNS.csv", help="tables of measured runs")
+    parser.add_argument(
+        "tables", type=Path, nargs="+", metavar="RUNS", help="CSV tables of measured runs, or folders of sweeps"
+    )
     parser.add_argument("--engine", metavar="E", help="predict every row as this engine, whatever the table says")
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --fit writes instead of stdout")
+    parser.add_argument(
+        "--into", type=Path, metavar="CLUSTER.toml",
+        help="fit to sweeps, put the constants into the cluster file that they ran with, and keep how right it was",
+    )  # fmt: skip
     parser.add_argument("--ablate", action="store_true", help="what is lost without each constant; takes minutes")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write pictures of predicted against measured")
     parser.add_argument("--worst", type=int, default=5, metavar="N", help="rows to show of the worst; 5 by default")
@@ -59,7 +71,9 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--worst={options.worst} must not be negative")
     if options.out and not options.fit:
         raise InvalidConfig("--out names the file that --fit writes; add --fit")
-    runs = read_tables(options.tables, options.engine)
+    if options.into:
+        return _refresh(options)
+    runs = read_rows(options.tables, options.engine)
     if options.fit and len({engine for engine, _ in group_runs(runs)}) > 1:
         engines = ", ".join(sorted({engine for engine, _ in group_runs(runs)}))
         raise InvalidConfig(f"--fit takes runs of one engine, these are of {engines}; pass fewer tables or --engine")
@@ -87,6 +101,42 @@ def run(options: argparse.Namespace) -> int:
     if options.plots:
         print("" if pictures else "\nno picture: no row has a measured number")
     return 0
+
+
+def _refresh(options: argparse.Namespace) -> int:
+    """Refit a cluster file to sweeps that ran with it; their predictions, which were made before, go on record."""
+    folders: list[Path] = options.tables
+    if options.engine or options.leave_one_out or options.ablate or options.plots or options.out:
+        raise InvalidConfig("--into takes sweeps and nothing else; score them without it first")
+    if tables := [str(path) for path in folders if not path.is_dir()]:
+        raise InvalidConfig(f"--into takes folders of sweeps, whose predictions are known; {', '.join(tables)} is none")
+    cluster = load_cluster(options.into)
+    if not cluster.gpu.reached:
+        raise InvalidConfig(f"{options.into} has no measured constants to fit; dtlayout calibrate writes such a file")
+    runs = read_rows(folders)
+    if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
+        raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
+    records = [make_record(folder) for folder in folders]
+    scenarios = {run.scenario: _on(run.scenario, cluster) for run in runs}
+    fitted = _fit([replace(run, scenario=scenarios[run.scenario]) for run in runs])
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    update(options.into, fitted.engine, records, f"dtlayout validate, {today}, {len(runs)} runs")
+    before, after = fitted.shipped.median_ape, score(fitted.predictions).median_ape
+    if options.json:
+        document = {"ok": True, "file": str(options.into), "records": list(map(asdict, records)),
+                    "median_error_before": before, "median_error_after": after}  # fmt: skip
+        print(json.dumps(document, indent=2))
+        return 0
+    print("\n".join(describe_records(records)))
+    print(f"median error of speed {_percent(before)} before the fit, {_percent(after)} after, on the runs that it saw")
+    print(f"written: {options.into}")
+    return 0
+
+
+def _on(scenario: Scenario, cluster: Cluster) -> Scenario:
+    """The same on a cluster of these machines, as they are known now."""
+    here = replace(cluster, num_gpus=scenario.cluster.num_gpus, records=())
+    return replace(scenario, cluster=here, engine=find_engine_on(OWN_ENGINE, cluster.gpu))
 
 
 def _fit(group: Sequence[Run]) -> _Fitted:
@@ -237,11 +287,11 @@ def _percent(value: float | None) -> str:
 
 def _describe_worst(predictions: Sequence[Prediction], number: int) -> Iterable[str]:
     """The rows with the largest errors of MFU and of memory, and the surest of the wrong outcomes."""
-    speeds = [p for p in predictions if p.run.ran and (p.run.mfu or 0) >= LOWEST_MFU]
+    speeds = [p for p in predictions if p.is_scored]
     peaks = [p for p in predictions if p.run.status == "ok" and p.run.peak_bytes]
     misjudged = [p for p in predictions if p.run.status in ("ok", "oom") and p.estimate.fits != (p.run.status == "ok")]
     for title, rows, error in (
-        (f"MFU, of {len(speeds)}", speeds, lambda p: abs(p.mfu_error)),
+        (f"speed, of {len(speeds)}", speeds, lambda p: abs(p.speed_error)),
         (f"peak memory, of {len(peaks)}", peaks, lambda p: abs(p.memory_error)),
         (f"outcome, of {len(misjudged)} misjudged", misjudged, lambda p: abs(_distance(p))),
     ):
@@ -259,12 +309,12 @@ def _distance(prediction: Prediction) -> float:
 
 def _describe_row(prediction: Prediction) -> Iterable[str]:
     run, estimate = prediction.run, prediction.estimate
-    kernel = next(word for word, kernels in KERNELS.items() if kernels == run.kernels)
+    kernel = next((word for word, kernels in KERNELS.items() if kernels == run.kernels), run.kernels.attention)
     yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.status}"
-    speed = f"MFU {100 * estimate.mfu:.1f} %"
+    speed = "" if run.scenario.cluster.gpu.name == "cpu" else f"MFU {100 * estimate.mfu:.1f} %"
     if run.mfu:
-        speed += f", measured {100 * run.mfu:.1f} % ({prediction.mfu_error:+.1%})"
-    speed += f"; step {estimate.step_time_s:.4g} s"
+        speed += f", measured {100 * run.mfu:.1f} % ({prediction.speed_error:+.1%})"
+    speed += f"{'; ' if speed else ''}step {estimate.step_time_s:.4g} s"
     speed += f", measured {run.step_time_s:.4g} s" if run.step_time_s else ""
     yield f"    {speed}"
     yield from _wrap(
@@ -295,11 +345,11 @@ def _format_fragment(fitted: _Fitted) -> str:
             )
         ),
     ]  # fmt: skip
-    errors = [100 * p.mfu_error for p in fitted.predictions if p.run.ran and (p.run.mfu or 0) >= LOWEST_MFU]
+    errors = [100 * p.speed_error for p in fitted.predictions if p.is_scored]
     if len(errors) > 1:
         tenths = quantiles(errors, n=10, method="inclusive")
         spread = ", ".join(f"{name} {tenths[i]:+.1f} %" for name, i in (("p10", 0), ("median", 4), ("p90", 8)))
-        summary.append(f"# MFU error after: {spread}")
+        summary.append(f"# error of speed after: {spread}")
     summary.append(f"# at a bound: {', '.join(fitted.at_bounds) or 'none'}")
     source = json.dumps(f"{len(ran)} runs of {models}", ensure_ascii=False)
     values = [f"{name} = {_format_number(value)}" for name, value in _constants_of(engine).items()]

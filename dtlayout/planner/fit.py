@@ -57,7 +57,10 @@ def refit(runs: Sequence[Run], engine_name: str, gpu: str, start: Engine | None 
     """Fit the constants that the engine's file names for this GPU type, starting at those of `start` or of the file."""
     engine = start or find_engine(engine_name, gpu)
     if not engine.fitted:
-        raise DtlayoutError(f"engine {engine_name} has no constants to fit on {gpu}: its file has no [fitted.{gpu}]")
+        raise DtlayoutError(
+            f"engine {engine_name} has no constants to fit on {gpu}: its file has no [fitted.{gpu}], nor are there any "
+            f"of dtlayout calibrate"
+        )
     runs = [run for run in runs if run.scenario.engine.name == engine_name and run.scenario.cluster.gpu.name == gpu]
     if not any(run.ran for run in runs):
         raise DtlayoutError(f"no run of engine {engine_name} on {gpu} to fit to")
@@ -125,9 +128,11 @@ def _time_residuals(runs: Sequence[Run], memory: Sequence[tuple[MemoryEstimate, 
         if run.scenario not in estimators:
             estimators[run.scenario] = Estimator(replace(run.scenario, engine=engine))
         estimator = estimators[run.scenario]
-        predicted = estimator.mfu(estimator.time(run.layout, run.kernels, ranks).total, run.layout.world_size)
-        assert run.mfu is not None, "only runs with a speed"
-        residuals.append(np.log(predicted / run.mfu) * (1 if run.mfu >= LOWEST_MFU else _SLOW_WEIGHT))
+        step_time_s = estimator.time(run.layout, run.kernels, ranks).total
+        predicted = 1 / step_time_s if run.mfu is None else estimator.mfu(step_time_s, run.layout.world_size)
+        assert run.speed is not None, "only runs with a speed"
+        weight = _SLOW_WEIGHT if run.mfu is not None and run.mfu < LOWEST_MFU else 1
+        residuals.append(np.log(predicted / run.speed) * weight)
     return np.array(residuals)
 
 

@@ -62,7 +62,14 @@ class Run:
     @property
     def ran(self) -> bool:
         """Whether it ended with a speed."""
-        return self.status == "ok" and self.mfu is not None
+        return self.status == "ok" and self.speed is not None
+
+    @property
+    def speed(self) -> float | None:
+        """MFU; on a CPU, which has none, steps a second."""
+        if self.mfu is None and self.scenario.cluster.gpu.name == "cpu" and self.step_time_s:
+            return 1 / self.step_time_s
+        return self.mfu
 
 
 def read_runs(paths: Sequence[str | Path], engine: str | None = None) -> list[Run]:

@@ -8,6 +8,8 @@
 | top1 | per table | measured MFU of the best predicted to fit (0 if it did not run) / best measured; the mean |
 | memory | peak given | median of abs(predicted peak / measured - 1) on pipeline rank 0 |
 | false_oom | ran | share that is predicted not to fit |
+
+On a CPU, which has no MFU, all of it is said of steps a second.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,10 +32,20 @@ class Prediction:
     estimate: Estimate
 
     @property
-    def mfu_error(self) -> float:
-        """Predicted over measured MFU, less 1."""
-        assert self.run.mfu is not None, "only of runs with a speed"
-        return self.estimate.mfu / self.run.mfu - 1
+    def speed(self) -> float:
+        """The predicted one of what `Run.speed` measures."""
+        return self.estimate.mfu if self.run.mfu is not None else 1 / self.estimate.step_time_s
+
+    @property
+    def speed_error(self) -> float:
+        """Predicted over measured speed, less 1."""
+        assert self.run.speed is not None, "only of runs with a speed"
+        return self.speed / self.run.speed - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the speed is one that a model can be asked for."""
+        return self.run.ran and (self.run.mfu is None or self.run.mfu >= LOWEST_MFU)
 
     @property
     def memory_error(self) -> float:
@@ -64,7 +76,7 @@ def score(predictions: Sequence[Prediction]) -> Scores:
     """The scores of one table, or pooled over several."""
     tables = list(by_table(predictions).values())
     ran = [p for p in predictions if p.run.ran]
-    errors = [abs(p.mfu_error) for p in ran if (p.run.mfu or 0) >= LOWEST_MFU]
+    errors = [abs(p.speed_error) for p in predictions if p.is_scored]
     peaks = [abs(p.memory_error) for p in predictions if p.run.status == "ok" and p.run.peak_bytes]
     taus = [tau for table in tables if (tau := _score_ranking(table)) is not None]
     top = [found for table in tables if (found := _score_best(table)) is not None]
@@ -110,16 +122,16 @@ def _score_fit(predictions: Iterable[Prediction]) -> float | None:
 
 def _score_ranking(table: Iterable[Prediction]) -> float | None:
     ran = [p for p in table if p.run.ran]
-    return kendall_tau_b([p.estimate.mfu for p in ran], [p.run.mfu or 0.0 for p in ran])
+    return kendall_tau_b([p.speed for p in ran], [p.run.speed or 0.0 for p in ran])
 
 
 def _score_best(table: Sequence[Prediction]) -> float | None:
     candidates = [p for p in table if p.run.status in ("ok", "oom", "crashed_or_oom") and p.estimate.fits]
-    best = max((p.run.mfu or 0.0 for p in table if p.run.ran), default=0.0)
+    best = max((p.run.speed or 0.0 for p in table if p.run.ran), default=0.0)
     if not candidates or not best:
         return None
-    picked = max(candidates, key=lambda p: p.estimate.mfu)
-    return (picked.run.mfu or 0.0) / best if picked.run.ran else 0.0
+    picked = max(candidates, key=lambda p: p.speed)
+    return (picked.run.speed or 0.0) / best if picked.run.ran else 0.0
 
 
 def _sign(difference: float) -> int:

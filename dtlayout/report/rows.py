@@ -20,10 +20,16 @@ _STATUS: dict[Outcome, Status] = {
 """What was tried; the rest says nothing of how it would have ended."""
 
 
-def read_rows(paths: Sequence[Path]) -> list[Run]:
-    """Rows of CSV tables (columns as in planner/runs.py) and folders of sweeps; InvalidConfig for what is neither."""
+def read_rows(paths: Sequence[Path], engine: str | None = None) -> list[Run]:
+    """Rows of CSV tables (columns as in planner/runs.py) and folders of sweeps; InvalidConfig for what is neither.
+
+    `engine` goes before what a table says; sweeps are all our own.
+    """
     tables = [path for path in paths if not path.is_dir()]
-    return [*read_tables(tables), *(run for path in dict.fromkeys(paths) if path.is_dir() for run in _read_sweep(path))]
+    return [
+        *read_tables(tables, engine),
+        *(run for path in dict.fromkeys(paths) if path.is_dir() for run in _read_sweep(path)),
+    ]
 
 
 def _read_sweep(folder: Path) -> list[Run]:
@@ -39,7 +45,8 @@ def _to_run(folder: Path, result: TrialResult) -> Run:
     layout = Layout(**{**result.layout, "stage_layers": tuple(result.layout["stage_layers"])})
     if result.predicted is None:
         raise InvalidConfig(f"{folder} ran on a GPU type that is not known; set cluster.gpu in the sweep's config")
-    gpu = find_gpu(result.predicted.gpu)
+    known = config.cluster.known_gpu
+    gpu = known if known and known.name == result.predicted.gpu else find_gpu(result.predicted.gpu)
     return Run(
         table=str(folder),
         row=result.key,

@@ -1,0 +1,41 @@
+"""Record: what predictions of a sweep were worth, as they stood before its trials ran."""
+
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+from dtlayout.cluster import Record
+from dtlayout.errors import InvalidConfig
+from dtlayout.sweep.results import Journal
+
+
+def make_record(folder: Path) -> Record:
+    """Of a sweep's folder; InvalidConfig if no trial of it has both steps, the predicted and the measured."""
+    results = Journal(folder).read().values()
+    pairs = [
+        (r.predicted.step_time_s, r.step_time_s, r.predicted.gpu)
+        for r in results
+        if r.outcome == "ok" and r.step_time_s and r.predicted and r.predicted.step_time_s
+    ]
+    if not pairs:
+        raise InvalidConfig(f"{folder} has no trial that ran and was predicted")
+    best_s = min(measured_s for _, measured_s, _ in pairs)
+    _, chosen_s, hardware = min(pairs)
+    newest = Journal(folder).path.stat().st_mtime
+    return Record(
+        sweep=folder.resolve().name,
+        date=f"{datetime.fromtimestamp(newest, UTC):%Y-%m-%d}",
+        version=_find_version(),
+        hardware=hardware,
+        runs=len(pairs),
+        error=round(median(abs(predicted_s / measured_s - 1) for predicted_s, measured_s, _ in pairs), 4),
+        regret=round(chosen_s / best_s - 1, 4),
+    )
+
+
+def _find_version() -> str:
+    try:
+        return version("dtlayout")
+    except PackageNotFoundError:
+        return "a checkout"

@@ -1,0 +1,128 @@
+"""A finished sweep refits the constants of its machine, and what was predicted of it stays on record."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from machine import MACHINE, TRUTH, measure_machine, step_s
+
+from dtlayout.calibrate.file import to_toml
+from dtlayout.calibrate.fit import Calibration
+from dtlayout.cli import main
+from dtlayout.cluster import find_gpu, load_cluster
+from dtlayout.config import load_config
+from dtlayout.sweep.results import Journal, TrialResult
+from dtlayout.sweep.spec import make_trials, read_sweep, trial_folder
+from dtlayout.training.prediction import predict, to_predicted
+
+SWEEP = """
+config = "config.toml"
+world = 4
+[axes.layout]
+tp = [1, 2]
+pp = [1, 2, 4]
+micro_batch = [1, 2]
+recompute = ["none", "full"]
+"""
+CONFIG = """
+[model]
+name = "unseen"
+hidden_size = 192
+num_layers = 6
+num_heads = 6
+num_kv_heads = 6
+ffn_size = 512
+vocab_size = 1024
+[batch]
+global_batch = 8
+seq_len = 192
+[precision]
+compute = "float32"
+[train]
+device = "cpu"
+steps = 12
+[cluster]
+file = "{file}"
+"""
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """A cluster file whose constants are wrong, and a sweep that ran with it on the machine as it is."""
+    lab, folder = tmp_path / "lab.toml", tmp_path / "out"
+    wrong = {**TRUTH, "layer_host_s": 9e-3, "layer_host_tp_s": 20e-3, "matmul_efficiency": 0.9}
+    cluster = replace(MACHINE, gpu=replace(MACHINE.gpu, reached=tuple(wrong.items())))
+    lab.write_text(to_toml(measure_machine(), Calibration(cluster, (0.0,))))
+    (tmp_path / "config.toml").write_text(CONFIG.format(file=lab))
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    folder.mkdir()
+    for trial in make_trials(read_sweep(tmp_path / "sweep.toml"), folder):
+        if trial.config is None or trial.layout is None:
+            continue
+        place = trial_folder(folder, trial.key)
+        place.mkdir(parents=True)
+        (place / "config.toml").write_text(trial.config.to_toml())
+        assert trial.kernels is not None
+        Journal(folder).append(
+            TrialResult(
+                key=trial.key, overrides=list(trial.overrides), layout=asdict(trial.layout),
+                kernels=asdict(trial.kernels), outcome="ok", predicted=to_predicted(trial.estimate, find_gpu("cpu")),
+                step_time_s=step_s(trial.config.model, trial.config.batch, trial.layout),
+            )
+        )  # fmt: skip
+    return lab, folder
+
+
+def errors_of(lab: Path, folder: Path) -> list[float]:
+    """Of what is predicted now."""
+    found = []
+    for result in Journal(folder).read().values():
+        config = load_config(trial_folder(folder, result.key) / "config.toml")
+        estimate = predict(config, config.layout.resolve(4), config.cluster.known_gpu)
+        assert estimate is not None and result.step_time_s
+        found.append(estimate.step_time_s / result.step_time_s - 1)
+    return found
+
+
+def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
+    lab, folder = swept
+    before = max(map(abs, errors_of(lab, folder)))
+    assert before > 0.2
+    assert main(["validate", str(folder), "--into", str(lab), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["median_error_after"] < 0.02 < told["median_error_before"]
+    assert max(map(abs, errors_of(lab, folder))) < 0.06
+    [record] = load_cluster(lab).records
+    assert (record.sweep, record.hardware, record.runs) == ("out", "cpu", len(Journal(folder).read()))
+    assert record.error > 0.05, "it says what was predicted before the sweep"
+
+    model = ["--model", str(folder.parent / "config.toml"), "--seq-len", "192", "--global-batch", "8"]
+    assert main(["recommend", *model, "--cluster", str(lab), "--precision", "compute=float32"]) == 0
+    assert f"track record: out, {record.date}" in capsys.readouterr().out
+
+
+def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
+    _, folder = swept
+    assert main(["validate", str(folder), "--json"]) == 0
+    pooled = json.loads(capsys.readouterr().out)["pooled"]
+    assert pooled["median_ape"] > 0.02 and 0.3 < pooled["tau"] < 1 and pooled["rows"] == len(Journal(folder).read())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["{folder}", "--into", "{lab}", "--ablate"], "--into takes sweeps and nothing else"),
+        (["{lab}", "--into", "{lab}"], "--into takes folders of sweeps"),
+        (["{folder}", "--into", "{plain}"], "has no measured constants to fit; dtlayout calibrate writes such a file"),
+        (["{empty}", "--into", "{lab}"], "is no folder of a sweep"),
+    ],
+)
+def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, problem):
+    lab, folder = swept
+    (tmp_path / "plain.toml").write_text('gpu = "cpu"\ngpus = 4\n')
+    (tmp_path / "empty").mkdir()
+    names = {"lab": lab, "folder": folder, "plain": tmp_path / "plain.toml", "empty": tmp_path / "empty"}
+    before = lab.read_text()
+    assert main(["validate", *(text.format(**names) for text in arguments)]) == 2
+    assert problem in capsys.readouterr().err and lab.read_text() == before
