@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test check format bench-gpu bench-recompute bench-dryrun bench-validate clean
+.PHONY: train sweep test check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
 
-# 30 layouts on 4 ranks of this machine's CPU, some eight minutes on two cores, and a report of them. Again, it goes on.
+# 27 layouts on 4 ranks of this machine's CPU, some eight minutes on two cores, and a report of them. Again, it goes on.
 sweep: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/dtlayout sweep configs/sweeps/debug-4cpu.toml
 	$(BIN)/dtlayout report sweeps/debug-4cpu --page sweeps/debug-4cpu/report.html
@@ -35,6 +35,10 @@ bench-dryrun: .venv/.installed
 # Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
 bench-validate: .venv/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/validate.sh $(TABLES)
+
+# Successive halving replayed on such tables: make bench-halving TABLES="FILE …"; without one it skips.
+bench-halving: .venv/.installed
+	PYTHONPATH=. $(BIN)/python -m benchmarks.halving $(TABLES) --out benchmarks/halving.md
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

@@ -1,16 +1,17 @@
 """Successive halving replayed on a table of measured runs: what it saves, and what it misses, as Markdown.
 
-    make bench-halving TABLES=FOLDER
+    make bench-halving TABLES="FILE …"
 
 Every table of the file is a sweep whose rows have all been run. Halving sees a row only when it runs it, and orders
 rows by predictions with constants that were fitted to the other models alone. A short run's step time is the measured
 one with an error, since a few steps tell less than many; without one, halving by measurements could not miss.
 """
 
+import argparse
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,28 +72,35 @@ def replay(predictions: Sequence[Prediction], halving: Halving, error: float, se
     return Replay(runs=int(spent["runs"]), seconds=spent["seconds"], regret=chosen_s / best_s - 1)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the report."""
-    tables = [path for path in map(Path, arguments) if path.exists()]
+def main() -> int:
+    """Write the report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tables", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    tables = [path for path in options.tables if path.exists()]
     if not tables:
-        print("skipped: no table of measured runs; pass one", file=sys.stderr)
+        print("skipped: no table of measured runs; pass one")
         return 0
     predictions = [p for rows in leave_one_out(read_tables(tables)).values() for p in rows]
+    options.out.write_text("\n".join(report(predictions, [path.name for path in tables])) + "\n", encoding="utf-8")
+    print(f"written: {options.out}")
+    return 0
+
+
+def report(predictions: Sequence[Prediction], tables: Sequence[str]) -> Iterator[str]:
+    """Its lines."""
     sweeps = {name: rows for name, rows in by_table(predictions).items() if sum(p.run.ran for p in rows) > 1}
-    print("# Successive halving, replayed\n")
-    print(
-        f"{datetime.now(UTC):%Y-%m-%d}, {', '.join(path.name for path in tables)}: {len(sweeps)} sweeps, of which all"
-    )
-    print(
-        f"{sum(map(len, sweeps.values()))} rows were run. A whole sweep runs each for {FULL_STEPS} steps, a trial takes"
-    )
-    print(f"{START_S:.0f} s to start. Predictions come from constants that never saw the model. {len(SEEDS)} seeds.\n")
-    print("| plan | error of a short run | trials started | GPU time | regret, mean | worst sweep | best found |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    yield "# Successive halving, replayed\n"
+    num_rows = sum(map(len, sweeps.values()))
+    yield f"{datetime.now(UTC):%Y-%m-%d}, `make bench-halving` on {', '.join(tables)}: {len(sweeps)} sweeps of {num_rows}"
+    yield f"rows in all. A whole sweep runs each for {FULL_STEPS} steps; a trial takes {START_S:.0f} s to start. Predictions"
+    yield f"come from constants that never saw the model. Means over {len(SEEDS)} seeds.\n"
+    yield "| plan | error of a short run | trials started | GPU time | regret, mean | worst sweep | best found |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
     for name, halving in PLANS.items():
         for error in ERRORS:
-            print(_describe(name, error, [(rows, _replays(rows, halving, error)) for rows in sweeps.values()]))
-    return 0
+            yield _describe(name, error, [(rows, _replays(rows, halving, error)) for rows in sweeps.values()])
 
 
 def _replays(rows: Sequence[Prediction], halving: Halving, error: float) -> list[Replay]:
@@ -116,4 +124,4 @@ def _describe(name: str, error: float, found: Sequence[tuple[Sequence[Prediction
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

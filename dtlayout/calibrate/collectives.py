@@ -11,6 +11,8 @@ from dtlayout.calibrate.measured import CollectiveTime
 from dtlayout.model_shape import divisors
 
 _SIZES = {"cpu": (2**12, 2**16, 2**20, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def measure_collectives(device_type: str, ranks_per_node: int) -> Iterator[CollectiveTime]:
@@ -34,8 +36,7 @@ def measure_collectives(device_type: str, ranks_per_node: int) -> Iterator[Colle
                         kind=kind, num_ranks=num_ranks, stride=stride, size_bytes=size, crosses_nodes=crosses,
                         seconds=time_together(action, device_type),
                     )  # fmt: skip
-            for group in groups[mine : mine + 1]:
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(groups[mine])
 
 
 _Prepare = Callable[[int, int, dist.ProcessGroup, str], Callable[[], object]]
@@ -48,12 +49,12 @@ def _all_reduce(size: int, num_ranks: int, group: dist.ProcessGroup, device_type
 
 def _all_gather(size: int, num_ranks: int, group: dist.ProcessGroup, device_type: str) -> Callable[[], object]:
     whole, part = _whole_and_part(size, num_ranks, device_type)
-    return lambda: dist.all_gather(list(whole.chunk(num_ranks)), part, group=group)
+    return lambda: _GATHER(whole, part, group=group)
 
 
 def _reduce_scatter(size: int, num_ranks: int, group: dist.ProcessGroup, device_type: str) -> Callable[[], object]:
     whole, part = _whole_and_part(size, num_ranks, device_type)
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    return lambda: _SCATTER(part, whole, group=group)
 
 
 def _message(size: int, num_ranks: int, group: dist.ProcessGroup, device_type: str) -> Callable[[], object]:

@@ -25,8 +25,8 @@ from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
 
 _ROUNDS, _WARM_UP_STEPS, _STEPS = 2, 2, 4
-_WIDE = ((256, 2048, 256), (384, 512, 128), (128, 512, 512), (128, 8192, 128))
-"""Width, vocabulary and length of what a CPU computes for long enough that its host matters less."""
+_WIDE = ((256, 2048, 256, 2), (384, 512, 128, 2), (128, 8192, 128, 2), (256, 512, 256, 1), (160, 512, 128, 1))
+"""Width, vocabulary, length and micro-batch of what a CPU computes for long enough that its host matters less."""
 _Probe = tuple[ModelShape, Layout, int, int]
 """A model, a layout, sequence length and microbatches."""
 
@@ -68,12 +68,13 @@ def plan_probes(world: int, device_type: str) -> Iterator[_Probe]:
         yield many, Layout(dp_shard=world // 2, pp=2), 16, 4
         yield many, Layout(dp_shard=world // 2, pp=2), 16, 8
     if device_type == "cpu":
-        for hidden_size, vocab_size, seq_len in _WIDE:
-            wide, layout = _make_model(4, hidden_size, vocab_size), replace(whole, micro_batch=2)
+        for hidden_size, vocab_size, seq_len, micro_batch in _WIDE:
+            wide, layout = _make_model(4, hidden_size, vocab_size), replace(whole, micro_batch=micro_batch)
             yield wide, layout, seq_len, 1
             yield wide, layout, seq_len, 2
         for layout in splits[1:]:
-            yield _make_model(4, *_WIDE[0][:2]), replace(layout, micro_batch=2), _WIDE[0][2], 1
+            hidden_size, vocab_size, seq_len, micro_batch = _WIDE[0]
+            yield _make_model(4, hidden_size, vocab_size), replace(layout, micro_batch=micro_batch), seq_len, 1
 
 
 def _make_model(num_layers: int, hidden_size: int = 64, vocab_size: int = 256) -> ModelShape:

@@ -91,13 +91,16 @@ def run_halved(
         return {each: r.step_time_s for each, r in ended.items() if r.outcome == "ok" and r.step_time_s}
 
     candidates = [
-        trial.overrides
+        trial
         for trial in make_trials(sweep, folder)
         if trial.config is not None and (tries_misfits or trial.estimate is None or trial.estimate.fits)
     ]
-    rounds = list(halve(candidates, sweep.halving, run))
-    last = {trial.overrides: trial for trial in make_trials(replace(sweep, steps=sweep.halving.steps[-1]), folder)}
-    return [last[overrides] for overrides in rounds[-1]] if len(rounds) == len(sweep.halving.steps) else []
+    halving = sweep.halving
+    if any(trial.estimate is None for trial in candidates):
+        halving = replace(halving, first=1.0)  # nothing says which come first
+    rounds = list(halve([trial.overrides for trial in candidates], halving, run))
+    last = {trial.overrides: trial for trial in make_trials(replace(sweep, steps=halving.steps[-1]), folder)}
+    return [last[overrides] for overrides in rounds[-1]] if len(rounds) == len(halving.steps) else []
 
 
 @contextmanager

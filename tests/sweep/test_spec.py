@@ -138,6 +138,16 @@ def test_the_sweeps_of_the_study_hold_what_it_found_to_be_fastest(name):
     assert to_command(sweep, Path("c.toml"))[:3] == ["srun", f"--nodes={sweep.world // 8}", "--ntasks-per-node=1"]
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*-sp.toml")), ids=lambda path: path.stem)
+def test_the_sweeps_of_sequence_parallelism_try_each_layout_with_it_and_without(path):
+    sweep = read_sweep(path)
+    trials = [trial for trial in make_trials(sweep, Path("out")) if trial.layout is not None]
+    runnable = [trial.layout for trial in trials if trial.layout and trial.estimate and trial.estimate.fits]
+    pairs = [layout for layout in runnable if layout.shards_sequence]
+    assert pairs and all(replace(layout, sequence_parallel=False) in {t.layout for t in trials} for layout in pairs)
+    assert path.stem.split("-")[3] == f"{sweep.world}xa100"
+
+
 def _only(axes: dict[str, list[Any]], values: dict[str, Any]) -> dict[str, list[Any]]:
     """Axes of one value each, which they had."""
     chosen = {key: values[key.rpartition(".")[2]] for key in axes}
