@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving clean
+.PHONY: train sweep test check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -35,6 +35,10 @@ bench-dryrun: .venv/.installed
 # Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
 bench-validate: .venv/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/validate.sh $(TABLES)
+
+# Calibrate this machine's CPU, then sweep a model that it has not seen: ten minutes with nothing else to do.
+bench-calibrate: .venv/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.calibration > benchmarks/calibration.md
 
 # Successive halving replayed on such tables: make bench-halving TABLES="FILE …"; without one it skips.
 bench-halving: .venv/.installed

@@ -7,7 +7,7 @@ one direction.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -108,6 +108,8 @@ class Cluster:
     """GPUs of one node, whatever the vendor's server holds; the last node may hold fewer."""
     records: tuple[Record, ...] = ()
     """What predictions for it were worth so far."""
+    file: str = field(default="", compare=False)
+    """Where it was read; empty if it was not."""
 
     @property
     def ranks_at_once(self) -> float:
@@ -175,7 +177,7 @@ def load_cluster(path: str | Path) -> Cluster:
     per_node = counts.get("gpus_per_node", gpu.gpus_per_node)
     constants = tuple((name, float(table["value"])) for name, table in reached.items())
     gpu = replace(gpu, **_gpu_fields(numbers), reached=constants)
-    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node, records=tuple(records))
+    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node, records=tuple(records), file=str(path))
 
 
 def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:

@@ -175,6 +175,11 @@ class ClusterConfig:
             return replace(cluster.gpu, gpus_per_node=cluster.gpus_per_node)
         return None if self.gpu == "auto" else find_gpu(self.gpu)
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Those of the file, or `gpus_per_node`."""
+        return load_cluster(self.file).gpus_per_node if self.file else self.gpus_per_node
+
     def __post_init__(self) -> None:
         known = ("auto", "cpu", *known_gpus())
         problems = [] if self.gpu in known else [f"cluster.gpu={self.gpu!r} is unknown; use one of {', '.join(known)}"]

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Two hosts on one machine: network namespaces with a slow link between them, and torchrun on both.
 #
-#     scripts/two_hosts.sh [-n RANKS_OF_A_HOST] [-r RATE] [-p PYTHON] TORCHRUN_ARGUMENTS …
-#     scripts/two_hosts.sh -n 2 -r 400mbit train.py configs/debug.toml --layout.pp=1
+#     scripts/two_hosts.sh [-n RANKS_OF_A_HOST] [-r RATE] [-p PYTHON] -- WHAT_TORCHRUN_STARTS …
+#     scripts/two_hosts.sh -n 2 -r 400mbit -- train.py configs/debug.toml --layout.pp=1
 #
 # Links inside a host are fast, the one between them carries RATE in each direction; cores and memory are shared. Needs
 # root, iproute2 and tc. It ends as the first host that fails, or with 0, and takes its namespaces away.

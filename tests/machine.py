@@ -26,8 +26,9 @@ TRUTH = {
     "layer_host_s": 5e-3, "layer_host_tp_s": 40e-3, "full_host_s": 3e-3, "full_host_tp_s": 15e-3,
     "selective_host_s": 12e-3, "selective_host_tp_s": 35e-3, "head_host_s": 2e-3, "message_host_s": 1e-3,
     "layer_sync_s": 4e-3, "layer_update_s": 2e-3, "step_host_s": 10e-3, "matmul_efficiency": 0.6,
-    "width_traffic_bytes": 300.0, "logit_traffic_bytes": 120.0, "matmul_fill": FILL, "cache_bytes": 3e5,
-    "flash2_efficiency": 0.3,    "collective_start_s": LINK.start_s, "link_latency_s": LINK.latency_s,
+    "width_traffic_bytes": 300.0, "logit_traffic_bytes": 120.0, "matmul_fill": FILL,
+    "flash2_efficiency": 0.3,
+    "collective_start_s": LINK.start_s, "link_latency_s": LINK.latency_s,
 }  # fmt: skip
 MACHINE = Cluster(
     gpu=replace(

@@ -24,7 +24,7 @@ _FROM_PROBES = {
     "cpu": (
         "layer_host_s", "layer_host_tp_s", "full_host_s", "full_host_tp_s", "selective_host_s", "selective_host_tp_s",
         "head_host_s", "message_host_s", "layer_sync_s", "layer_update_s", "step_host_s", "matmul_efficiency",
-        "cache_bytes", "width_traffic_bytes", "logit_traffic_bytes",
+        "width_traffic_bytes", "logit_traffic_bytes",
     ),
     "cuda": ("layer_host_s", "layer_host_tp_s", "full_host_s", "full_host_tp_s", "selective_host_s",
              "selective_host_tp_s", "head_host_s", "message_host_s", "step_host_s"),

@@ -57,7 +57,7 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
 def _find_notes(config: Config, layout: Layout) -> list[str]:
     """What is legal, but hardly meant."""
     notes = []
-    gpus = config.cluster.gpus_per_node
+    gpus = config.cluster.ranks_per_node
     if layout.tp > 1 and crosses_node("tp", layout, gpus):
         notes.append(f"tp={layout.tp} crosses nodes of {gpus} GPUs, and tp talks most; keep tp <= {gpus}")
     if layout.zero > 1 and layout.dp_shard == 1:

@@ -163,7 +163,7 @@ def _watch(
         task = progress.add_task("steps", total=1.0)
         found = dry_run_ranks(
             config, layout, kernels, ranks,
-            device_type=gpu.device_type, gpus_per_node=config.cluster.gpus_per_node,
+            device_type=gpu.device_type, gpus_per_node=config.cluster.ranks_per_node,
             num_steps=num_steps, folds=folds, on_progress=lambda share: progress.update(task, completed=share),
         )  # fmt: skip
         for number, report in enumerate(found, start=1):

@@ -35,8 +35,8 @@ def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Se
 def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
     """The config's text."""
     cluster, model = scenario.cluster, scenario.model
-    is_cpu = cluster.gpu.name == "cpu"
-    per_node = cluster.num_gpus if is_cpu else cluster.gpus_per_node  # ranks on the CPU are cores of one machine
+    is_plain_cpu = cluster.gpu.name == "cpu" and not cluster.file
+    per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
     num_nodes = math.ceil(cluster.num_gpus / per_node)
     processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
     launch = processes if num_nodes == 1 else f"--nnodes {num_nodes} {processes} --rdzv-endpoint HOST:PORT"
@@ -54,7 +54,8 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
             "max_tokens": max(4_000_000, scenario.batch.num_tokens + 1),
         },
         "train": {"steps": _STEPS, "device": cluster.gpu.device_type},
-        "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node},
+        "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node}
+        | ({"file": cluster.file} if cluster.file else {}),
     }
     notes = {
         "data": "Small data that every machine has, to start with: put your own corpus and tokenizer here.",

@@ -4,7 +4,6 @@ T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp. docs/time-
 is one third of elementwise traffic, backward two.
 """
 
-import math
 from dataclasses import dataclass
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
@@ -89,12 +88,11 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     rope_traffic = constants.rope_traffic_bytes
     if kernels.rope == "liger" or kernels.compiles_blocks:
         rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
-    size = activation_size(scenario)
-    widening = size / 2  # the constants count passes in bf16
+    widening = activation_size(scenario) / 2  # the constants count passes in bf16
     traffic = (widening * constants.width_traffic_bytes + norm_traffic) * h / shared + (
         rope_traffic * h + widening * _FFN_TRAFFIC_BYTES * f
     ) / t
-    elementwise_s = pass_s(scenario, traffic * tokens, tensor_bytes=tokens * h / shared * size)
+    elementwise_s = pass_s(scenario, traffic * tokens)
     launch_s = constants.norm_launch_s if is_eager_norm else 0.0
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
@@ -165,11 +163,9 @@ def flash_s(scenario: Scenario, attention: str, flops: float) -> float:
     return flops / 2 / float(matrix_flops_per_s(scenario) * efficiency)
 
 
-def pass_s(scenario: Scenario, moved_bytes: float, tensor_bytes: float = math.inf) -> float:
-    """Elementwise kernels that read and write so many bytes, of tensors of this size."""
-    gpu, constants = scenario.cluster.gpu, scenario.engine.constants
-    missing = 1.0 if tensor_bytes == math.inf else tensor_bytes / (tensor_bytes + constants.cache_bytes)
-    return missing * moved_bytes / (gpu.memory_bytes_per_s * constants.memory_efficiency)
+def pass_s(scenario: Scenario, moved_bytes: float) -> float:
+    """An elementwise kernel that reads and writes so many bytes."""
+    return moved_bytes / (scenario.cluster.gpu.memory_bytes_per_s * scenario.engine.constants.memory_efficiency)
 
 
 def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
@@ -229,7 +225,7 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     matmul = matmul_s(scenario, tokens, model.vocab_size / t, model.hidden_size)
     is_replicated = scenario.engine.habits.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
-    loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits, tensor_bytes=4 * logits)
+    loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits)
     adding_s = 0.0
     if kernels.loss == "linear":
         weight = model.vocab_size / t * model.hidden_size

@@ -79,13 +79,11 @@ class Constants:
     """The same for the first FlashAttention."""
     memory_efficiency: float = _constant(0.85, 0.5, 1.0, "share")
     """What elementwise kernels reach of the memory's bandwidth."""
-    cache_bytes: float = _constant(0.0, 0.0, 8e6, "byte")
-    """Size of a tensor at which half of what its passes would take is saved by the cache: a CPU's, for its own core."""
     softmax_traffic_bytes: float = _constant(18.0, 4.0, 60.0, "byte/score")
     """Moved for each attention score by mask, scale and softmax as separate operations, in forward."""
     fused_softmax_traffic_bytes: float = _constant(2.0, 0.0, 20.0, "byte/score")
     """The same where one kernel does them."""
-    width_traffic_bytes: float = _constant(60.0, 30.0, 1000.0, "byte/width")
+    width_traffic_bytes: float = _constant(60.0, 30.0, 4000.0, "byte/width")
     """Moved by fused norms, residual adds and their backward, for each token and unit of width: 30 bf16 passes."""
     rope_traffic_bytes: float = _constant(20.0, 10.0, 300.0, "byte/width")
     """Moved by the rotary embedding and its backward, for each token and unit of width; by default one kernel's."""

@@ -24,8 +24,7 @@ _GIB = 2**30
 
 def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:
     """What a config trains, on so many GPUs of a type."""
-    says_its_nodes = gpu.name == "cpu" or config.cluster.file
-    per_node = gpu.gpus_per_node if says_its_nodes else config.cluster.gpus_per_node
+    per_node = gpu.gpus_per_node if gpu.name == "cpu" else config.cluster.ranks_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
     return Scenario(
         model=config.model,

@@ -48,7 +48,8 @@ def can_make_hosts() -> bool:
 
 def start(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "ranks.py").write_text(RANKS)
-    command = [str(SCRIPT), "-n", "2", "-r", "200mbit", "-p", sys.executable, str(tmp_path / "ranks.py"), *arguments]
+    command = [str(SCRIPT), "-n", "2", "-r", "200mbit", "-p", sys.executable, "--"]
+    command += [str(tmp_path / "ranks.py"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 

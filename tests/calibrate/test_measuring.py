@@ -1,0 +1,71 @@
+"""Ranks measure together, for real; the command fits what they found and says what is wrong with what it gets."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from machine import measure_machine
+from tiny import ROOT
+
+from dtlayout.calibrate.clock import Busy
+from dtlayout.calibrate.measured import Measured
+from dtlayout.cli import main
+from dtlayout.cluster import load_cluster
+
+
+def test_two_ranks_measure_everything_and_their_file_becomes_a_cluster(tmp_path, capsys):
+    path, lab = tmp_path / "measured.json", tmp_path / "lab.toml"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*command, str(ROOT / "tests" / "calibrate_ranks.py"), str(path)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    measured = Measured.read(path)
+    assert (measured.num_ranks, measured.ranks_per_node, measured.gpu, measured.device) == (2, 2, "cpu", "cpu")
+    assert {t.format for t in measured.matmuls} == {"float32", "bfloat16"}
+    assert {t.kind for t in measured.collectives} == {"all-reduce", "all-gather", "reduce-scatter", "message"}
+    assert {(p.layout.tp, p.layout.pp) for p in measured.probes} >= {(1, 1), (2, 1)}
+    times = [*measured.matmuls, *measured.collectives, *measured.probes]
+    assert all(0 < each.seconds < 60 for each in times) and measured.crowding >= 1 and 0 <= measured.taken <= 1
+
+    assert main(["calibrate", "--measured", str(path), "--out", str(lab), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    cluster = load_cluster(lab)
+    assert (cluster.num_gpus, cluster.gpus_per_node) == (2, 2)
+    assert dict(cluster.gpu.reached) == pytest.approx(told["reached"], rel=1e-3, abs=1e-9)
+    assert len(told["probe_errors"]) == len(measured.probes)
+
+
+def test_the_command_says_what_it_found(tmp_path, capsys):
+    measured, lab = tmp_path / "measured.json", tmp_path / "lab.toml"
+    measure_machine().write(measured)
+    assert main(["calibrate", "--measured", str(measured), "--out", str(lab)]) == 0
+    text = capsys.readouterr().out
+    assert "4 ranks on cpu, 4 a node" in text and "at once        2 ranks of a node at full speed" in text
+    assert str(lab) in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--measured", "{old}", "--ranks", "2", "--out", "{lab}"], "--measured has its number of ranks"),
+        (["--ranks", "0", "--out", "{lab}"], "--ranks=0 must be at least 1"),
+        (["--measured", "{none}", "--out", "{lab}"], "cannot be read: No such file"),
+        (["--measured", "{old}", "--out", "{none}/lab.toml"], "there is no folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tmp_path, capsys, arguments, problem):
+    measure_machine().write(tmp_path / "old.json")
+    names = {"old": tmp_path / "old.json", "none": tmp_path / "none", "lab": tmp_path / "lab.toml"}
+    assert main(["calibrate", *(text.format(**names) for text in arguments)]) == 2
+    assert problem in capsys.readouterr().err and not (tmp_path / "lab.toml").exists()
+
+
+def test_time_that_others_had_is_a_share(monkeypatch):
+    ticks = iter([[100, 0, 50, 500, 20, 0, 0, 10], [160, 0, 80, 900, 30, 0, 0, 20]])
+    monkeypatch.setattr("dtlayout.calibrate.clock._read_ticks", lambda: next(ticks))
+    assert Busy().taken() == 10 / 100  # 60 user, 30 system, 10 stolen; idle and waiting don't count
