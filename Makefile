@@ -7,7 +7,7 @@ BIN := .venv/bin
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
 
-# 27 layouts on 4 ranks of this machine's CPU, some eight minutes on two cores, and a report of them. Again, it goes on.
+# 28 layouts on 4 ranks of this machine's CPU, some eight minutes on two cores, and a report of them. Again, it goes on.
 sweep: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/dtlayout sweep configs/sweeps/debug-4cpu.toml
 	$(BIN)/dtlayout report sweeps/debug-4cpu --page sweeps/debug-4cpu/report.html

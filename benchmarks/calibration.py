@@ -61,7 +61,7 @@ def report(lab: Path, swept: Path, taken: float) -> list[str]:
     return [
         "# Predictions after a calibration\n",
         f"{datetime.now(UTC):%Y-%m-%d}, `make bench-calibrate`: torch {torch.__version__}, {os.cpu_count()} CPU cores,",
-        f"{platform.machine()}, {RANKS} ranks. Other guests of the host had the processors for {taken:.0%} of the time.\n",
+        f"{platform.machine()}, {RANKS} ranks. Others had the processors for {taken:.0%} of the time.\n",
         f"- Steps of the probes, which the constants were fitted to: {cluster.gpu.prediction_error:.1%} (median).",
         f"- **Steps of {record.runs} layouts of a model that they have not seen: {record.error:.1%}** (median of the",
         f"  sizes; median with sign {biased:+.1%}).",
@@ -80,7 +80,8 @@ def _error(result: TrialResult) -> float:
 def _describe(r: TrialResult) -> str:
     name = " ".join(override.rpartition(".")[2] for override in r.overrides)
     assert r.predicted, "a CPU is always predicted"
-    return f"| {name} | {r.step_time_s:.3f} | {r.step_time_spread_s:.3f} | {r.predicted.step_time_s:.3f} | {_error(r):+.0%} |"
+    steps = [r.step_time_s or 0.0, r.step_time_spread_s or 0.0, r.predicted.step_time_s or 0.0]
+    return f"| {name} | {' | '.join(f'{step:.3f}' for step in steps)} | {_error(r):+.0%} |"
 
 
 if __name__ == "__main__":

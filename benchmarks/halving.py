@@ -92,10 +92,10 @@ def report(predictions: Sequence[Prediction], tables: Sequence[str]) -> Iterator
     """Its lines."""
     sweeps = {name: rows for name, rows in by_table(predictions).items() if sum(p.run.ran for p in rows) > 1}
     yield "# Successive halving, replayed\n"
-    num_rows = sum(map(len, sweeps.values()))
-    yield f"{datetime.now(UTC):%Y-%m-%d}, `make bench-halving` on {', '.join(tables)}: {len(sweeps)} sweeps of {num_rows}"
-    yield f"rows in all. A whole sweep runs each for {FULL_STEPS} steps; a trial takes {START_S:.0f} s to start. Predictions"
-    yield f"come from constants that never saw the model. Means over {len(SEEDS)} seeds.\n"
+    num_rows, today = sum(map(len, sweeps.values())), f"{datetime.now(UTC):%Y-%m-%d}"
+    yield f"{today}, `make bench-halving` on {', '.join(tables)}: {len(sweeps)} sweeps of {num_rows} rows in all."
+    yield f"A whole sweep runs each for {FULL_STEPS} steps; a trial takes {START_S:.0f} s to start. Predictions come"
+    yield f"from constants that never saw the model. Means over {len(SEEDS)} seeds.\n"
     yield "| plan | error of a short run | trials started | GPU time | regret, mean | worst sweep | best found |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for name, halving in PLANS.items():

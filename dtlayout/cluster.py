@@ -7,7 +7,7 @@ one direction.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -66,7 +66,7 @@ class Gpu:
     ranks_at_once: float = math.inf
     """Ranks of a node that have their full speed at the same time; fewer than there are where ranks share cores."""
     prediction_error: float | None = None
-    """Mean relative error of step times predicted for these machines, where it is known."""
+    """Median relative error of steps that were predicted for these machines before they ran, where it is known."""
     reached: tuple[tuple[str, float], ...] = ()
     """Constants of the cost model that were measured here, with their values (`costmodel.engine.Constants`)."""
 
@@ -163,11 +163,9 @@ def load_cluster(path: str | Path) -> Cluster:
         problems += [line for name, table in reached.items() for line in _number_problems(f"reached.{name}", table)]
     else:
         problems.append("reached is a table of tables: write [reached.NAME]")
-    records: list[Record] = []
-    try:
-        records = [Record(**table) for table in tables.get("record", [])]
-    except TypeError as error:
-        problems.append(f"record is not what dtlayout validate --into writes: {error}")
+    records = _read_records(tables.get("record", []))
+    if records is None:
+        problems.append("record is not what dtlayout validate --into writes; leave it out")
     try:
         gpu = find_gpu(str(tables.get("gpu", "cpu")))  # one that is missing is a problem already
     except InvalidConfig as error:
@@ -177,7 +175,7 @@ def load_cluster(path: str | Path) -> Cluster:
     per_node = counts.get("gpus_per_node", gpu.gpus_per_node)
     constants = tuple((name, float(table["value"])) for name, table in reached.items())
     gpu = replace(gpu, **_gpu_fields(numbers), reached=constants)
-    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node, records=tuple(records), file=str(path))
+    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node, records=records or (), file=str(path))
 
 
 def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
@@ -209,6 +207,19 @@ def read_tables(path: str | Path) -> dict[str, Any]:
         raise InvalidConfig(f"cluster {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # not TOML, not UTF-8, or a path with a NUL in it
         raise InvalidConfig(f"cluster {path} is not TOML: {error}") from None
+
+
+def _read_records(tables: Any) -> tuple[Record, ...] | None:
+    """None if they are something else."""
+    kinds: dict[str, tuple[type, ...]] = {f.name: (str,) for f in fields(Record)}
+    kinds |= {"runs": (int,), "error": (int, float), "regret": (int, float)}
+    is_right = isinstance(tables, list) and all(
+        isinstance(table, dict)
+        and table.keys() == kinds.keys()
+        and all(isinstance(table[name], kind) for name, kind in kinds.items())
+        for table in tables
+    )
+    return tuple(Record(**table) for table in tables) if is_right else None
 
 
 def _gpu_fields(numbers: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -29,16 +29,24 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 
 id=$$
-hosts=
 clean() {
-    trap - EXIT INT TERM
-    for host in $hosts; do kill "$host" 2> /dev/null || true; done
-    for host in $hosts; do wait "$host" 2> /dev/null || true; done
+    trap '' EXIT INT TERM USR1
+    for signal in TERM KILL; do
+        for side in 0 1; do
+            ip netns pids "dtl-$id-$side" 2> /dev/null | xargs -r kill -"$signal" 2> /dev/null || true
+        done
+        waited=0 # torchrun ends its ranks
+        while [ $waited -lt 50 ] && [ -n "$(ip netns pids "dtl-$id-0"; ip netns pids "dtl-$id-1")" ]; do
+            sleep 0.2
+            waited=$((waited + 1))
+        done 2> /dev/null
+    done
     for side in 0 1; do ip netns del "dtl-$id-$side" 2> /dev/null || true; done
 }
 trap clean EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+trap 'exit 1' USR1
 
 for side in 0 1; do
     ip netns add "dtl-$id-$side"
@@ -48,10 +56,11 @@ ip link add host0 netns "dtl-$id-0" type veth peer name host1 netns "dtl-$id-1"
 for side in 0 1; do
     ip -n "dtl-$id-$side" addr add "10.77.0.$((side + 1))/24" dev "host$side"
     ip -n "dtl-$id-$side" link set "host$side" up
-    ip netns exec "dtl-$id-$side" tc qdisc add dev "host$side" root tbf rate "$rate" burst 1mb latency 200ms
-    GLOO_SOCKET_IFNAME="host$side" NCCL_SOCKET_IFNAME="host$side" TP_SOCKET_IFNAME="host$side" \
-        ip netns exec "dtl-$id-$side" "$python" -m torch.distributed.run --nnodes 2 --node-rank "$side" \
-        --nproc-per-node "$ranks" --master-addr 10.77.0.1 --master-port 29577 "$@" &
-    hosts="$hosts $!"
+    ip netns exec "dtl-$id-$side" tc qdisc add dev "host$side" root tbf rate "$rate" burst 128kb latency 200ms
+    {
+        GLOO_SOCKET_IFNAME="host$side" NCCL_SOCKET_IFNAME="host$side" TP_SOCKET_IFNAME="host$side" \
+            ip netns exec "dtl-$id-$side" "$python" -m torch.distributed.run --nnodes 2 --node-rank "$side" \
+            --nproc-per-node "$ranks" --master-addr 10.77.0.1 --master-port 29577 "$@" || kill -USR1 "$id"
+    } &
 done
-for host in $hosts; do wait "$host"; done
+wait # a host that fails ends it

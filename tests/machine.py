@@ -85,3 +85,60 @@ def measure_machine(noise: float = 0.0) -> Measured:
         memory_bytes=2**32, taken=0.0, stream_bytes_per_s=STREAM / CROWDING, host_s=2e-3 * CROWDING, host_alone_s=2e-3,
         matmuls=tuple(matmuls), attention=(attention,), collectives=tuple(collectives), probes=tuple(probes),
     )  # fmt: skip
+
+
+GPU_LINK, NETWORK, TP_NETWORK = (
+    Link(200e9, 50e-6, 4e-6, crosses_nodes=False),
+    Link(20e9, 0.0, 15e-6, crosses_nodes=True),
+    Link(60e9, 0.0, 30e-6, crosses_nodes=True),
+)
+"""Of two nodes with H100s: inside, a ring with one rank a node, and one through all ranks of both."""
+
+
+def measure_gpus() -> Measured:
+    """What two nodes of four H100s would measure, whose ranks share nothing: matmuls reach 0.7 of the peak."""
+    h100, collectives = find_gpu("h100-80g-sxm"), []
+    for kind, (n, stride, link), size in product(
+        ("all-reduce", "all-gather", "reduce-scatter", "message"),
+        ((2, 1, GPU_LINK), (4, 1, GPU_LINK), (2, 4, NETWORK), (8, 1, TP_NETWORK)),
+        (2**16, 2**20, 2**24, 2**28),
+    ):
+        halves = 2 if kind == "all-reduce" else 1
+        seconds = halves * half_all_reduce_s(size, n, link)
+        if kind == "message":
+            seconds = 2 * (size / (link.bytes_per_s / 2) + link.latency_s)
+        collectives.append(
+            CollectiveTime(kind=kind, num_ranks=n, stride=stride, size_bytes=size, crosses_nodes=link.crosses_nodes,
+                           seconds=seconds)
+        )  # fmt: skip
+    seconds = {(n, k): 2 * 4096 * n * k / (0.7 * h100.peak_flops_per_s) for n, k in ((4096, 4096), (8192, 4096))}
+    flash_s = 2 * 32 * 8192**2 * 128 / (0.4 * h100.peak_flops_per_s)
+    measured = measure_machine()
+    cluster = Cluster(gpu=replace(h100, reached=(("layer_host_s", 2e-3), ("step_host_s", 1e-2))), num_gpus=8,
+                      gpus_per_node=4)  # fmt: skip
+    bf16 = Precision()
+    probes = []
+    for layout in (Layout(dp_shard=8), Layout(dp_shard=8, recompute="full"), Layout(dp_shard=4, pp=2)):
+        for num_layers, m in ((4, 2), (8, 2), (8, 4)):
+            model = replace(measured.probes[0].model, num_layers=num_layers)
+            batch = Batch(global_batch=layout.dp * m, seq_len=16)
+            engine = find_engine_on(OWN_ENGINE, cluster.gpu)
+            scenario = Scenario(model=model, batch=batch, cluster=cluster, engine=engine, precision=bf16)
+            step = estimate(scenario, layout, KERNELS).step_time_s
+            probes.append(
+                ProbeTime(model=model, batch=batch, layout=layout, kernels=KERNELS, precision=bf16, seconds=step)
+            )
+    return replace(
+        measured,
+        device=h100.device_names[0], gpu=h100.name, num_ranks=8, ranks_per_node=4, memory_bytes=h100.memory_bytes,
+        stream_bytes_per_s=0.9 * h100.memory_bytes_per_s, host_s=2.1e-3, host_alone_s=2e-3,
+        matmuls=tuple(
+            MatmulTime(m=4096, n=n, k=k, format="bfloat16", seconds=1.05 * s, alone_s=s) for (n, k), s in seconds.items()
+        ),
+        attention=(
+            AttentionTime(kernel="sdpa-flash", batch=1, heads=32, seq_len=8192, head_dim=128, format="bfloat16",
+                          forward_s=flash_s, backward_s=2.5 * flash_s),
+        ),
+        collectives=tuple(collectives),
+        probes=tuple(probes),
+    )  # fmt: skip

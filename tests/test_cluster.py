@@ -233,10 +233,10 @@ def test_constants_of_a_cluster_are_tables_of_tables(write):
 
 
 def test_an_unknown_key_of_a_cluster_is_refused_with_the_nearest(write):
-    path = write('gpu = "h100-80g-sxm"\ngpus = 64\nnetwork_bandwith = 1\ncolour = "red"\n')
+    path = write('gpu = "h100-80g-sxm"\ngpus = 64\nnetwork_bandwith = 1\nshape = "round"\n')
     nearest, known = problems_of_cluster(path)
     assert nearest == "network_bandwith is unknown; did you mean network_bandwidth?"
-    assert known.startswith("colour is unknown; known: gpu, gpus, peak_bf16, memory, ")
+    assert known.startswith("shape is unknown; known: gpu, gpus, peak_bf16, memory, ")
 
 
 def test_all_problems_of_a_cluster_come_at_once(write):

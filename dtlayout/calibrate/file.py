@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cluster import UNITS, Record, find_gpu, read_tables
 from dtlayout.costmodel.engine import Constants, Engine
+from dtlayout.training.metrics import write_whole
 
 if TYPE_CHECKING:
     from dtlayout.calibrate.fit import Calibration  # which imports scipy
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 _UNITS = {field.name: field.metadata["unit"] for field in fields(Constants)}
 
 
-def to_toml(measured: Measured, found: "Calibration") -> str:
-    """The text of a new file."""
+def to_toml(measured: Measured, found: "Calibration", records: Sequence[Record] = ()) -> str:
+    """The text of a new file; `records` are those of the one that it replaces."""
     gpu, sheet = found.cluster.gpu, find_gpu(measured.gpu)
     source = f"dtlayout calibrate, {measured.date}, torch {measured.torch}"
     tables: dict[str, Any] = {
@@ -28,6 +29,7 @@ def to_toml(measured: Measured, found: "Calibration") -> str:
         if name not in tables and value != getattr(sheet, field):
             tables[name] = _number(value, unit, source)
     tables["reached"] = {name: _number(value, _UNITS[name], source) for name, value in gpu.reached}
+    tables["record"] = [asdict(record) for record in records]
     return _dump(tables)
 
 
@@ -36,8 +38,13 @@ def update(path: Path, engine: Engine, records: Sequence[Record], source: str) -
     tables = read_tables(path)
     reached = tables.setdefault("reached", {})
     reached |= {name: _number(getattr(engine.constants, name), _UNITS[name], source) for name in engine.fitted}
-    tables["record"] = [*tables.get("record", []), *map(asdict, records)]
-    path.write_text(_dump(tables), encoding="utf-8")
+    new = {(record.sweep, record.date) for record in records}  # fitted to twice, a sweep is on record once
+    kept = [each for each in tables.get("record", []) if (each["sweep"], each["date"]) not in new]
+    tables["record"] = [*kept, *map(asdict, records)]
+    if records:
+        unit = UNITS["prediction_error"][1]
+        tables["prediction_error"] = _number(records[-1].error, unit, f"sweep {records[-1].sweep}, {records[-1].date}")
+    write_whole(path, _dump(tables))
 
 
 def _number(value: float, unit: str, source: str) -> dict[str, Any]:

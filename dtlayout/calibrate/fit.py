@@ -6,7 +6,7 @@ were at work is divided by their crowding, and the cost model multiplies again w
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -18,7 +18,9 @@ from dtlayout.cluster import Cluster, Gpu, find_gpu
 from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Constants, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.layout import Layout
 from dtlayout.planner.fit import minimise
+from dtlayout.recompute import Recompute
 
 _FROM_PROBES = {
     "cpu": (
@@ -27,7 +29,7 @@ _FROM_PROBES = {
         "width_traffic_bytes", "logit_traffic_bytes",
     ),
     "cuda": ("layer_host_s", "layer_host_tp_s", "full_host_s", "full_host_tp_s", "selective_host_s",
-             "selective_host_tp_s", "head_host_s", "message_host_s", "step_host_s"),
+             "selective_host_tp_s", "step_host_s"),
 }  # fmt: skip
 """Device → the constants that steps of the trainer tell."""
 _LOSSES = (("soft_l1", 0.05),)
@@ -54,35 +56,36 @@ class Calibration:
 def calibrate(measured: Measured) -> Calibration:
     """The cluster on which `measured` was measured."""
     sheet = find_gpu(measured.gpu)
-    numbers, reached = _read_kernels(measured, sheet)
-    link_numbers, link_reached = _read_links(measured, sheet)
     at_once = measured.ranks_per_node / measured.crowding
+    is_crowded = at_once < _SHARED * measured.ranks_per_node
+    crowding = measured.crowding if is_crowded else 1.0
+    numbers, reached = _read_kernels(measured, sheet, crowding)
+    link_numbers, link_reached = _read_links(measured, sheet, crowding)
     gpu = replace(
         sheet,
         memory_bytes=measured.memory_bytes,
         gpus_per_node=measured.ranks_per_node,
-        ranks_at_once=at_once if at_once < _SHARED * measured.ranks_per_node else math.inf,
+        ranks_at_once=at_once if is_crowded else math.inf,
         **{**numbers, **link_numbers},  # type: ignore[arg-type]
     )
     cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)
     reached |= link_reached
-    names = _told(measured.probes, _FROM_PROBES[gpu.device_type])
+    names = told_by([probe.layout for probe in measured.probes], gpu.device_type)
     engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**reached)
     steps = [_Step(probe, cluster, engine) for probe in measured.probes]
     engine, _ = minimise(engine, names, lambda e: np.array([step.residual(e) for step in steps]), _LOSSES)
     reached |= {name: getattr(engine.constants, name) for name in names}
     errors = tuple(math.expm1(step.residual(engine)) for step in steps)
-    gpu = replace(gpu, reached=tuple(sorted(reached.items())), prediction_error=median(map(abs, errors)))
-    return Calibration(replace(cluster, gpu=gpu), errors)
+    return Calibration(replace(cluster, gpu=replace(gpu, reached=tuple(sorted(reached.items())))), errors)
 
 
-def _read_kernels(measured: Measured, sheet: Gpu) -> tuple[dict[str, float], dict[str, float]]:
+def _read_kernels(measured: Measured, sheet: Gpu, crowding: float) -> tuple[dict[str, float], dict[str, float]]:
     """Numbers of the GPU and constants of the cost model: matmuls, attention, memory.
 
     A GPU has a data sheet, of which its kernels reach a share. A CPU has none: its peak is what matmuls reach by
     themselves, of which those of a step, whose results lie in memory that is new each time, reach a share.
     """
-    general, crowding = Constants(), measured.crowding
+    general = Constants()
     numbers: dict[str, float] = {}
     reached: dict[str, float] = {}
     speeds = {name: _fit_matmuls(measured, name) for name in dict.fromkeys(each.format for each in measured.matmuls)}
@@ -121,9 +124,9 @@ def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
     return best[1], best[2]
 
 
-def _read_links(measured: Measured, sheet: Gpu) -> tuple[dict[str, float], dict[str, float]]:
+def _read_links(measured: Measured, sheet: Gpu, crowding: float) -> tuple[dict[str, float], dict[str, float]]:
     """The same: links inside a node, and between nodes where there are several."""
-    general, crowding = Constants(), measured.crowding
+    general = Constants()
     inside = [each for each in measured.collectives if not each.crosses_nodes]
     across = [each for each in measured.collectives if each.crosses_nodes]
     numbers: dict[str, float] = {}
@@ -150,7 +153,7 @@ def _read_links(measured: Measured, sheet: Gpu) -> tuple[dict[str, float], dict[
             reached["tp_network_latency_s"] = latency_s + start_s
         messages = [t for t in across if t.kind == "message" and t.stride >= measured.ranks_per_node]
         if messages:
-            _, bytes_per_s, _ = _fit_link(messages, crowding)
+            _, bytes_per_s, _ = _fit_link(messages, crowding=1.0)  # who waits for one takes no core meanwhile
             reached["message_efficiency"] = bytes_per_s / numbers["network_bytes_per_s"]
     elif inside and sheet.device_type == "cpu":  # one node: nothing is between nodes, and if so, it would be the same
         numbers["network_bytes_per_s"] = numbers["link_bytes_per_s"]
@@ -173,14 +176,24 @@ def _fit_link(times: Sequence[CollectiveTime], crowding: float) -> tuple[float, 
     return float(start_s), 1 / max(float(s_per_byte), 1e-15), float(latency_s)
 
 
-def _told(probes: Sequence[ProbeTime], names: Iterable[str]) -> list[str]:
-    """The constants of which some probe has anything."""
+def told_by(layouts: Sequence[Layout], device_type: str) -> tuple[str, ...]:
+    """The constants of which steps with these layouts tell something."""
+    kinds = [(layout.tp > 1, Recompute.parse(layout.recompute)) for layout in layouts]
+
+    def has(*, is_tp: bool, is_selective: bool) -> bool:
+        return any(tp == is_tp and kind.covers(0) and kind.is_selective == is_selective for tp, kind in kinds)
+
     tells = {
-        "_tp_s": any(p.layout.tp > 1 for p in probes),
-        "message_host_s": any(p.layout.pp > 1 for p in probes),
-        "layer_sync_s": any(p.layout.dp > 1 for p in probes),
+        "layer_host_s": any(layout.tp == 1 for layout in layouts),
+        "layer_host_tp_s": any(layout.tp > 1 for layout in layouts),
+        "full_host_s": has(is_tp=False, is_selective=False),
+        "full_host_tp_s": has(is_tp=True, is_selective=False),
+        "selective_host_s": has(is_tp=False, is_selective=True),
+        "selective_host_tp_s": has(is_tp=True, is_selective=True),
+        "message_host_s": any(layout.pp > 1 for layout in layouts),
+        "layer_sync_s": any(layout.dp > 1 for layout in layouts),
     }
-    return [name for name in names if all(told for ending, told in tells.items() if name.endswith(ending))]
+    return tuple(name for name in _FROM_PROBES[device_type] if tells.get(name, True))
 
 
 class _Step:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtlayout.calibrate.clock import time_alone, time_together
 from dtlayout.calibrate.measured import AttentionTime, MatmulTime
+from dtlayout.errors import KernelError
 from dtlayout.kernels import Attention
 from dtlayout.ops.attention import causal_attention
 
@@ -40,7 +41,7 @@ def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
 
 
 def measure_attention(device_type: str) -> Iterator[AttentionTime]:
-    """By kernel and length, forward and backward."""
+    """By kernel and length, forward and backward, as far as the device has the kernel."""
     name = FORMATS[device_type][0]
     for kernel, (batch, heads, seq_len, head_dim) in product(KERNELS[device_type], _ATTENTION[device_type]):
         shape = batch, heads, seq_len, head_dim
@@ -48,6 +49,10 @@ def measure_attention(device_type: str) -> Iterator[AttentionTime]:
             torch.randn(shape, device=device_type, dtype=getattr(torch, name), requires_grad=True) for _ in range(3)
         )
         attend = partial(causal_attention, q, k, v, kernel)
+        try:
+            attend()
+        except KernelError:  # not on this GPU, and on none of the others either
+            continue
         forward_s = time_together(attend, device_type)
         both_s = time_together(partial(_attend_and_back, attend, (q, k, v)), device_type)
         yield AttentionTime(

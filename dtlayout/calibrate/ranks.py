@@ -18,7 +18,8 @@ from dtlayout.calibrate.collectives import measure_collectives
 from dtlayout.calibrate.kernels import measure_attention, measure_host, measure_matmuls, measure_stream
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
-from dtlayout.cluster import find_gpu_by_device
+from dtlayout.cluster import find_gpu_by_device, known_gpus
+from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.training.devices import join_ranks, open_device
 
 TIMEOUT_S = 300.0
@@ -26,10 +27,33 @@ T = TypeVar("T")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure on this rank; the exit code."""
+    """Measure on this rank; the exit code. Refusals are a line on stderr, from one rank a node."""
+    try:
+        _check(arguments)
+        return _measure(Path(arguments[0]))
+    except DtlayoutError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _check(arguments: Sequence[str]) -> None:
+    """Refuse at once what would fail after minutes of measuring."""
+    if len(arguments) != 1:
+        raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
+    if not Path(arguments[0]).parent.is_dir():
+        raise InvalidConfig(f"{arguments[0]} cannot be written: there is no folder {Path(arguments[0]).parent}")
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < num_gpus < num_ranks:
+        raise InvalidConfig(f"{num_ranks} ranks on a host with {num_gpus} GPUs; start one for each GPU")
+
+
+def _measure(path: Path) -> int:
     device = open_device("auto", None)
-    join_ranks(device, TIMEOUT_S)
     known = find_gpu_by_device(device.name)
+    if device.type == "cuda" and known is None:
+        raise InvalidConfig(f"{device.name} is no GPU whose data sheet is known; use one of {', '.join(known_gpus())}")
+    join_ranks(device, TIMEOUT_S)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory_bytes = _find_memory(device.type, per_node)
     busy = Busy()
@@ -57,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         probes=probes,
     )
     if dist.get_rank() == 0:
-        measured.write(Path(arguments[0]))
+        measured.write(path)
     dist.destroy_process_group()
     return 0
 

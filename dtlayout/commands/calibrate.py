@@ -13,6 +13,7 @@ from dtlayout.calibrate.fit import Calibration, calibrate
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cluster import load_cluster
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.training.metrics import write_whole
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
 _LIMIT_S = 1800
@@ -22,7 +23,9 @@ _MUCH_TAKEN = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, and what was measured already."""
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks on this host; as many as it has GPUs, or 1")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the cluster file to write; its record is kept"
+    )
     parser.add_argument(
         "--measured", type=Path, metavar="JSON",
         help="measurements of torchrun … -m dtlayout.calibrate.ranks JSON, which several hosts take together",
@@ -37,10 +40,11 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--ranks={options.ranks} must be at least 1")
     if not options.out.parent.is_dir():
         raise InvalidConfig(f"--out={options.out} cannot be written: there is no folder {options.out.parent}")
+    records = load_cluster(options.out).records if options.out.exists() else ()  # refuses to replace something else
     measured = Measured.read(options.measured) if options.measured else _measure(options.ranks or _count_gpus())
     found = calibrate(measured)
     try:
-        options.out.write_text(to_toml(measured, found), encoding="utf-8")
+        write_whole(options.out, to_toml(measured, found, records))
     except OSError as error:
         raise InvalidConfig(f"--out={options.out} cannot be written: {error.strerror}") from None
     load_cluster(options.out)  # what was written can be read
@@ -57,12 +61,16 @@ def _measure(num_ranks: int) -> Measured:
         path = Path(folder) / "measured.json"
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(num_ranks), "-m", "dtlayout.calibrate.ranks", str(path)]
+        process = subprocess.Popen(command, stdout=sys.stderr)
         try:
-            ended = subprocess.run(command, stdout=sys.stderr, timeout=_LIMIT_S, check=False)
+            exit_code = process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise DtlayoutError(f"measuring took longer than {_LIMIT_S} s; is the machine busy?") from None
-        if ended.returncode or not path.exists():
-            raise DtlayoutError(f"measuring failed with exit code {ended.returncode}; its words are above")
+        finally:
+            process.terminate()  # torchrun ends its ranks; nothing if it has ended
+            process.wait()
+        if exit_code or not path.exists():
+            raise DtlayoutError(f"measuring failed with exit code {exit_code}; its words are above")
         return Measured.read(path)
 
 

@@ -35,7 +35,7 @@ def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Se
 def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
     """The config's text."""
     cluster, model = scenario.cluster, scenario.model
-    is_plain_cpu = cluster.gpu.name == "cpu" and not cluster.file
+    is_plain_cpu = cluster.gpu.name == "cpu" and not cluster.gpu.reached
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
     num_nodes = math.ceil(cluster.num_gpus / per_node)
     processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
@@ -55,7 +55,7 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
         },
         "train": {"steps": _STEPS, "device": cluster.gpu.device_type},
         "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node}
-        | ({"file": cluster.file} if cluster.file else {}),
+        | ({"file": cluster.file} if cluster.gpu.reached else {}),  # what only predictions know
     }
     notes = {
         "data": "Small data that every machine has, to start with: put your own corpus and tokenizer here.",

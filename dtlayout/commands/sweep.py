@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
         with Live(get_renderable=board.draw, console=console, refresh_per_second=2, transient=True):
             if sweep.halving:
                 run_halved(
-                    sweep, folder, tries_misfits=options.try_misfits, again=again, is_stopped=lambda: stop.is_made,
+                    sweep, trials, folder,
+                    tries_misfits=options.try_misfits, again=again, is_stopped=lambda: stop.is_made,
                     on_round=board.note_round, on_start=board.note_start, on_result=board.note,
                 )  # fmt: skip
                 trials = list(board.trials)  # of the last round
@@ -116,7 +117,8 @@ class _Board:
 
     def _describe_rest(self) -> str:
         """What is left, at the pace of the trials that were run."""
-        paces = [result.seconds for result in self.results.values() if result.seconds]
+        keys = {trial.key for trial in self.trials}
+        paces = [result.seconds for key, result in self.results.items() if result.seconds and key in keys]
         left = sum(t.key not in self.results and t.config is not None for t in self.trials)
         if not paces or not left:
             return ""

@@ -105,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _refresh(options: argparse.Namespace) -> int:
     """Refit a cluster file to sweeps that ran with it; their predictions, which were made before, go on record."""
+    from dtlayout.calibrate.fit import told_by  # only now: it imports scipy
+
     folders: list[Path] = options.tables
     if options.engine or options.leave_one_out or options.ablate or options.plots or options.out:
         raise InvalidConfig("--into takes sweeps and nothing else; score them without it first")
@@ -116,8 +118,10 @@ def _refresh(options: argparse.Namespace) -> int:
     runs = read_rows(folders)
     if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
         raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
-    records = [make_record(folder) for folder in folders]
-    scenarios = {run.scenario: _on(run.scenario, cluster) for run in runs}
+    records = [record for folder in folders if (record := make_record(folder))]
+    told = told_by([run.layout for run in runs], cluster.gpu.device_type)
+    engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=told)
+    scenarios = {run.scenario: _on(run.scenario, cluster, engine) for run in runs}
     fitted = _fit([replace(run, scenario=scenarios[run.scenario]) for run in runs])
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     update(options.into, fitted.engine, records, f"dtlayout validate, {today}, {len(runs)} runs")
@@ -127,16 +131,16 @@ def _refresh(options: argparse.Namespace) -> int:
                     "median_error_before": before, "median_error_after": after}  # fmt: skip
         print(json.dumps(document, indent=2))
         return 0
-    print("\n".join(describe_records(records)))
+    print("\n".join(describe_records(records) or ["no record: these sweeps were not predicted with a calibrated file"]))
     print(f"median error of speed {_percent(before)} before the fit, {_percent(after)} after, on the runs that it saw")
     print(f"written: {options.into}")
     return 0
 
 
-def _on(scenario: Scenario, cluster: Cluster) -> Scenario:
+def _on(scenario: Scenario, cluster: Cluster, engine: Engine) -> Scenario:
     """The same on a cluster of these machines, as they are known now."""
     here = replace(cluster, num_gpus=scenario.cluster.num_gpus, records=())
-    return replace(scenario, cluster=here, engine=find_engine_on(OWN_ENGINE, cluster.gpu))
+    return replace(scenario, cluster=here, engine=engine)
 
 
 def _fit(group: Sequence[Run]) -> _Fitted:

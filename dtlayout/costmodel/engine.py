@@ -271,7 +271,7 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
         engine.with_constants(**measured),
         fitted=tuple(measured),
         source="measurements on these machines",
-        error=engine.error if gpu.prediction_error is None else gpu.prediction_error,
+        error=UNCALIBRATED_ERROR if gpu.prediction_error is None else gpu.prediction_error,
     )
 
 

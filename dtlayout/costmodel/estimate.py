@@ -125,6 +125,8 @@ class Estimator:
         self.scenario = scenario
         constants, gpu = scenario.engine.constants, scenario.cluster.gpu
         self.capacity_bytes = gpu.memory_bytes - constants.context_bytes
+        self.crowding = max(1.0, scenario.cluster.num_gpus / scenario.cluster.ranks_at_once)
+        """How much longer everything takes that all ranks do at the same time, where they share cores."""
         self._known: dict[Hashable, Any] = {}
 
     def estimate(self, layout: Layout, kernels: Kernels) -> Estimate:
@@ -177,11 +179,10 @@ class Estimator:
     ) -> TimeEstimate:
         """The step of the rank that ends last, of those whose `update_s` is given; `work` is that of all stages."""
         pipeline = self.play(layout, m, work, delay_s)
-        crowding = max(1.0, layout.world_size / self.scenario.cluster.ranks_at_once)
-        fixed_s = self.fixed_s(m, peak_bytes) * crowding
+        fixed_s = self.fixed_s(m, peak_bytes)
         ranks = [
-            _split_time(rank, work[rank :: layout.pp], m, pipeline, dp_s * crowding, optimizer_s * crowding, fixed_s)
-            for rank, (dp_s, optimizer_s) in updates.items()
+            _split_time(rank, work[rank :: layout.pp], m, pipeline, *update, fixed_s)
+            for rank, update in updates.items()
         ]
         return max(ranks, key=lambda time: time.total)
 
@@ -205,18 +206,22 @@ class Estimator:
         n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
         own = work[rank :: layout.pp]
         forward_s, backward_s = sum(w.forward_s for w in own), sum(w.backward_s for w in own)
-        dp_s, optimizer_s = self.update_of(layout, n, m, forward_s, backward_s)
-        if not self.scenario.is_on_host:
-            return dp_s, optimizer_s
-        constants, num_layers = self.scenario.engine.constants, sum(len(chunk.layers) for chunk in chunks)
-        synchronised = count_reductions(self.scenario, layout, m) + (2 * m if layout.zero == 3 else 1)
-        sync_s = synchronised * constants.layer_sync_s if layout.dp * layout.cp > 1 else 0.0
-        return dp_s + num_layers * sync_s, optimizer_s + num_layers * constants.layer_update_s
+        num_layers = sum(len(chunk.layers) for chunk in chunks)
+        return self.update_of(layout, n, num_layers, m, forward_s, backward_s)
 
-    def update_of(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> tuple[float, float]:
-        """The same of n parameters behind m microbatches of so many seconds, without what a host adds."""
+    def update_of(
+        self, layout: Layout, n: float, num_layers: int, m: int, forward_s: float, backward_s: float
+    ) -> tuple[float, float]:
+        """The same of n parameters in so many layers behind m microbatches of so many seconds."""
         traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / count_state_shards(layout))
-        return self._data_parallel_s(layout, n, m, forward_s, backward_s), pass_s(self.scenario, traffic)
+        dp_s, optimizer_s = self._data_parallel_s(layout, n, m, forward_s, backward_s), pass_s(self.scenario, traffic)
+        if self.scenario.is_on_host:
+            constants = self.scenario.engine.constants
+            optimizer_s += num_layers * constants.layer_update_s
+            if layout.dp * layout.cp > 1:
+                times = count_reductions(self.scenario, layout, m) + (2 * m if layout.zero == 3 else 1)
+                dp_s += num_layers * times * constants.layer_sync_s
+        return self.crowding * dp_s, self.crowding * optimizer_s
 
     def _data_parallel_s(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> float:
         """What computation does not hide of a step's reductions and gathers.
@@ -281,17 +286,21 @@ class Estimator:
         )
 
     def _host_s(self, stage: StageSlice, layout: Layout, block: BlockTime, recompute: Recompute) -> tuple[float, float]:
-        """The host's time for one microbatch on a stage, forward and backward, the second twice the first but for
-        recomputation."""
-        constants = self.scenario.engine.constants
-        num_messages = 2 * (not stage.head) + 2 * (not stage.embedding)  # of each, one sent and one received
-        both_s = len(stage.layers) * block.host_s + (stage.head + stage.embedding) / 2 * constants.head_host_s
+        """The host's time for one microbatch on a stage, forward and backward.
+
+        Backward has twice the operations of forward, beside those that it does again. On a GPU only blocks count: the
+        head's long kernels leave the host time enough.
+        """
+        constants, is_tp = self.scenario.engine.constants, layout.tp > 1
+        both_s, messages_s = len(stage.layers) * block.host_s, 0.0
+        if self.scenario.is_on_host:
+            both_s += (stage.head + stage.embedding) / 2 * constants.head_host_s
+            messages_s = ((not stage.head) + (not stage.embedding)) * constants.message_host_s  # one sent, one received
         if recompute.is_selective:
-            again_s = constants.selective_host_s if layout.tp == 1 else constants.selective_host_tp_s
+            again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s
         else:
-            again_s = constants.full_host_s if layout.tp == 1 else constants.full_host_tp_s
+            again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
         covered = sum(recompute.covers(layer) for layer in stage.layers)
-        messages_s = num_messages * constants.message_host_s / 2
         return both_s / 3 + messages_s, both_s * 2 / 3 + messages_s + covered * again_s
 
     def play(self, layout: Layout, m: int, work: Sequence["StageWork"], delay_s: float) -> PipelineTime:
@@ -317,7 +326,7 @@ class Estimator:
         constants = self.scenario.engine.constants
         share = peak_bytes / self.scenario.cluster.gpu.memory_bytes
         shortage = min(1.0, max(0.0, (share - constants.thrash_share) / _THRASH_RAMP))
-        return constants.step_host_s + shortage * constants.thrash_s * m
+        return self.crowding * constants.step_host_s + shortage * constants.thrash_s * m
 
     def _message_s(self, layout: Layout) -> float:
         habits = self.scenario.engine.habits

@@ -32,12 +32,16 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     layers = [len(stage.layers) for stage in estimator.stages(layout)]
     known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
     work = [
-        _to_work(known[i] if i in known else _like(first, count / layers[0]), count * host_s(scenario, layout))
+        _to_work(
+            known[i] if i in known else _like(first, count / layers[0]),
+            count * host_s(scenario, layout),
+            is_on_host=scenario.is_on_host,
+        )
         for i, count in enumerate(layers)
     ]
     return estimator.step(
         layout, m, work,
-        {rank: (priced.dp_s, priced.optimizer_s) for rank, priced in ranks.items()},
+        {r: (estimator.crowding * priced.dp_s, estimator.crowding * priced.optimizer_s) for r, priced in ranks.items()},
         delay_s=max(rank.message_s for rank in ranks.values()),
         peak_bytes=max(report.peak_bytes for report in reports) + scenario.engine.constants.overhead_bytes,
     )  # fmt: skip
@@ -121,11 +125,13 @@ def _like(first: _Seconds, share: float) -> _Seconds:
     return defaultdict(float, blocks)
 
 
-def _to_work(seconds: _Seconds, least_host_s: float) -> StageWork:
+def _to_work(seconds: _Seconds, host_s: float, *, is_on_host: bool) -> StageWork:
+    """A GPU waits for what the host needs longer; a CPU, which is its own host, does one after the other."""
+
     def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:
         return sum(value for (name, _, kind), value in seconds.items() if name in names and kind in kinds)
 
-    waiting_s = max(0.0, least_host_s - sum(seconds.values()))
+    waiting_s = host_s if is_on_host else max(0.0, host_s - sum(seconds.values()))
     everything = ("compute", "recompute", TP)
     return StageWork(
         compute_s=spent_on("compute"),

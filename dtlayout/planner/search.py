@@ -362,7 +362,8 @@ class Search:
         n, _ = self._peaks.sizes(skeleton.layout, group)
         own = [skeleton.work[c] for c in group.classes]
         forward_s, backward_s = sum([w.forward_s for w in own]), sum([w.backward_s for w in own])
-        return float(sum(self.estimator.update_of(example, n, skeleton.m, forward_s, backward_s)))
+        num_layers = sum(num_layers for num_layers, *_ in group.classes)
+        return float(sum(self.estimator.update_of(example, n, num_layers, skeleton.m, forward_s, backward_s)))
 
 
 def rank(timed: Sequence[_Timed], top: int, capacity_bytes: float) -> list[_Timed]:

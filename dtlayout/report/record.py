@@ -6,20 +6,25 @@ from pathlib import Path
 from statistics import median
 
 from dtlayout.cluster import Record
-from dtlayout.errors import InvalidConfig
-from dtlayout.sweep.results import Journal
+from dtlayout.sweep.results import Journal, TrialResult
 
 
-def make_record(folder: Path) -> Record:
-    """Of a sweep's folder; InvalidConfig if no trial of it has both steps, the predicted and the measured."""
-    results = Journal(folder).read().values()
+def make_record(folder: Path) -> Record | None:
+    """Of a sweep's folder; None if its predictions were not made with a calibrated file, or nothing ran.
+
+    Of a layout that was run in several rounds of successive halving, the longest counts.
+    """
+    longest: dict[tuple[str, ...], TrialResult] = {}
+    for result in sorted(Journal(folder).read().values(), key=lambda r: r.steps):
+        if result.outcome == "ok" and result.step_time_s and result.predicted and result.predicted.calibrated:
+            longest[tuple(result.overrides)] = result
     pairs = [
         (r.predicted.step_time_s, r.step_time_s, r.predicted.gpu)
-        for r in results
-        if r.outcome == "ok" and r.step_time_s and r.predicted and r.predicted.step_time_s
+        for r in longest.values()
+        if r.predicted and r.predicted.step_time_s and r.step_time_s
     ]
     if not pairs:
-        raise InvalidConfig(f"{folder} has no trial that ran and was predicted")
+        return None
     best_s = min(measured_s for _, measured_s, _ in pairs)
     _, chosen_s, hardware = min(pairs)
     newest = Journal(folder).path.stat().st_mtime

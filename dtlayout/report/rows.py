@@ -41,7 +41,11 @@ def _read_sweep(folder: Path) -> list[Run]:
 
 def _to_run(folder: Path, result: TrialResult) -> Run:
     assert result.layout is not None and result.kernels is not None, "what was tried was possible"
-    config = load_config(trial_folder(folder, result.key) / "config.toml")
+    path = trial_folder(folder, result.key) / "config.toml"
+    try:
+        config = load_config(path)
+    except InvalidConfig:  # the cluster's file may be gone since
+        config = load_config(path, ["--cluster.file="])
     layout = Layout(**{**result.layout, "stage_layers": tuple(result.layout["stage_layers"])})
     if result.predicted is None:
         raise InvalidConfig(f"{folder} ran on a GPU type that is not known; set cluster.gpu in the sweep's config")

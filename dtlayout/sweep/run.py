@@ -16,7 +16,7 @@ from dtlayout.errors import DtlayoutError
 from dtlayout.sweep import processes
 from dtlayout.sweep.halving import halve
 from dtlayout.sweep.results import Journal, Outcome, TrialResult, diagnose, measure
-from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, make_trials, to_command, trial_folder
+from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, make_trial, to_command, trial_folder
 from dtlayout.training.metrics import read_summary
 from dtlayout.training.prediction import to_predicted
 
@@ -57,6 +57,7 @@ def run_sweep(
 
 def run_halved(
     sweep: Sweep,
+    trials: Sequence[Trial],
     folder: Path,
     *,
     tries_misfits: bool = False,
@@ -65,8 +66,8 @@ def run_halved(
     on_round: Callable[[Sequence[Trial]], None] = lambda trials: None,
     on_start: Callable[[Trial], None] = lambda trial: None,
     on_result: Callable[[TrialResult], None] = lambda result: None,
-) -> list[Trial]:
-    """What is left after the last round of a sweep with `halving`, the fastest first; nothing if it is stopped.
+) -> None:
+    """Run a sweep with `halving`; what is not possible, or predicted not to fit, is a result first.
 
     A round's trials differ from those of the round before in their steps, so each is a result of its own, and the same
     call goes on where it was. Ends that are in `again` are tried again.
@@ -74,16 +75,18 @@ def run_halved(
     assert sweep.halving is not None, "a sweep without it runs every trial"
     journal = Journal(folder)
 
-    def run(left: Sequence[tuple[str, ...]], steps: int) -> dict[tuple[str, ...], float]:
-        of_round = replace(sweep, steps=steps)
-        trials = {trial.overrides: trial for trial in make_trials(of_round, folder)}
-        chosen = [trials[overrides] for overrides in left]
-        on_round(chosen)
+    def run(of_round: Sweep, chosen: Sequence[Trial], *, tries_misfits: bool) -> None:
         done = {key for key, result in journal.read().items() if result.outcome not in again}
         for result in run_sweep(
-            of_round, chosen, folder, done=done, tries_misfits=True, is_stopped=is_stopped, on_start=on_start
+            of_round, chosen, folder, done=done, tries_misfits=tries_misfits, is_stopped=is_stopped, on_start=on_start
         ):
             on_result(result)
+
+    def run_round(left: Sequence[tuple[str, ...]], steps: int) -> dict[tuple[str, ...], float]:
+        of_round = replace(sweep, steps=steps)
+        chosen = [make_trial(of_round, folder, overrides) for overrides in left]
+        on_round(chosen)
+        run(of_round, chosen, tries_misfits=True)
         results = journal.read()
         ended = {trial.overrides: results[trial.key] for trial in chosen if trial.key in results}
         if len(ended) < len(chosen):  # stopped
@@ -91,16 +94,14 @@ def run_halved(
         return {each: r.step_time_s for each, r in ended.items() if r.outcome == "ok" and r.step_time_s}
 
     candidates = [
-        trial
-        for trial in make_trials(sweep, folder)
-        if trial.config is not None and (tries_misfits or trial.estimate is None or trial.estimate.fits)
+        t for t in trials if t.config is not None and (tries_misfits or t.estimate is None or t.estimate.fits)
     ]
+    run(sweep, [trial for trial in trials if trial not in candidates], tries_misfits=False)
     halving = sweep.halving
     if any(trial.estimate is None for trial in candidates):
         halving = replace(halving, first=1.0)  # nothing says which come first
-    rounds = list(halve([trial.overrides for trial in candidates], halving, run))
-    last = {trial.overrides: trial for trial in make_trials(replace(sweep, steps=halving.steps[-1]), folder)}
-    return [last[overrides] for overrides in rounds[-1]] if len(rounds) == len(halving.steps) else []
+    for _ in halve([trial.overrides for trial in candidates], halving, run_round) if candidates else ():
+        pass
 
 
 @contextmanager

@@ -189,7 +189,7 @@ def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
     """Every trial, each config once: first those that can run, by predicted time of a step; then the impossible."""
     found: dict[str, Trial] = {}
     for overrides in _combine(sweep):
-        trial = _make_trial(sweep, folder, overrides)
+        trial = make_trial(sweep, folder, overrides)
         found.setdefault(trial.key, trial)
     return sorted(found.values(), key=_order)
 
@@ -244,7 +244,8 @@ def _ask_device_name() -> str:
     return subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
+def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
+    """The trial that these overrides stand for."""
     everything = [*sweep.overrides, *overrides, f"--train.steps={sweep.steps}", "--checkpoint.save=false"]
     try:
         config = load_config(sweep.config, everything)

@@ -1,16 +1,17 @@
 """What is read off measurements that a known machine would give is that machine."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
 import pytest
-from machine import LINK, PEAK, STREAM, measure_machine, step_s
+from machine import GPU_LINK, LINK, MACHINE, NETWORK, PEAK, STREAM, TP_NETWORK, measure_gpus, measure_machine, step_s
 
 from dtlayout.batch import Batch
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import calibrate
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import load_cluster
+from dtlayout.cluster import find_gpu, load_cluster
 from dtlayout.costmodel.comm import Link, all_reduce_s
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.errors import InvalidConfig
@@ -62,6 +63,42 @@ def test_the_file_gives_the_same_cluster_again(found, tmp_path):
     assert here == pytest.approx(there, rel=1e-4)
     assert find_engine_on(OWN_ENGINE, read.gpu).is_calibrated
     assert not find_engine_on("megatron", read.gpu).is_calibrated  # it has host's times of its own
+
+
+def test_gpus_reach_shares_of_their_data_sheet_and_small_noise_is_no_sharing():
+    found = calibrate(measure_gpus())
+    gpu, sheet, reached = found.cluster.gpu, find_gpu("h100-80g-sxm"), dict(found.cluster.gpu.reached)
+    assert (gpu.name, gpu.ranks_at_once, gpu.peak_flops_per_s) == (sheet.name, math.inf, sheet.peak_flops_per_s)
+    assert reached["matmul_efficiency"] == pytest.approx(0.7, rel=0.01)
+    assert reached["memory_efficiency"] == pytest.approx(0.9, rel=0.01)
+    assert reached["flash2_efficiency"] == pytest.approx(0.4, rel=0.01)
+    assert reached["link_efficiency"] * sheet.link_bytes_per_s == pytest.approx(GPU_LINK.bytes_per_s, rel=0.02)
+    assert reached["layer_host_s"] == pytest.approx(2e-3, rel=0.05)
+    assert "message_host_s" not in reached and "layer_host_tp_s" not in reached
+    assert found.error < 0.02
+
+
+def test_links_between_nodes_are_those_of_rings_of_tp_and_of_messages():
+    gpu = calibrate(measure_gpus()).cluster.gpu
+    reached = dict(gpu.reached)
+    assert gpu.network_bytes_per_s * 0.7 == pytest.approx(NETWORK.bytes_per_s, rel=0.02)
+    assert gpu.network_latency_s == pytest.approx(NETWORK.latency_s, rel=0.1)
+    assert reached["tp_network_efficiency"] * 4 * gpu.network_bytes_per_s == pytest.approx(60e9, rel=0.02)
+    assert reached["tp_network_latency_s"] == pytest.approx(TP_NETWORK.latency_s, rel=0.1)
+    assert reached["message_efficiency"] * gpu.network_bytes_per_s == pytest.approx(NETWORK.bytes_per_s / 2, rel=0.02)
+
+
+def test_two_slow_hosts_are_told_to_keep_tp_inside():
+    """As on scripts/two_hosts.sh: with the link of the network 20 times slower, tp=4 is out, and pp across is not."""
+    gpu = replace(MACHINE.gpu, network_bytes_per_s=5e7 / 0.7, gpus_per_node=2, ranks_at_once=1.0)
+    hosts = replace(MACHINE, gpu=gpu, gpus_per_node=2)
+    model = ModelShape(
+        name="m", hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=4, ffn_size=768, vocab_size=512
+    )
+    batch = Batch(global_batch=8, seq_len=256)
+    inside, across = (step_s(model, batch, layout, hosts) for layout in (Layout(tp=2, pp=2), Layout(tp=4)))
+    assert across > 1.5 * inside
+    assert step_s(model, batch, Layout(pp=4), hosts) < inside
 
 
 def test_what_no_probe_tells_stays_general():

@@ -10,7 +10,7 @@ from machine import MACHINE, TRUTH, measure_machine, step_s
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import Calibration
 from dtlayout.cli import main
-from dtlayout.cluster import find_gpu, load_cluster
+from dtlayout.cluster import load_cluster
 from dtlayout.config import load_config
 from dtlayout.sweep.results import Journal, TrialResult
 from dtlayout.sweep.spec import make_trials, read_sweep, trial_folder
@@ -64,10 +64,11 @@ def swept(tmp_path):
         place.mkdir(parents=True)
         (place / "config.toml").write_text(trial.config.to_toml())
         assert trial.kernels is not None
+        predicted = to_predicted(trial.estimate, load_cluster(lab).gpu)
         Journal(folder).append(
             TrialResult(
                 key=trial.key, overrides=list(trial.overrides), layout=asdict(trial.layout),
-                kernels=asdict(trial.kernels), outcome="ok", predicted=to_predicted(trial.estimate, find_gpu("cpu")),
+                kernels=asdict(trial.kernels), outcome="ok", predicted=predicted,
                 step_time_s=step_s(trial.config.model, trial.config.batch, trial.layout),
             )
         )  # fmt: skip
@@ -96,10 +97,29 @@ def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
     [record] = load_cluster(lab).records
     assert (record.sweep, record.hardware, record.runs) == ("out", "cpu", len(Journal(folder).read()))
     assert record.error > 0.05, "it says what was predicted before the sweep"
+    assert load_cluster(lab).gpu.prediction_error == record.error
+    assert main(["validate", str(folder), "--into", str(lab)]) == 0
+    assert load_cluster(lab).records == (record,), "a sweep is on record once"
+    capsys.readouterr()
 
     model = ["--model", str(folder.parent / "config.toml"), "--seq-len", "192", "--global-batch", "8"]
     assert main(["recommend", *model, "--cluster", str(lab), "--precision", "compute=float32"]) == 0
     assert f"track record: out, {record.date}" in capsys.readouterr().out
+
+
+def test_a_sweep_that_was_not_predicted_by_a_calibrated_file_is_fitted_but_no_record(swept, capsys):
+    lab, folder = swept
+    journal = folder / "trials.jsonl"
+    journal.write_text(journal.read_text().replace('"calibrated": true', '"calibrated": false'))
+    assert main(["validate", str(folder), "--into", str(lab)]) == 0
+    assert "no record" in capsys.readouterr().out and load_cluster(lab).records == ()
+
+
+def test_a_sweep_can_be_read_when_its_cluster_file_is_gone(swept, capsys):
+    lab, folder = swept
+    lab.unlink()
+    assert main(["validate", str(folder)]) == 0
+    assert "uncalibrated" in capsys.readouterr().out
 
 
 def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
@@ -116,13 +136,21 @@ def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
         (["{lab}", "--into", "{lab}"], "--into takes folders of sweeps"),
         (["{folder}", "--into", "{plain}"], "has no measured constants to fit; dtlayout calibrate writes such a file"),
         (["{empty}", "--into", "{lab}"], "is no folder of a sweep"),
+        (["{folder}", "--into", "{torn}"], "record is not what dtlayout validate --into writes"),
     ],
 )
 def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, problem):
     lab, folder = swept
     (tmp_path / "plain.toml").write_text('gpu = "cpu"\ngpus = 4\n')
     (tmp_path / "empty").mkdir()
-    names = {"lab": lab, "folder": folder, "plain": tmp_path / "plain.toml", "empty": tmp_path / "empty"}
+    (tmp_path / "torn.toml").write_text('gpu = "cpu"\ngpus = 4\n[[record]]\nerror = "x"\n')
+    names = {
+        "torn": tmp_path / "torn.toml",
+        "lab": lab,
+        "folder": folder,
+        "plain": tmp_path / "plain.toml",
+        "empty": tmp_path / "empty",
+    }
     before = lab.read_text()
     assert main(["validate", *(text.format(**names) for text in arguments)]) == 2
     assert problem in capsys.readouterr().err and lab.read_text() == before

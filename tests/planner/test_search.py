@@ -4,11 +4,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from machine import MACHINE
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.engine import find_engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
@@ -83,8 +84,12 @@ SCENARIOS = {
     "six": scenario(6, batch=12, memory=int(9e9)),
     "few microbatches": scenario(8, batch=4, memory=int(9e9)),
     "megatron": scenario(engine="megatron", memory=int(12e9)),
+    "calibrated cores": Scenario(
+        model=replace(SHAPE, num_layers=6), batch=Batch(global_batch=8, seq_len=128), cluster=MACHINE,
+        engine=find_engine_on("dtlayout", MACHINE.gpu), precision=Precision(compute="float32"),
+    ),
     "nanotron": scenario(engine="nanotron", gpu="h100-80g-sxm", memory=int(14e9)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -46,14 +46,10 @@ def main() -> int:
 def write_step(run: Path, step: int, seed: int) -> None:
     """The first two steps are slow, and those after them take 100 ms and one for each seed."""
     step_time_s = 5.0 if step <= 2 else 0.1 + 0.001 * seed
-    line = {
-        "step": step,
-        "step_time_s": step_time_s,
-        "tokens_per_s_per_gpu": 8 / step_time_s,
-        "peak_memory_bytes": None,
-    }
+    line = {"step": step, "step_time_s": step_time_s, "tokens_per_s_per_gpu": 8 / step_time_s}
+    line |= {"model_tflops_per_gpu": 1.0, "mfu": None, "peak_memory_bytes": None}
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({**line, "model_tflops_per_gpu": 1.0, "peak_memory_bytes": None}) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def write_summary(run: Path, **values: object) -> None:
