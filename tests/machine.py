@@ -133,7 +133,8 @@ def measure_gpus() -> Measured:
         device=h100.device_names[0], gpu=h100.name, num_ranks=8, ranks_per_node=4, memory_bytes=h100.memory_bytes,
         stream_bytes_per_s=0.9 * h100.memory_bytes_per_s, host_s=2.1e-3, host_alone_s=2e-3,
         matmuls=tuple(
-            MatmulTime(m=4096, n=n, k=k, format="bfloat16", seconds=1.05 * s, alone_s=s) for (n, k), s in seconds.items()
+            MatmulTime(m=4096, n=n, k=k, format="bfloat16", seconds=1.05 * alone_s, alone_s=alone_s)
+            for (n, k), alone_s in seconds.items()
         ),
         attention=(
             AttentionTime(kernel="sdpa-flash", batch=1, heads=32, seq_len=8192, head_dim=128, format="bfloat16",
