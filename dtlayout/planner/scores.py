@@ -33,8 +33,9 @@ class Prediction:
 
     @property
     def speed(self) -> float:
-        """The predicted one of what `Run.speed` measures."""
-        return self.estimate.mfu if self.run.mfu is not None else 1 / self.estimate.step_time_s
+        """The predicted one of what `Run.speed` measures, of one kind for all rows of a table."""
+        is_cpu = self.run.scenario.cluster.gpu.name == "cpu"
+        return 1 / self.estimate.step_time_s if is_cpu and self.run.mfu is None else self.estimate.mfu
 
     @property
     def speed_error(self) -> float:

@@ -143,7 +143,7 @@ def test_people_see_scores_and_the_worst_rows_in_120_columns(measured, capsys):
     assert pooled.split() == ["all", "24", "–", "25.0", "%", "25.0", "%", "1.000", "1.000", "0.0", "%", "0.0", "%"]
     assert len(heading) == len(pooled)
     text = "\n".join(lines)
-    assert "worst by MFU, of " in text and "worst by peak memory, of 24" in text
+    assert "worst by speed, of " in text and "worst by peak memory, of 24" in text
     assert text.count("(+25.0%)") == 4  # two rows of either kind
     assert "worst by outcome" not in text
 
