@@ -189,7 +189,7 @@ def test_a_fit_is_a_piece_of_an_engines_file(measured, few_constants, capsys):
     assert all(type(value) is float and BOUNDS[name][0] <= value <= BOUNDS[name][1] for name, value in values.items())
     shipped = find_engine("nanotron", "h100-80g-sxm").constants.matmul_efficiency
     assert values["matmul_efficiency"] < shipped  # the runs were made slower
-    assert "# mape              25.0 %" in fragment and "# MFU error after: p10 " in fragment
+    assert "# mape              25.0 %" in fragment and "# error of speed after: p10 " in fragment
 
 
 def test_a_fit_can_be_written_to_a_file(measured, few_constants, tmp_path, capsys):
@@ -327,5 +327,5 @@ def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| all rows | 24 |" in report
-    assert "worst by MFU" in report and "CPU cores" in report
+    assert "worst by speed" in report and "CPU cores" in report
     assert str(tmp_path) not in report and str(ROOT) not in report
