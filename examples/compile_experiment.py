@@ -41,7 +41,7 @@ model, batch = dl.find_preset(options.model), dl.Batch(global_batch=options.glob
 layout = opened.resolve(int(os.environ.get("WORLD_SIZE", "1")))
 layout.check(model, batch)
 has_enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-device = open_device("cuda" if has_enough else "cpu", "auto")
+device = open_device("cuda" if has_enough else "cpu", None)
 join_ranks(device, timeout_s=600)
 say = partial(print, flush=True) if dist.get_rank() == 0 else lambda *_: None
 

@@ -32,6 +32,6 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     (memory,) = estimate_ranks(estimator.scenario, layout, cell.kernels, [stage], [0])
     work = estimator.stage_work(stage, layout, cell.kernels)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
-    update_s = sum(estimator.update_of(layout, n, m, work.forward_s, work.backward_s))
+    update_s = sum(estimator.update_of(layout, n, len(stage.layers), m, work.forward_s, work.backward_s))
     step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)
     return Prediction(step_time_s=step_time_s, peak_bytes=memory.total, capacity_bytes=estimator.capacity_bytes)

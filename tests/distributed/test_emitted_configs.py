@@ -12,10 +12,8 @@ ASKED = "recommend --model debug --gpu cpu --gpus 2 --gpus-per-node 2 --seq-len 
 @pytest.mark.parametrize(
     ("fixed", "expected"),
     [
-        (("dp_shard=2", "zero=1"), {"dp_shard": 2, "zero": 1}),
         (("dp_shard=2", "zero=3", "recompute=full"), {"zero": 3, "recompute": "full"}),
         (("tp=2",), {"tp": 2}),
-        (("pp=2", "schedule=1f1b"), {"pp": 2, "schedule": "1f1b"}),
         (("pp=2", "virtual_stages=2", "norm=eager"), {"pp": 2, "virtual_stages": 2}),
     ],
     ids=lambda value: "·".join(value) if isinstance(value, tuple) else "as asked",

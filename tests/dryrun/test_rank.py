@@ -78,8 +78,7 @@ def count_messages(report: RankReport) -> Counter[tuple[str, int]]:
     "layout",
     [
         Layout(dp_shard=2, zero=3),
-        Layout(pp=2, dp_shard=2, zero=2, recompute="full"),
-        Layout(pp=2, dp_shard=2, zero=3, schedule="interleaved-1f1b", virtual_stages=3),
+        Layout(pp=2, dp_shard=2, zero=3, schedule="interleaved-1f1b", virtual_stages=3, recompute="full"),
     ],
     ids=str,
 )
