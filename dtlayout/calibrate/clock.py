@@ -16,25 +16,22 @@ def time_together(action: Callable[[], object], device_type: str) -> float:
     """Seconds of an action that all ranks do at the same time: the median over rounds of the slowest rank."""
     action()
     dist.barrier()
-    once_s = _slowest(_time(action, 1, device_type))
-    repeats = max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
+    repeats = _count_repeats(_slowest(_time(action, 1, device_type), device_type))
     rounds_s = []
     for _ in range(_ROUNDS):
         dist.barrier()
-        rounds_s.append(_slowest(_time(action, repeats, device_type)))
+        rounds_s.append(_slowest(_time(action, repeats, device_type), device_type))
     return median(rounds_s)
 
 
 def time_alone(action: Callable[[], object], device_type: str) -> float:
     """Seconds of an action that rank 0 does while the others wait."""
-    seconds = torch.zeros(1, dtype=torch.float64)
+    seconds = torch.zeros(1, dtype=torch.float64, device=device_type)
     dist.barrier()
     if dist.get_rank() == 0:
         action()
-        once_s = _time(action, 1, device_type)
-        repeats = max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
+        repeats = _count_repeats(_time(action, 1, device_type))
         seconds[0] = median(_time(action, repeats, device_type) for _ in range(_ROUNDS))
-    seconds = seconds.to(device_type)
     dist.broadcast(seconds, 0)
     return float(seconds)
 
@@ -73,9 +70,13 @@ def _time(action: Callable[[], object], repeats: int, device_type: str) -> float
     return (time.perf_counter() - started) / repeats
 
 
-def _slowest(seconds: float) -> float:
-    found = torch.tensor([seconds], dtype=torch.float64)
-    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = found.to(device_type)
+def _count_repeats(once_s: float) -> int:
+    """Of an action in one round, by what it takes once."""
+    return max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
+
+
+def _slowest(seconds: float, device_type: str) -> float:
+    """What the slowest rank took."""
+    found = torch.tensor([seconds], dtype=torch.float64, device=device_type)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

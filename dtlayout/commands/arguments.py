@@ -17,8 +17,8 @@ def choose_gpu(config: Any, asked: str | None) -> Any:
     """The Gpu that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
     from dtlayout.cluster import find_gpu, known_gpus
 
-    if asked is None and config.cluster.known_gpu is not None:
-        return config.cluster.known_gpu
+    if asked is None and (known := config.cluster.known_gpu) is not None:
+        return known
     name = asked or config.cluster.gpu
     if name == "auto":
         raise InvalidConfig(

@@ -84,16 +84,14 @@ def _count_gpus() -> int:
 def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
     gpu = found.cluster.gpu
     peak = gpu.peak_fp32_flops_per_s if gpu.name == "cpu" and gpu.peak_fp32_flops_per_s else gpu.peak_flops_per_s
+    at_once = measured.ranks_per_node / measured.crowding
     lines = [
         f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node",
         f"matmuls reach  {dict(gpu.reached).get('matmul_efficiency', 1.0) * peak / 1e12:.3g} TFLOP/s in a step",
         f"memory         {measured.stream_bytes_per_s * measured.crowding / 1e9:.3g} GB/s",
+        *([f"at once        {at_once:.2g} ranks of a node at full speed"] if measured.num_ranks > 1 else []),
         f"probes         {len(measured.probes)} steps, predicted to {found.error:.1%} (median)",
     ]
-    if measured.num_ranks > 1:
-        lines.insert(
-            3, f"at once        {measured.ranks_per_node / measured.crowding:.2g} ranks of a node at full speed"
-        )
     if measured.taken > _MUCH_TAKEN:
         lines.append(f"note           other guests of the host had the processors for {measured.taken:.0%} of the time")
     return [*lines, f"written: {path}; dtlayout recommend --cluster {path}, or cluster.file in a config, take it"]

@@ -260,11 +260,8 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     if name != OWN_ENGINE or not gpu.reached:
         return engine
     measured = dict(gpu.reached)
-    problems = [
-        toml.describe_unknown_key(key, list(BOUNDS), "reached.") if key not in BOUNDS else f"reached.{line}"
-        for key, value in measured.items()
-        for line in (_outside(key, value) if key in BOUNDS else [""])
-    ]
+    problems = [toml.describe_unknown_key(name, list(BOUNDS), "reached.") for name in measured if name not in BOUNDS]
+    problems += [f"reached.{line}" for name in measured if name in BOUNDS for line in _outside(name, measured[name])]
     if problems:
         raise InvalidConfig(problems)
     return replace(

@@ -100,8 +100,8 @@ def run_halved(
     halving = sweep.halving
     if any(trial.estimate is None for trial in candidates):
         halving = replace(halving, first=1.0)  # nothing says which come first
-    for _ in halve([trial.overrides for trial in candidates], halving, run_round) if candidates else ():
-        pass
+    if candidates:
+        list(halve([trial.overrides for trial in candidates], halving, run_round))
 
 
 @contextmanager
