@@ -15,6 +15,7 @@ from scipy.optimize import nnls
 
 from dtlayout.calibrate.measured import CollectiveTime, Measured, ProbeTime
 from dtlayout.cluster import Cluster, Gpu, find_gpu
+from dtlayout.costmodel.compute import FLASH
 from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Constants, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
@@ -101,15 +102,13 @@ def _read_kernels(measured: Measured, sheet: Gpu, crowding: float) -> tuple[dict
         reached["matmul_efficiency"] = speeds["bfloat16"][0] / sheet.peak_flops_per_s
         reached["matmul_fill"] = speeds["bfloat16"][1]
         reached["memory_efficiency"] = stream / sheet.memory_bytes_per_s
-    names = {"sdpa-flash": "flash2", "sdpa-cudnn": "flash3", "sdpa-efficient": "efficient"}
-    for kernel, name in names.items():
+    for kernel in dict.fromkeys(each.kernel for each in measured.attention):
         times = [each for each in measured.attention if each.kernel == kernel]
-        if times:
-            # Half of the scores is masked, and both directions together do 3.5 times the FLOPs of forward.
-            flops = sum(3.5 * 2 * t.batch * t.heads * t.seq_len**2 * t.head_dim for t in times)
-            alone_s = sum(t.forward_s + t.backward_s for t in times) / crowding
-            peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
-            reached[f"{name}_efficiency"] = flops / alone_s / peak
+        # Half of the scores is masked, and both directions together do 3.5 times the FLOPs of forward.
+        flops = sum(3.5 * 2 * t.batch * t.heads * t.seq_len**2 * t.head_dim for t in times)
+        alone_s = sum(t.forward_s + t.backward_s for t in times) / crowding
+        peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
+        reached[FLASH[kernel]] = flops / alone_s / peak
     return numbers, {name: _clip(name, value) for name, value in reached.items()}
 
 

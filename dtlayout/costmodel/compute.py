@@ -19,7 +19,7 @@ _FFN_TRAFFIC_BYTES = 12.0
 """Moved by the activation function and its backward for each token and unit of the FFN, over t."""
 
 
-_FLASH = {
+FLASH = {
     "sdpa-flash": "flash2_efficiency",
     "flash-attn": "flash2_efficiency",
     "fa3": "flash3_efficiency",
@@ -146,7 +146,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     peak, seq_len = matrix_flops_per_s(scenario), scenario.batch.seq_len
     tokens = tokens_of(scenario, layout)
     flops = 4.0 * tokens * seq_len * model.hidden_size / t
-    if kernels.attention in _FLASH:
+    if kernels.attention in FLASH:
         forward = flash_s(scenario, kernels.attention, flops)
         return forward, 2.5 * forward
     assert kernels.attention in ("torch", "sdpa-math", "megatron-softmax"), "auto is resolved before it is predicted"
@@ -159,7 +159,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
 
 def flash_s(scenario: Scenario, attention: str, flops: float) -> float:
     """A flash kernel, which computes the half that the mask leaves of so many FLOPs."""
-    efficiency = getattr(scenario.engine.constants, _FLASH[attention])
+    efficiency = getattr(scenario.engine.constants, FLASH[attention])
     return flops / 2 / float(matrix_flops_per_s(scenario) * efficiency)
 
 
@@ -170,7 +170,7 @@ def pass_s(scenario: Scenario, moved_bytes: float) -> float:
 
 def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Of forward, moving every score through memory between attention's matmuls."""
-    if kernels.attention in _FLASH:
+    if kernels.attention in FLASH:
         return 0.0
     constants, scores = scenario.engine.constants, tokens_of(scenario, layout) * scenario.batch.seq_len
     is_fused = kernels.attention == "megatron-softmax"
