@@ -6,6 +6,8 @@ one direction.
 """
 
 import math
+import subprocess
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -116,6 +118,11 @@ class Cluster:
         """Ranks of all nodes that have their full speed at the same time."""
         return self.gpu.ranks_at_once * -(-self.num_gpus // self.gpus_per_node)
 
+    @property
+    def crowding(self) -> float:
+        """How much longer everything takes that all ranks do at the same time, where they share cores."""
+        return max(1.0, self.num_gpus / self.ranks_at_once)
+
     def __post_init__(self) -> None:
         if problems := _count_problems({"num_gpus": self.num_gpus, "gpus_per_node": self.gpus_per_node}):
             raise InvalidConfig(problems)
@@ -136,6 +143,15 @@ def find_gpu(name: str) -> Gpu:
             f"GPU type {name!r} is unknown; use {'' if near else 'one of '}{' or '.join(near) or ', '.join(known)}"
         )
     return _read_constants()[name]
+
+
+@cache
+def ask_device_names() -> tuple[str, ...]:
+    """What torch calls each GPU of this host; another process asks, whose memory on the GPU goes again."""
+    question = "from torch import cuda; number = cuda.device_count() if cuda.is_available() else 0; "
+    question += "print(*map(cuda.get_device_name, range(number)), sep='\\n')"
+    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
+    return tuple(asked.stdout.splitlines()) if asked.stdout.strip() else ()
 
 
 def find_gpu_by_device(device_name: str) -> Gpu | None:

@@ -7,6 +7,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import count_stage_parameters, estimate_ranks
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.update import update_times
 
 
 def predict(cell: Training, gpu: Gpu) -> Prediction:
@@ -32,6 +33,6 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     (memory,) = estimate_ranks(estimator.scenario, layout, cell.kernels, [stage], [0])
     work = estimator.stage_work(stage, layout, cell.kernels)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
-    update_s = sum(estimator.update_of(layout, n, len(stage.layers), m, work.forward_s, work.backward_s))
+    update_s = sum(update_times(estimator.scenario, layout, n, len(stage.layers), m, work.forward_s, work.backward_s))
     step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)
     return Prediction(step_time_s=step_time_s, peak_bytes=memory.total, capacity_bytes=estimator.capacity_bytes)

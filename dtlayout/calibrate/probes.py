@@ -12,19 +12,22 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.batch import Batch
 from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import ProbeTime
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.mesh.axes import axis_sizes
+from dtlayout.mesh.build import build_mesh
 from dtlayout.model_shape import ModelShape
 from dtlayout.precision import Precision
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
 
-_ROUNDS, _WARM_UP_STEPS, _STEPS = 2, 2, 4
+_ROUNDS, _WARM_UP_STEPS, _STEPS = 3, 1, 3
 _WIDE = ((256, 2048, 256, 2), (384, 512, 128, 2), (128, 8192, 128, 2), (256, 512, 256, 1), (160, 512, 128, 1))
 """Width, vocabulary, length and micro-batch of what a CPU computes for long enough that its host matters less."""
 _Probe = tuple[ModelShape, Layout, int, int]
@@ -40,8 +43,13 @@ def measure_probes(device_type: str) -> Iterator[ProbeTime]:
         Batch(global_batch=layout.dp * layout.micro_batch * m, seq_len=seq_len) for _, layout, seq_len, m in plan
     ]
     steps_s: list[list[float]] = [[] for _ in plan]
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    """By degrees: the process groups of each stay, with threads and open files."""
     for _, (found, (model, layout, *_), batch) in product(range(_ROUNDS), zip(steps_s, plan, batches, strict=True)):
-        found += _time_steps(model, batch, layout, kernels, precision, device_type)
+        degrees = tuple(axis_sizes(layout).values())
+        if degrees not in meshes:
+            meshes[degrees] = build_mesh(layout, device_type)
+        found += _time_steps(model, batch, layout, kernels, precision, meshes[degrees])
     for found, (model, layout, *_), batch in zip(steps_s, plan, batches, strict=True):
         yield ProbeTime(
             model=model, batch=batch, layout=layout, kernels=kernels, precision=precision, seconds=median(found)
@@ -85,13 +93,14 @@ def _make_model(num_layers: int, hidden_size: int = 64, vocab_size: int = 256) -
 
 
 def _time_steps(
-    model: ModelShape, batch: Batch, layout: Layout, kernels: Kernels, precision: Precision, device_type: str
+    model: ModelShape, batch: Batch, layout: Layout, kernels: Kernels, precision: Precision, mesh: DeviceMesh
 ) -> list[float]:
     """Seconds of each step; all ranks end it together, for it sums numbers over all of them.
 
     What the host of a virtual machine gave to others meanwhile is not counted: it is another share the next minute.
     """
-    assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type)
+    device_type = mesh.device_type
+    assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type, mesh=mesh)
     optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases=model.aliases)
     rows = batch.global_batch // layout.dp

@@ -43,6 +43,8 @@ def _check(arguments: Sequence[str]) -> None:
         raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
     if not Path(arguments[0]).parent.is_dir():
         raise InvalidConfig(f"{arguments[0]} cannot be written: there is no folder {Path(arguments[0]).parent}")
+    if not os.access(Path(arguments[0]).parent, os.W_OK) or Path(arguments[0]).is_dir():
+        raise InvalidConfig(f"{arguments[0]} cannot be written: it is a folder, or lies in one that is not yours")
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < num_gpus < num_ranks:
         raise InvalidConfig(f"{num_ranks} ranks on a host with {num_gpus} GPUs; start one for each GPU")

@@ -2,21 +2,24 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import Calibration, calibrate
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import load_cluster
+from dtlayout.cluster import ask_device_names, load_cluster
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.signals import note_signals
 from dtlayout.training.metrics import write_whole
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
-_LIMIT_S = 1800
+_LIMIT_S, _LOOK_EVERY_S = 1800, 0.2
 _MUCH_TAKEN = 0.1
 
 
@@ -40,8 +43,10 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--ranks={options.ranks} must be at least 1")
     if not options.out.parent.is_dir():
         raise InvalidConfig(f"--out={options.out} cannot be written: there is no folder {options.out.parent}")
+    if not os.access(options.out.parent, os.W_OK):
+        raise InvalidConfig(f"--out={options.out} cannot be written: {options.out.parent} is not yours to write in")
     records = load_cluster(options.out).records if options.out.exists() else ()  # refuses to replace something else
-    measured = Measured.read(options.measured) if options.measured else _measure(options.ranks or _count_gpus())
+    measured = Measured.read(options.measured) if options.measured else _measure(options.ranks)
     found = calibrate(measured)
     try:
         write_whole(options.out, to_toml(measured, found, records))
@@ -55,30 +60,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(num_ranks: int) -> Measured:
-    """By a torchrun of its own."""
+def _measure(num_ranks: int | None) -> Measured:
+    """By a torchrun of its own, of as many ranks as there are GPUs if none are named."""
+    num_ranks = num_ranks or len(ask_device_names()) or 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
-        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command = [sys.executable, "-m", "dtlayout.sweep.tether", str(os.getpid())]  # ends it with this process
+        command += [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(num_ranks), "-m", "dtlayout.calibrate.ranks", str(path)]
-        process = subprocess.Popen(command, stdout=sys.stderr)
-        try:
-            exit_code = process.wait(_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise DtlayoutError(f"measuring took longer than {_LIMIT_S} s; is the machine busy?") from None
-        finally:
+        with note_signals() as stop:
+            process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+            deadline = time.monotonic() + _LIMIT_S
+            while process.poll() is None and not stop.is_made and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY_S)
+            exit_code = process.poll()
             process.terminate()  # torchrun ends its ranks; nothing if it has ended
             process.wait()
+        if stop.is_made:
+            raise DtlayoutError("stopped; nothing was written")
+        if exit_code is None:
+            raise DtlayoutError(f"measuring took longer than {_LIMIT_S} s; is the machine busy?")
         if exit_code or not path.exists():
             raise DtlayoutError(f"measuring failed with exit code {exit_code}; its words are above")
         return Measured.read(path)
-
-
-def _count_gpus() -> int:
-    """Of this host, as torch sees them; another process asks, whose memory on the GPU goes again."""
-    question = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
-    return max(1, int(asked.stdout))
 
 
 def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:

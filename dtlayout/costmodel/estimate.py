@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_s
-from dtlayout.costmodel.compute import BlockTime, block_time, head_time, pass_s, recompute_time
+from dtlayout.costmodel.comm import message_s
+from dtlayout.costmodel.compute import BlockTime, block_time, head_time, recompute_time
 from dtlayout.costmodel.memory import (
     MemoryEstimate,
     activation_size,
@@ -18,14 +18,14 @@ from dtlayout.costmodel.memory import (
     estimate_memory,
     tokens_of,
 )
-from dtlayout.costmodel.scenario import Scenario, count_state_shards, cut
+from dtlayout.costmodel.scenario import Scenario, cut
+from dtlayout.costmodel.update import update_times
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.sharing import time_shared_pipeline
 from dtlayout.pipelining.timing import PipelineTime, StageTimes, time_pipeline
-from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
 T = TypeVar("T")
@@ -33,12 +33,8 @@ T = TypeVar("T")
 HOPELESS_SHARE = 1.25
 """Of the capacity, above which nobody should try a predicted peak on a GPU: well beyond the model's error, and in
 between a try costs only the minute that it takes to run out of memory."""
-_OPTIMIZER_TRAFFIC_BYTES = 28
-"""Read and written for each parameter of a shard: gradient, master and moments in fp32, the last three back."""
 _THRASH_RAMP = 0.05
 """Share of the memory over which an allocator that is short of it comes to its full cost."""
-_GRADIENT_TRAFFIC_BYTES = 12
-"""The same for each parameter of the stage: gradients cast and their norm, weights cast back."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,6 @@ class Estimator:
         self.scenario = scenario
         constants, gpu = scenario.engine.constants, scenario.cluster.gpu
         self.capacity_bytes = gpu.memory_bytes - constants.context_bytes
-        self.crowding = max(1.0, scenario.cluster.num_gpus / scenario.cluster.ranks_at_once)
-        """How much longer everything takes that all ranks do at the same time, where they share cores."""
         self._known: dict[Hashable, Any] = {}
 
     def estimate(self, layout: Layout, kernels: Kernels) -> Estimate:
@@ -207,54 +201,7 @@ class Estimator:
         own = work[rank :: layout.pp]
         forward_s, backward_s = sum(w.forward_s for w in own), sum(w.backward_s for w in own)
         num_layers = sum(len(chunk.layers) for chunk in chunks)
-        return self.update_of(layout, n, num_layers, m, forward_s, backward_s)
-
-    def update_of(
-        self, layout: Layout, n: float, num_layers: int, m: int, forward_s: float, backward_s: float
-    ) -> tuple[float, float]:
-        """The same of n parameters in so many layers behind m microbatches of so many seconds."""
-        traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / count_state_shards(layout))
-        dp_s, optimizer_s = self._data_parallel_s(layout, n, m, forward_s, backward_s), pass_s(self.scenario, traffic)
-        if self.scenario.is_on_host:
-            constants = self.scenario.engine.constants
-            optimizer_s += num_layers * constants.layer_update_s
-            if layout.dp * layout.cp > 1:
-                times = count_reductions(self.scenario, layout, m) + (2 * m if layout.zero == 3 else 1)
-                dp_s += num_layers * times * constants.layer_sync_s
-        return self.crowding * dp_s, self.crowding * optimizer_s
-
-    def _data_parallel_s(self, layout: Layout, n: float, m: int, forward_s: float, backward_s: float) -> float:
-        """What computation does not hide of a step's reductions and gathers.
-
-        Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
-        under ZeRO-3, the backward) that uses them.
-        """
-        if layout.dp * layout.cp == 1:
-            return 0.0
-        habits, hidden = self.scenario.engine.habits, hidden_share(self.scenario)
-        reduce_bytes, gather_bytes = habits.reduce_bytes * n, activation_size(self.scenario) * n
-        if habits.sharding == "fsdp2":
-            reduce_bytes = BYTES[self.scenario.precision.reduce] * n
-        shards = count_state_shards(layout)
-        copies = layout.dp * layout.cp // shards
-        shard_link = data_link(self.scenario, layout, layout.tp, shards)
-        reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
-        gather_s = half_all_reduce_s(gather_bytes, shards, shard_link)
-        if habits.reduction == "all-reduce":
-            reduce_s = 2 * reduce_s
-        copy_link = data_link(self.scenario, layout, layout.tp * shards, copies)
-        copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
-        reductions = count_reductions(self.scenario, layout, m)
-        again_s = gather_s if layout.zero == 3 else 0.0  # behind the same backward as the reduction, on the same link
-
-        def exposed_s(sending_s: float, computing_s: float) -> float:
-            return max(0.0, sending_s - hidden * computing_s)
-
-        exposed = (reductions - 1) * exposed_s(reduce_s + again_s, backward_s)
-        exposed += (m - reductions) * exposed_s(again_s, backward_s)
-        exposed += exposed_s(reduce_s + copy_s + again_s, backward_s)
-        exposed += (m if layout.zero == 3 else 1) * exposed_s(gather_s, forward_s)
-        return exposed
+        return update_times(self.scenario, layout, n, num_layers, m, forward_s, backward_s)
 
     def _stage_work(self, stage: StageSlice, layout: Layout, kernels: Kernels) -> "StageWork":
         block = self.block(layout, kernels)
@@ -326,7 +273,7 @@ class Estimator:
         constants = self.scenario.engine.constants
         share = peak_bytes / self.scenario.cluster.gpu.memory_bytes
         shortage = min(1.0, max(0.0, (share - constants.thrash_share) / _THRASH_RAMP))
-        return self.crowding * constants.step_host_s + shortage * constants.thrash_s * m
+        return self.scenario.cluster.crowding * constants.step_host_s + shortage * constants.thrash_s * m
 
     def _message_s(self, layout: Layout) -> float:
         habits = self.scenario.engine.habits
@@ -371,18 +318,6 @@ class StageWork:
     """All of forward."""
     backward_s: float
     """All of backward."""
-
-
-def hidden_share(scenario: Scenario) -> float:
-    """Of computation, behind which data-parallel communication can hide; none where the same cores do both."""
-    overlaps = scenario.engine.habits.overlaps_reduction and not scenario.is_on_host
-    return scenario.engine.constants.overlap if overlaps else 0.0
-
-
-def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
-    """How often gradients are summed over data-parallel ranks in a step of m microbatches."""
-    is_each = layout.zero > 1 and (scenario.engine.habits.sharding == "fsdp2" or layout.pp == 1)
-    return m if is_each else 1
 
 
 def _split_time(

@@ -11,8 +11,9 @@ from math import prod
 
 from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
 from dtlayout.costmodel.compute import flash_s, host_s, matmul_s, pass_s
-from dtlayout.costmodel.estimate import Estimator, StageWork, TimeEstimate, hidden_share
+from dtlayout.costmodel.estimate import Estimator, StageWork, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.update import hidden_share
 from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -28,7 +29,7 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
         return None
     estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
     ranks = {rank: _Rank(scenario, layout, kernels, report) for rank, report in by_pp_rank.items()}
-    first = ranks[0].stages[0]
+    first, crowding = ranks[0].stages[0], scenario.cluster.crowding
     layers = [len(stage.layers) for stage in estimator.stages(layout)]
     known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
     work = [
@@ -41,7 +42,7 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     ]
     return estimator.step(
         layout, m, work,
-        {r: (estimator.crowding * priced.dp_s, estimator.crowding * priced.optimizer_s) for r, priced in ranks.items()},
+        {rank: (crowding * priced.dp_s, crowding * priced.optimizer_s) for rank, priced in ranks.items()},
         delay_s=max(rank.message_s for rank in ranks.values()),
         peak_bytes=max(report.peak_bytes for report in reports) + scenario.engine.constants.overhead_bytes,
     )  # fmt: skip

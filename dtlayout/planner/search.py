@@ -25,6 +25,7 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimate, Estimator, StageWork
+from dtlayout.costmodel.update import update_times
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import StageSlice
@@ -363,7 +364,8 @@ class Search:
         own = [skeleton.work[c] for c in group.classes]
         forward_s, backward_s = sum([w.forward_s for w in own]), sum([w.backward_s for w in own])
         num_layers = sum(num_layers for num_layers, *_ in group.classes)
-        return float(sum(self.estimator.update_of(example, n, num_layers, skeleton.m, forward_s, backward_s)))
+        scenario = self.space.scenario
+        return sum(update_times(scenario, example, n, num_layers, skeleton.m, forward_s, backward_s))
 
 
 def rank(timed: Sequence[_Timed], top: int, capacity_bytes: float) -> list[_Timed]:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from machine import measure_machine
@@ -13,6 +15,7 @@ from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cli import main
 from dtlayout.cluster import load_cluster
+from dtlayout.sweep import processes
 
 
 def test_two_ranks_measure_everything_and_their_file_becomes_a_cluster(tmp_path, capsys):
@@ -63,6 +66,21 @@ def test_what_cannot_be_done_is_refused(tmp_path, capsys, arguments, problem):
     names = {"old": tmp_path / "old.json", "none": tmp_path / "none", "lab": tmp_path / "lab.toml"}
     assert main(["calibrate", *(text.format(**names) for text in arguments)]) == 2
     assert problem in capsys.readouterr().err and not (tmp_path / "lab.toml").exists()
+
+
+def test_an_end_of_the_command_ends_its_ranks(tmp_path):
+    command = [sys.executable, "-c", "import sys; from dtlayout.cli import main; sys.exit(main())", "calibrate"]
+    calibrate = subprocess.Popen(
+        [*command, "--ranks", "2", "--out", str(tmp_path / "lab.toml")], stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DTLAYOUT_TRIAL": str(tmp_path)},
+    )  # fmt: skip
+    assert calibrate.stderr is not None and "measuring matmuls" in calibrate.stderr.readline()
+    calibrate.send_signal(signal.SIGTERM)
+    assert calibrate.wait(30) == 2
+    deadline = time.monotonic() + 30
+    while processes.find(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes.find(str(tmp_path)) == [] and not (tmp_path / "lab.toml").exists()
 
 
 def test_time_that_others_had_is_a_share(monkeypatch):

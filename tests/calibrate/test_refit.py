@@ -138,6 +138,7 @@ def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
         (["{lab}", "--into", "{lab}"], "--into takes folders of sweeps"),
         (["{folder}", "--into", "{plain}"], "has no measured constants to fit; dtlayout calibrate writes such a file"),
         (["{empty}", "--into", "{lab}"], "is no folder of a sweep"),
+        (["{refused}", "--into", "{lab}"], "has no trial that was run"),
         (["{folder}", "--into", "{torn}"], "record is not what dtlayout validate --into writes"),
     ],
 )
@@ -145,6 +146,8 @@ def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, 
     lab, folder = swept
     (tmp_path / "plain.toml").write_text('gpu = "cpu"\ngpus = 4\n')
     (tmp_path / "empty").mkdir()
+    (tmp_path / "refused").mkdir()
+    Journal(tmp_path / "refused").append(TrialResult(key="a", overrides=[], outcome="refused"))
     (tmp_path / "torn.toml").write_text('gpu = "cpu"\ngpus = 4\n[[record]]\nerror = "x"\n')
     names = {
         "torn": tmp_path / "torn.toml",
@@ -152,6 +155,7 @@ def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, 
         "folder": folder,
         "plain": tmp_path / "plain.toml",
         "empty": tmp_path / "empty",
+        "refused": tmp_path / "refused",
     }
     before = lab.read_text()
     assert main(["validate", *(text.format(**names) for text in arguments)]) == 2

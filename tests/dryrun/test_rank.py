@@ -23,7 +23,6 @@ CASES = [
     Case(Layout(dp_shard=4), precision=BF16),
     Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
     Case(Layout(dp_replicate=2, dp_shard=2), precision=BF16),
-    Case(Layout(dp_shard=2, tp=2, micro_batch=2), precision=BF16),
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="full"), precision=FP32),
     Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="selective"), precision=BF16),
     Case(Layout(tp=4, micro_batch=4, sequence_parallel=False), precision=BF16),

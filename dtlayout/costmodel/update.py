@@ -1,0 +1,80 @@
+"""What ends a step: gradients are reduced, parameters gathered and updated."""
+
+from dtlayout.costmodel.comm import data_link, half_all_reduce_s
+from dtlayout.costmodel.compute import pass_s
+from dtlayout.costmodel.memory import activation_size
+from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.layout import Layout
+from dtlayout.precision import BYTES
+
+_OPTIMIZER_TRAFFIC_BYTES = 28
+"""Read and written for each parameter of a shard: gradient, master and moments in fp32, the last three back."""
+_GRADIENT_TRAFFIC_BYTES = 12
+"""The same for each parameter of the stage: gradients cast and their norm, weights cast back."""
+
+
+def update_times(
+    scenario: Scenario, layout: Layout, n: float, num_layers: int, m: int, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """Seconds of exposed data-parallel communication and of the optimizer, on a rank of n parameters.
+
+    Those are of `num_layers` blocks, and m microbatches of so many seconds hide what can be hidden.
+    """
+    traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / count_state_shards(layout))
+    dp_s, optimizer_s = _data_parallel_s(scenario, layout, n, m, forward_s, backward_s), pass_s(scenario, traffic)
+    if scenario.is_on_host:
+        constants = scenario.engine.constants
+        optimizer_s += num_layers * constants.layer_update_s
+        if layout.dp * layout.cp > 1:
+            times = count_reductions(scenario, layout, m) + (2 * m if layout.zero == 3 else 1)
+            dp_s += num_layers * times * constants.layer_sync_s
+    crowding = scenario.cluster.crowding
+    return crowding * dp_s, crowding * optimizer_s
+
+
+def hidden_share(scenario: Scenario) -> float:
+    """Of computation, behind which data-parallel communication can hide; none where the same cores do both."""
+    overlaps = scenario.engine.habits.overlaps_reduction and not scenario.is_on_host
+    return scenario.engine.constants.overlap if overlaps else 0.0
+
+
+def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
+    """How often gradients are summed over data-parallel ranks in a step of m microbatches."""
+    is_each = layout.zero > 1 and (scenario.engine.habits.sharding == "fsdp2" or layout.pp == 1)
+    return m if is_each else 1
+
+
+def _data_parallel_s(
+    scenario: Scenario, layout: Layout, n: float, m: int, forward_s: float, backward_s: float
+) -> float:
+    """What computation does not hide of a step's reductions and gathers.
+
+    Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
+    under ZeRO-3, the backward) that uses them.
+    """
+    if layout.dp * layout.cp == 1:
+        return 0.0
+    habits, hidden = scenario.engine.habits, hidden_share(scenario)
+    reduce_bytes, gather_bytes = habits.reduce_bytes * n, activation_size(scenario) * n
+    if habits.sharding == "fsdp2":
+        reduce_bytes = BYTES[scenario.precision.reduce] * n
+    shards = count_state_shards(layout)
+    copies = layout.dp * layout.cp // shards
+    shard_link = data_link(scenario, layout, layout.tp, shards)
+    reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
+    gather_s = half_all_reduce_s(gather_bytes, shards, shard_link)
+    if habits.reduction == "all-reduce":
+        reduce_s = 2 * reduce_s
+    copy_link = data_link(scenario, layout, layout.tp * shards, copies)
+    copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
+    reductions = count_reductions(scenario, layout, m)
+    again_s = gather_s if layout.zero == 3 else 0.0  # behind the same backward as the reduction, on the same link
+
+    def exposed_s(sending_s: float, computing_s: float) -> float:
+        return max(0.0, sending_s - hidden * computing_s)
+
+    exposed = (reductions - 1) * exposed_s(reduce_s + again_s, backward_s)
+    exposed += (m - reductions) * exposed_s(again_s, backward_s)
+    exposed += exposed_s(reduce_s + copy_s + again_s, backward_s)
+    exposed += (m if layout.zero == 3 else 1) * exposed_s(gather_s, forward_s)
+    return exposed
