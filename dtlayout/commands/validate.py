@@ -116,6 +116,8 @@ def _refresh(options: argparse.Namespace) -> int:
     if not cluster.gpu.reached:
         raise InvalidConfig(f"{options.into} has no measured constants to fit; dtlayout calibrate writes such a file")
     runs = read_rows(folders)
+    if not runs:
+        raise InvalidConfig(f"{', '.join(map(str, folders))} has no trial that was run")
     if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
         raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
     records = [record for folder in folders if (record := make_record(folder))]

@@ -1,5 +1,6 @@
 """The report of measured rows, as one page that needs no other file and as Markdown: findings, plots, every layout."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -8,13 +9,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from dtlayout.costmodel.estimate import Estimate, estimate
+from dtlayout.costmodel.estimate import Estimate
 from dtlayout.errors import DtlayoutError
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.plots import scale
 from dtlayout.planner.runs import GIB, Run
+from dtlayout.planner.validate import predict
 from dtlayout.report import html
-from dtlayout.report.findings import CHOICES, Common, Finding, find, find_common, speed_of
+from dtlayout.report.fastest import CHOICES, Common, find_common, list_options
+from dtlayout.report.findings import Finding, find, speed_of
 
 _STYLE = """
 body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }
@@ -52,6 +55,8 @@ _COLUMNS = (
 )  # fmt: skip
 _BARS = 24
 """Layouts of which memory is drawn."""
+_LEGEND_COLUMNS, _LABEL_LETTERS, _MOST_LABELS = 6, 130, 40
+"""Values side by side in a legend, letters of sweeps' names below a plot, and bars that have room for their numbers."""
 
 
 class Report:
@@ -62,7 +67,7 @@ class Report:
         self.runs = list(runs)
         self.findings: list[Finding] = find(runs)
         self.common: list[Common] = find_common(runs)
-        self.estimates: list[Estimate] = [estimate(run.scenario, run.layout, run.kernels) for run in runs]
+        self.estimates: list[Estimate] = [prediction.estimate for prediction in predict(runs)]
         ordered = sorted(range(len(self.runs)), key=lambda i: self.runs[i].table)
         self.tables = {name: list(places) for name, places in groupby(ordered, key=lambda i: self.runs[i].table)}
 
@@ -112,9 +117,9 @@ class Report:
         yield html.table(self.list_findings(), ' class="findings"')
         yield html.heading("The fastest layout of each sweep")
         yield f'<div class="wide">{html.table(self.list_best())}</div>'
-        for name in ("micro_batch", "recompute", "attention", "norm"):
-            if len({str(CHOICES[name](run)) for run in self.runs}) > 1:
-                yield html.heading(f"Best speed by {name}")
+        for name in ("micro_batch", "recompute", "attention", "norm", "sequence_parallel"):
+            if len(list_options(name, self.runs)) > 1:
+                yield html.heading(f"Best speed by {name}, whatever else was chosen")
                 yield self._draw_best(name)
         yield html.heading("Best speed by tp and pp")
         yield self._draw_heat()
@@ -156,7 +161,10 @@ class Report:
 
     @property
     def _has_mfu(self) -> bool:
-        return any(run.mfu is not None for run in self.runs)
+        """Somebody measured it, and nothing ran where no peak is known."""
+        return any(run.mfu is not None for run in self.runs) and all(
+            run.scenario.cluster.gpu.name != "cpu" for run in self.runs
+        )
 
     @property
     def _unit(self) -> str:
@@ -164,7 +172,7 @@ class Report:
 
     def _draw_best(self, name: str) -> str:
         """Bars of the best of each value, a group for each sweep."""
-        options = sorted({CHOICES[name](run) for run in self.runs}, key=lambda v: (isinstance(v, str), v))
+        options = list_options(name, self.runs)
         figure, axes = plt.subplots(figsize=(10, 3), layout="constrained")
         width = 0.8 / len(options)
         for number, option in enumerate(options):
@@ -173,17 +181,17 @@ class Report:
                 for places in self.tables.values()
             ]
             bars = axes.bar(np.arange(len(best)) + number * width, best, width * 0.9, label=f"{name}={option}")
-            axes.bar_label(bars, [f"{value:.1f}" if value else "–" for value in best], fontsize=7, padding=1)
+            if len(options) * len(best) <= _MOST_LABELS:
+                axes.bar_label(bars, [f"{value:.1f}" if value else "–" for value in best], fontsize=7, padding=1)
         self._name_tables(axes, 0.4 - width / 2)
         axes.set_ylabel(self._unit)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper right", ncols=len(options), fontsize=8, frameon=False)
+        figure.legend(loc="outside upper right", ncols=min(len(options), _LEGEND_COLUMNS), fontsize=8, frameon=False)
         return html.picture(figure)
 
     def _name_tables(self, axes: Axes, shift: float) -> None:
-        names = [name.removeprefix("aa/").replace("_", " ") for name in self.tables]
-        places = np.arange(len(names)) + shift
-        axes.set_xticks(places, [_fold(name) for name in names], fontsize=7)
+        places, width = np.arange(len(self.tables)) + shift, max(8, _LABEL_LETTERS // len(self.tables))
+        axes.set_xticks(places, [_fold(name, width) for name in self.tables], fontsize=7)
 
     def _draw_heat(self) -> str:
         """A square for each tp and pp with the best speed, a picture for each sweep."""
@@ -206,7 +214,7 @@ class Report:
                 axes.text(column, row, "" if np.isnan(value) else f"{value:.1f}", ha="center", va="center", fontsize=8)
             axes.set_xticks(range(len(tps)), [f"tp {tp}" for tp in tps], fontsize=7)
             axes.set_yticks(range(len(pps)), [f"pp {pp}" for pp in pps], fontsize=7)
-            axes.set_title(_fold(name.removeprefix("aa/").replace("_", " ")), fontsize=8)
+            axes.set_title(_fold(name), fontsize=8)
         return html.picture(figure)
 
     def _draw_predictions(self) -> str:
@@ -252,13 +260,9 @@ class Report:
 
 
 def _fold(name: str, width: int = 22) -> str:
-    """A long name in several lines."""
-    lines = [""]
-    for word in name.split():
-        if lines[-1] and len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines)
+    """A sweep's long name in several lines."""
+    words = name.removeprefix("aa/").replace("_", " ").replace("/", "/ ")
+    return textwrap.fill(words, width).replace("/ ", "/")
 
 
 def _to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """The rows that a report is made of: tables of measured runs, and what sweeps of our own have left."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from dtlayout.cluster import find_gpu
@@ -36,7 +36,13 @@ def _read_sweep(folder: Path) -> list[Run]:
     journal = Journal(folder)
     if not journal.path.exists():
         raise InvalidConfig(f"{folder} is no folder of a sweep: there is no trials.jsonl")
-    return [_to_run(folder, result) for result in journal.read().values() if result.outcome in _STATUS]
+    tried = [result for result in journal.read().values() if result.outcome in _STATUS]
+    longest: dict[Hashable, tuple[TrialResult, Run]] = {}  # of a layout in several rounds of successive halving
+    for result in sorted(tried, key=lambda r: (r.outcome == "ok", r.steps)):
+        run = _to_run(folder, result)
+        longest[tuple(result.overrides), run.scenario, run.layout, run.kernels] = result, run
+    kept = {result.key: run for result, run in longest.values()}
+    return [kept[result.key] for result in tried if result.key in kept]
 
 
 def _to_run(folder: Path, result: TrialResult) -> Run:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -14,20 +15,24 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.runs import Run
-from dtlayout.report.findings import QUESTIONS, answer, find, find_common, speed_of
+from dtlayout.report.fastest import find_common
+from dtlayout.report.findings import answer, find, speed_of
+from dtlayout.report.questions import QUESTIONS
 
 GPU = find_gpu("a100-80g-sxm")
 WORLD = 64
 
 
-def make_run(table: str, layout: Layout, kernels: Kernels, speed: float, *, fits: bool = True) -> Run:
+def make_run(
+    table: str, layout: Layout, kernels: Kernels, speed: float, *, fits: bool = True, world: int = WORLD
+) -> Run:
     scenario = Scenario(
         model=find_preset("llama-13b"),
         batch=Batch(global_batch=2048, seq_len=2048),
-        cluster=Cluster(gpu=GPU, num_gpus=WORLD, gpus_per_node=8),
+        cluster=Cluster(gpu=GPU, num_gpus=world, gpus_per_node=8),
         engine=find_engine("megatron", GPU.name),
     )
-    step_time_s = scenario.batch.num_tokens / WORLD / speed
+    step_time_s = scenario.batch.num_tokens / world / speed
     return Run(
         table=table, row="", scenario=scenario, layout=layout, kernels=kernels, status="ok" if fits else "oom",
         step_time_s=step_time_s if fits else None, mfu=0.0001 * speed if fits else None, peak_bytes=None,
@@ -92,6 +97,37 @@ def test_shuffled_rows_carry_nothing(seed):
     runs = shuffle(sweep(like_the_study, fits=lambda layout: layout.recompute == "full" or layout.tp > 1), seed)
     assert [found.describe() for found in find(runs) if found.speaks_of_speed or found.speaks_of_fit] == []
     assert all(each.describe().startswith("not supported") for each in find_common(runs))
+
+
+def sweep_gpus(lost: float) -> list[Run]:
+    """The same training in a sweep of its own on 64, 128 and 256 GPUs: 1F1B's bubble, and so much lost by doubling."""
+    noise = random.Random(0)
+    runs = []
+    for doubling, world in enumerate((64, 128, 256)):
+        for tp, pp, micro_batch in product((1, 2, 4), (2, 4, 8), (8, 16)):
+            layout = Layout(pp=pp, tp=tp, dp_shard=world // (tp * pp), micro_batch=micro_batch)
+            m = 2048 // (layout.dp_shard * micro_batch)
+            speed = 1000 * m / (m + pp - 1) * (1 - lost) ** doubling * noise.uniform(0.998, 1.002)
+            runs.append(make_run(f"{world} GPUs", layout, Kernels(), speed, world=world))
+    return runs
+
+
+def test_more_gpus_are_held_to_what_the_bubble_explains():
+    """The bubble of 2 to 8 stages takes a part; only what goes beyond it is a finding."""
+    question = next(q for q in QUESTIONS if q.name.startswith("Twice the GPUs"))
+    found = answer(question, sweep_gpus(lost=0.1))
+    assert found.num_pairs == 36 and found.beyond == pytest.approx(0.9, abs=0.003)
+    assert f"twice as many instead of a number of GPUs: speed ×{found.factor:.2f}" in found.describe()
+    assert found.describe().endswith(f"faster in 0% of them, where the bubble explains ×{found.explained:.2f}")
+    only_bubble = answer(question, sweep_gpus(lost=0.0))
+    assert only_bubble.factor < 0.95 and only_bubble.describe().startswith("not supported")
+    runs = sweep_gpus(lost=0.1)
+    for seed in range(4):
+        ends = random.Random(seed).sample(runs, len(runs))
+        by_time = [replace(run, step_time_s=end.step_time_s) for run, end in zip(runs, ends, strict=True)]
+        by_mfu = [replace(run, step_time_s=None, mfu=end.mfu) for run, end in zip(runs, ends, strict=True)]
+        for dealt in (by_time, by_mfu):
+            assert not answer(question, dealt).speaks_of_speed
 
 
 def test_few_pairs_carry_nothing():

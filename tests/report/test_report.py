@@ -92,10 +92,25 @@ def test_a_sweeps_folder_gives_the_rows_that_were_tried(sweep):
     assert dict(zip(head, best, strict=True))["tp"] == "2"
 
 
+def test_of_the_rounds_of_successive_halving_the_longest_counts(sweep):
+    first = Journal(sweep).read()["a"]
+    place = trial_folder(sweep, "a2")
+    place.mkdir()
+    (place / "config.toml").write_text((trial_folder(sweep, "a") / "config.toml").read_text())
+    Journal(sweep).append(replace(first, key="a2", steps=20, step_time_s=0.4))
+    runs = read_rows([sweep])
+    assert [(run.row, run.step_time_s) for run in runs] == [("b", 0.25), ("c", None), ("a2", 0.4)]
+
+
 def test_a_page_of_a_sweep_without_mfu_shows_tokens(sweep, tmp_path, capsys):
     page = tmp_path / "report.html"
     assert main(["report", str(sweep), "--page", str(page)]) == 0
     assert "tokens/s of a rank" in page.read_text()
+
+
+def test_beside_rows_of_a_cpu_there_is_no_mfu(table, sweep):
+    assert Report(read_rows([table]))._unit == "MFU, %"
+    assert Report(read_rows([table, sweep]))._unit == "tokens/s of a rank"
 
 
 @pytest.mark.parametrize("end", ["oom,,,79", "error,,0.9,79", "oom,,,", "ok,0.1,,"])
@@ -104,6 +119,16 @@ def test_rows_that_say_little_make_a_page_too(table, sweep, tmp_path, capsys, en
     table.write_text("\n".join([lines[0], lines[1].rpartition("oom")[0] + end]) + "\n")
     assert main(["report", str(table), "--page", str(tmp_path / "one.html")]) == 0
     assert main(["report", str(table), str(sweep), "--page", str(tmp_path / "two.html")]) == 0
+
+
+def test_rows_that_our_trainer_would_refuse_are_predicted_as_validate_does(table, tmp_path):
+    rows = [
+        "virtual_stages,engine",
+        *("2,megatron" for _ in range(12)),  # 64 sequences make no whole rounds of microbatches everywhere
+    ]
+    lines = [f"{line},{more}" for line, more in zip(table.read_text().splitlines(), rows, strict=True)]
+    table.write_text("\n".join(lines).replace(",8,64,", ",8,24,") + "\n")
+    assert main(["report", str(table), "--page", str(tmp_path / "page.html")]) == 0
 
 
 def test_the_speed_of_what_did_not_end_well_is_none(table):
