@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
@@ -38,12 +38,14 @@ def run(options: argparse.Namespace) -> int:
     """Run what has no result yet."""
     sweep = read_sweep(options.sweep)
     folder = options.folder or Path("sweeps") / options.sweep.stem
-    retries = [text for text in options.retry.split(",") if text]
-    if unknown := [text for text in retries if text not in get_args(Outcome)]:
-        raise InvalidConfig(f"--retry={','.join(unknown)} is no outcome; use {', '.join(get_args(Outcome))}")
+    retries = [text.strip() for text in options.retry.split(",") if text.strip()]
+    failures = [outcome for outcome in get_args(Outcome) if outcome != "ok"]
+    if unknown := [text for text in retries if text not in failures]:
+        raise InvalidConfig(f"--retry={','.join(unknown)} cannot be tried again; use {', '.join(failures)}")
     trials = make_trials(sweep, folder)
     if options.list:
-        print(json.dumps([_to_document(trial) for trial in trials], indent=2) if options.json else _list(trials))
+        ended = Journal(folder).read()
+        print(json.dumps([_to_document(trial) for trial in trials], indent=2) if options.json else _list(trials, ended))
         return EXIT_DONE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"ok": True, "folder": str(folder), "trials": [asdict(r) for r in found]}, indent=2))
     else:
         _print_summary(found, len(trials), folder)
+        if stop.is_made:
+            print("stopped; the same command goes on")
     return EXIT_STOPPED if stop.is_made else EXIT_DONE
 
 
@@ -148,7 +152,7 @@ def _tabulate(best: Sequence[TrialResult]) -> Table:
         table.add_row(
             " ".join(override.partition(".")[2] for override in result.overrides),
             f"{result.step_time_s:.3f}",
-            f"{result.step_time_spread_s or 0:.3f}",
+            "n/a" if result.step_time_spread_s is None else f"{result.step_time_spread_s:.3f}",
             f"{result.tokens_per_s_per_gpu:,.0f}",
             "n/a" if result.mfu is None else f"{result.mfu:.1%}",
             f"{max(result.peak_memory_bytes) / 2**20:,.0f}" if result.peak_memory_bytes else "n/a",
@@ -159,14 +163,20 @@ def _tabulate(best: Sequence[TrialResult]) -> Table:
 def _print_summary(results: Sequence[TrialResult], num_trials: int, folder: Path) -> None:
     console = Console(highlight=False)
     console.print(f"{len(results)} of {num_trials} trials: {_count_outcomes(results)}", markup=False)
-    console.print(_tabulate(rank(results)[:_BEST_SHOWN]))
-    console.print(f"{folder}/trials.jsonl", markup=False, soft_wrap=True)
+    for cause in dict.fromkeys(result.cause for result in results if result.outcome == "refused"):
+        console.print(f"refused: {cause}", markup=False, soft_wrap=True)
+    if best := rank(results)[:_BEST_SHOWN]:
+        console.print(_tabulate(best))
+    if results:
+        console.print(f"{folder}/trials.jsonl", markup=False, soft_wrap=True)
 
 
-def _list(trials: Sequence[Trial]) -> str:
+def _list(trials: Sequence[Trial], ended: Mapping[str, TrialResult]) -> str:
     lines = []
     for trial in trials:
-        if trial.config is None:
+        if trial.key in ended and trial.config is not None:
+            lines.append(f"{'done':<11} {trial.name}: {_describe(ended[trial.key])}")
+        elif trial.config is None:
             lines.append(f"impossible  {trial.name}: {'; '.join(trial.problems)}")
         elif trial.estimate is None:
             lines.append(f"run         {trial.name}")

@@ -41,7 +41,7 @@ _OF_ANOTHER = re.compile(
     r"SignalException"
 )
 """Errors that say what became of another process."""
-_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)$")
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*|terminate called .*)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class TrialResult:
     step_time_s: float | None = None
     """Median of the steps after those of warming up."""
     step_time_spread_s: float | None = None
-    """Between the quartiles of those steps."""
+    """Between the quartiles of those steps; None of a single one."""
     tokens_per_s_per_gpu: float | None = None
     model_tflops_per_gpu: float | None = None
     mfu: float | None = None
@@ -111,9 +111,12 @@ def _parse(line: str) -> TrialResult:
 
 
 def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str, list[str]]:
-    """Outcome, cause and the end of the log of a trial that ended with an exit code, or with None in no time."""
+    """Outcome, cause and the end of the log of a trial that ended with an exit code, or with None in no time.
+
+    Once all steps are done it is ok: threads of gloo may still abort a process that ends.
+    """
     summary = read_summary(run)
-    if exit_code == 0 and summary.get("outcome") == "done":
+    if summary.get("outcome") == "done":
         return "ok", "", []
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     outcome, cause = _find_cause(text, exit_code, summary, _describe_progress(run))
@@ -164,7 +167,7 @@ def measure(run: Path, warmup_steps: int) -> dict[str, Any]:
     return {
         "steps": len(lines),
         "step_time_s": median,
-        "step_time_spread_s": upper - lower,
+        "step_time_spread_s": upper - lower if len(times) > 1 else None,
         "tokens_per_s_per_gpu": scale("tokens_per_s_per_gpu"),
         "model_tflops_per_gpu": scale("model_tflops_per_gpu"),
         "mfu": scale("mfu"),

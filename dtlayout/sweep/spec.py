@@ -15,7 +15,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout import toml
-from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
+from dtlayout.cluster import Gpu, ask_device_names, find_gpu, find_gpu_by_device
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.errors import DtlayoutError, InvalidConfig
@@ -106,7 +105,8 @@ def read_sweep(path: Path) -> Sweep:
     problems = [toml.describe_unknown_key(key, known) for key in tables if key not in known]
     problems += [f"{key} is missing" for key in ("config", "world") if key not in tables]
     axes = dict(_flatten(tables.get("axes", {})))
-    problems += [f"axes.{key} is no list of values" for key, values in axes.items() if not values]
+    problems += [f"axes.{key} needs a list with values" for key, values in axes.items() if not values]
+    problems += [f"axes.{key}: {why}" for key, why in _SET.items() if key in axes]
     if not axes and "from" not in tables:
         problems.append('nothing is swept: give [axes.layout] with lists, or from = "recommend:20"')
     problems += [
@@ -160,6 +160,12 @@ def _is_command(value: Any) -> bool:
         return False
 
 
+_SET = {
+    "train.steps": "a sweep says how many, with steps",
+    "train.run_folder": "each trial has its own",
+    "checkpoint.save": "a trial saves none",
+}
+"""What a sweep sets in each trial's config, and an axis cannot."""
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "config": ("the path of a config", lambda value: isinstance(value, str)),
     "world": ("a whole number of at least 1", _is_whole(1)),
@@ -191,6 +197,8 @@ def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
     for overrides in _combine(sweep):
         trial = make_trial(sweep, folder, overrides)
         found.setdefault(trial.key, trial)
+    if all(trial.config is None for trial in found.values()):  # something is wrong with the sweep
+        raise InvalidConfig(list(dict.fromkeys(problem for trial in found.values() for problem in trial.problems)))
     return sorted(found.values(), key=_order)
 
 
@@ -234,14 +242,10 @@ def find_trial_gpu(device: str, known: Gpu | None) -> Gpu | None:
         return known if known and known.name == "cpu" else find_gpu("cpu")
     if known is not None:
         return known
-    name = _ask_device_name()
-    return find_gpu_by_device(name) if name else find_gpu("cpu")
-
-
-def _ask_device_name() -> str:
-    """What torch calls this host's GPU, empty without one; another process asks, whose memory on the GPU goes again."""
-    question = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    return subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True).stdout.strip()
+    names = ask_device_names()
+    if not names:
+        return find_gpu("cpu") if device == "auto" else None  # the GPUs of a cluster that this host has no part in
+    return find_gpu_by_device(names[0])
 
 
 def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:

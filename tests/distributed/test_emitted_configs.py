@@ -1,4 +1,4 @@
-"""Recommended layouts are TOML files that train.py runs: five of them, under torchrun on two gloo ranks."""
+"""Recommended layouts are TOML files that train.py runs: two of them, under torchrun on two gloo ranks."""
 
 import pytest
 from launching import launch, read_summary
@@ -13,7 +13,6 @@ ASKED = "recommend --model debug --gpu cpu --gpus 2 --gpus-per-node 2 --seq-len 
     ("fixed", "expected"),
     [
         (("dp_shard=2", "zero=3", "recompute=full"), {"zero": 3, "recompute": "full"}),
-        (("tp=2",), {"tp": 2}),
         (("pp=2", "virtual_stages=2", "norm=eager"), {"pp": 2, "virtual_stages": 2}),
     ],
     ids=lambda value: "·".join(value) if isinstance(value, tuple) else "as asked",

@@ -38,6 +38,7 @@ FAILED = ROOT_CAUSE.format(code=1, trace="To enable traceback see: ...")
         ("", 137, "killed", "SIGKILL"),
         (PEER + SIGSEGV, 1, "crashed", "SIGSEGV"),
         (PEER + "[rank0]: ValueError: heads" + FAILED, 1, "crashed", "ValueError: heads"),
+        ("terminate called without an active exception" + SIGABRT, 1, "crashed", "terminate called without"),
         ("", 7, "crashed", "exit code 7"),
     ],
 )
@@ -46,6 +47,14 @@ def test_a_log_tells_what_came_first(tmp_path, log, exit_code, outcome, cause):
     found, why, tail = diagnose(tmp_path / "run", tmp_path / "log.txt", exit_code)
     assert (found, cause in why) == (outcome, True), why
     assert tail == log.splitlines()[-40:]
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, None])
+def test_a_run_that_did_all_its_steps_is_ok_however_its_processes_end(tmp_path, exit_code):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"outcome": "done"}')
+    (tmp_path / "log.txt").write_text("terminate called without an active exception" + SIGABRT)
+    assert diagnose(tmp_path / "run", tmp_path / "log.txt", exit_code) == ("ok", "", [])
 
 
 def test_all_numbers_belong_to_the_median_step_that_neither_warms_up_nor_watches_memory(tmp_path):

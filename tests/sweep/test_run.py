@@ -132,7 +132,7 @@ def test_what_ended_badly_is_run_again_when_asked(tmp_path, capsys):
     assert main(["sweep", str(path), "--folder", str(folder), "--retry", "crashed"]) == 0
     assert read_starts(folder) == {0: 1, 1: 1, 2: 2}  # the third crashes
     assert main(["sweep", str(path), "--folder", str(folder), "--retry", "cursed"]) == 2
-    assert "--retry=cursed is no outcome; use ok, oom" in capsys.readouterr().err
+    assert "--retry=cursed cannot be tried again; use oom" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_used_is_refused_in_a_line(tmp_path, capsys):

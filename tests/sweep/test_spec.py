@@ -67,10 +67,11 @@ def test_the_best_of_a_search_are_trials_of_which_axes_vary_the_rest(tmp_path):
         ("auto", None, "", "cpu"),
         ("auto", None, "NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
         ("cuda", None, "GPU of tomorrow", None),
+        ("cuda", None, "", None),
     ],
 )
 def test_predictions_are_for_the_named_gpu_or_the_one_that_is_there(monkeypatch, device, gpu, name, found):
-    monkeypatch.setattr("dtlayout.sweep.spec._ask_device_name", lambda: name)
+    monkeypatch.setattr("dtlayout.sweep.spec.ask_device_names", lambda: (name,) if name else ())
     find_trial_gpu.cache_clear()
     known = find_trial_gpu(device, gpu and find_gpu(gpu))
     find_trial_gpu.cache_clear()
@@ -93,7 +94,7 @@ def test_the_command_of_a_trial_can_be_any(tmp_path):
         ("world = 4\n[axes.layout]\ntp = [1]", "config is missing"),
         ('config = "tiny.toml"\n[axes.layout]\ntp = [1]', "world is missing"),
         ('config = "tiny.toml"\nworld = 4', "nothing is swept"),
-        ('config = "tiny.toml"\nworld = 4\n[axes.layout]\ntp = 2', "axes.layout.tp is no list"),
+        ('config = "tiny.toml"\nworld = 4\n[axes.layout]\ntp = 2', "axes.layout.tp needs a list"),
         ('config = "tiny.toml"\nworld = 0\n[axes.layout]\ntp = [1]', "world=0 must be a whole number of at least 1"),
         ('config = "tiny.toml"\nworld = 4\nstep = 3\n[axes.layout]\ntp = [1]', "did you mean steps?"),
         ('config = "tiny.toml"\nworld = 4\nfrom = "best:3"', "from='best:3' must be recommend:K"),
@@ -105,6 +106,7 @@ def test_the_command_of_a_trial_can_be_any(tmp_path):
         ('config = "tiny.toml"\nworld = 4\naxes = 3', "nothing is swept"),
         ('config = "tiny.toml"\nworld = 4\nlaunch = "run {host}"\n[axes.layout]\ntp = [1]', "launch"),
         ("world = [", "is not TOML"),
+        ('config = "a"\nworld = 2\n[axes.train]\nsteps = [5, 9]', "axes.train.steps: a sweep says how many"),
     ],
 )
 def test_a_file_that_says_something_wrong_is_refused_in_a_line(tmp_path, text, problem):
@@ -153,6 +155,14 @@ def _only(axes: dict[str, list[Any]], values: dict[str, Any]) -> dict[str, list[
     chosen = {key: values[key.rpartition(".")[2]] for key in axes}
     assert all(chosen[key] in axes[key] for key in axes)
     return {key: [value] for key, value in chosen.items()}
+
+
+def test_what_is_wrong_with_all_trials_is_refused_and_no_result(tmp_path):
+    with pytest.raises(InvalidConfig, match="layot"):
+        trials_of(tmp_path, 'overrides = ["--layot.tp=2"]\n[axes.layout]\ntp = [1, 2]')
+    (tmp_path / "sweep.toml").write_text('config = "tinny.toml"\nworld = 4\n[axes.layout]\ntp = [1]')
+    with pytest.raises(InvalidConfig, match=r"tinny.toml cannot be read"):
+        make_trials(read_sweep(tmp_path / "sweep.toml"), tmp_path / "out")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
