@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate clean
+.PHONY: train sweep test check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
 
-# 28 layouts on 4 ranks of this machine's CPU, some eight minutes on two cores, and a report of them. Again, it goes on.
+# 28 layouts on 4 ranks of this machine's CPU, eight to ten minutes on two cores, and a report of them. Again, it goes on.
 sweep: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/dtlayout sweep configs/sweeps/debug-4cpu.toml
 	$(BIN)/dtlayout report sweeps/debug-4cpu --page sweeps/debug-4cpu/report.html
@@ -36,9 +36,17 @@ bench-dryrun: .venv/.installed
 bench-validate: .venv/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/validate.sh $(TABLES)
 
-# Calibrate this machine's CPU, then sweep a model that it has not seen: ten minutes with nothing else to do.
+# Calibrate this machine's CPU, then sweep a model that it has not seen: twenty minutes with nothing else to do.
 bench-calibrate: .venv/.installed
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.calibration > benchmarks/calibration.md
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.calibration --out benchmarks/calibration.md
+
+# Two hosts on one machine, as root: tp across the slow link and inside a host, and what `recommend` says beforehand.
+bench-two-hosts: .venv/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.two_hosts --out benchmarks/two_hosts.md
+
+# What tables of measured runs say of each choice: make bench-findings TABLES="FILE …"; without one it skips.
+bench-findings: .venv/.installed
+	test -z "$(TABLES)" || for table in $(TABLES); do $(BIN)/dtlayout report $$table; done > benchmarks/findings.md
 
 # Successive halving replayed on such tables: make bench-halving TABLES="FILE …"; without one it skips.
 bench-halving: .venv/.installed

@@ -1,18 +1,21 @@
-"""Predictions after `dtlayout calibrate` against a sweep that no constant has seen, as Markdown.
+"""Predictions after `dtlayout calibrate` against a sweep that no constant has seen.
 
     make bench-calibrate
 
-Calibrates this machine, sweeps benchmarks/unseen on it, and compares. Some ten minutes in which it should have nothing
-else to do; --folder keeps both, and goes on with what is there.
+Calibrates this machine, sweeps benchmarks/unseen on it three times, one after the other, and compares. Twenty minutes
+in which it should have nothing else to do; --folder keeps everything, and goes on with what is there.
 """
 
 import argparse
 import contextlib
+import io
+import json
 import os
 import platform
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -21,67 +24,116 @@ import torch
 
 from dtlayout.calibrate.clock import Busy
 from dtlayout.cli import main as dtlayout
-from dtlayout.cluster import load_cluster
-from dtlayout.report.record import make_record
-from dtlayout.sweep.results import Journal, TrialResult
+from dtlayout.sweep.results import Journal, TrialResult, rank
 from dtlayout.sweep.run import run_sweep
-from dtlayout.sweep.spec import make_trials, read_sweep
+from dtlayout.sweep.spec import Sweep, make_trials, read_sweep
 
-RANKS = 4
+RANKS, REPEATS = 4, 3
 SWEEP = Path(__file__).parent / "unseen" / "sweep.toml"
 
 
 def main() -> int:
-    """Write the report to stdout."""
+    """Write the report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, help="where measurements are kept")
+    parser.add_argument("--out", type=Path, required=True, help="the report, as Markdown")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        lab, swept, busy = folder / "lab.toml", folder / "sweep", Busy()
-        if not lab.exists():
-            with contextlib.redirect_stdout(sys.stderr):
-                if exit_code := dtlayout(["calibrate", "--ranks", str(RANKS), "--out", str(lab)]):
-                    return exit_code
-        swept.mkdir(exist_ok=True)
+        lab, busy = folder / "lab.toml", Busy()
+        probes_error = calibrate(lab)
         sweep = replace(read_sweep(SWEEP), overrides=(f"--cluster.file={lab}",))
-        trials = make_trials(sweep, swept)
-        for result in run_sweep(sweep, trials, swept, done=Journal(swept).read().keys()):
-            print(result.outcome, *result.overrides, file=sys.stderr)
-        print("\n".join(report(lab, swept, busy.taken())))
+        repeats = [run_trials(sweep, folder / f"sweep-{i + 1}") for i in range(REPEATS)]
+        options.out.write_text("\n".join(report(probes_error, repeats, busy.taken())) + "\n")
     return 0
 
 
-def report(lab: Path, swept: Path, taken: float) -> list[str]:
+def calibrate(lab: Path) -> float:
+    """Write the cluster file of this machine, unless it is there; how far off its probes are predicted."""
+    said = lab.with_suffix(".json")
+    if not said.exists():
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            if exit_code := dtlayout(["calibrate", "--ranks", str(RANKS), "--out", str(lab), "--json"]):
+                sys.exit(exit_code)
+        said.write_text(printed.getvalue())
+    return float(json.loads(said.read_text())["median_error"])
+
+
+def run_trials(sweep: Sweep, folder: Path) -> list[TrialResult]:
+    """Those of its trials that ran, the fastest first; what the folder has is not run again."""
+    folder.mkdir(exist_ok=True)
+    for result in run_sweep(sweep, make_trials(sweep, folder), folder, done=Journal(folder).read().keys()):
+        print(result.outcome, *result.overrides, file=sys.stderr)
+    return rank(list(Journal(folder).read().values()))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout that ran in every repeat of the sweep."""
+
+    name: str
+    predicted_s: float
+    steps_s: tuple[float, ...]
+    """Of each repeat."""
+
+    @property
+    def step_s(self) -> float:
+        """The median of the repeats."""
+        return median(self.steps_s)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, with its sign."""
+        return self.predicted_s / self.step_s - 1
+
+    @property
+    def spread(self) -> float:
+        """Between the repeats, of their median."""
+        return (max(self.steps_s) - min(self.steps_s)) / self.step_s
+
+
+def report(probes_error: float, repeats: Sequence[Sequence[TrialResult]], taken: float) -> list[str]:
     """Its lines."""
-    results = [r for r in Journal(swept).read().values() if r.outcome == "ok" and r.step_time_s]
-    record, cluster = make_record(swept), load_cluster(lab)
-    biased = median(_error(r) for r in results)
+    rows = sorted(join(repeats), key=lambda row: row.step_s)
+    best, chosen = rows[0], min(rows, key=lambda row: row.predicted_s)
+    error, biased = median(abs(row.error) for row in rows), median(row.error for row in rows)
     return [
         "# Predictions after a calibration\n",
         f"{datetime.now(UTC):%Y-%m-%d}, `make bench-calibrate`: torch {torch.__version__}, {os.cpu_count()} CPU cores,",
-        f"{platform.machine()}, {RANKS} ranks. Others had the processors for {taken:.0%} of the time.\n",
-        f"- Steps of the probes, which the constants were fitted to: {cluster.gpu.prediction_error:.1%} (median).",
-        f"- **Steps of {record.runs} layouts of a model that they have not seen: {record.error:.1%}** (median of the",
-        f"  sizes; median with sign {biased:+.1%}).",
-        f"- **The layout that was predicted best is {record.regret:.1%} behind the best one.**\n",
-        "| layout | step, s | between quartiles | predicted | error |",
-        "|---|--:|--:|--:|--:|",
-        *(_describe(r) for r in sorted(results, key=lambda r: r.step_time_s or 0)),
+        f"{platform.machine()}, {RANKS} ranks, {len(repeats)} sweeps. Others had the processors for {taken:.0%} of the",
+        "time.\n",
+        f"- Steps of the probes, which the constants were fitted to: {probes_error:.1%} (median).",
+        f"- **Steps of {len(rows)} layouts of a model that they have not seen: {error:.1%}** (median of the sizes;",
+        f"  median with sign {biased:+.1%}); each is the median of its sweeps.",
+        f"- **The layout that was predicted best is {chosen.step_s / best.step_s - 1:.1%} behind the best one**, which",
+        f"  itself differs by {best.spread:.0%} between the sweeps.",
+        f"- Between the sweeps the same layout differs by {median(row.spread for row in rows):.0%} (median).\n",
+        f"| layout | {' | '.join(f'sweep {i + 1}, s' for i in range(len(repeats)))} | predicted | error |",
+        f"|---|{'--:|' * (len(repeats) + 2)}",
+        *map(_describe, rows),
     ]
 
 
-def _error(result: TrialResult) -> float:
-    assert result.predicted and result.predicted.step_time_s and result.step_time_s, "a CPU is always predicted"
-    return result.predicted.step_time_s / result.step_time_s - 1
+def join(repeats: Sequence[Sequence[TrialResult]]) -> Iterator[Row]:
+    """Each layout that ran every time."""
+    by_name = [{name_trial(result): result for result in results} for results in repeats]
+    for name, first in by_name[0].items():
+        steps_s = [results[name].step_time_s for results in by_name if name in results]
+        assert first.predicted and first.predicted.step_time_s, "a CPU is always predicted"
+        if len(steps_s) == len(repeats):
+            yield Row(name, first.predicted.step_time_s, tuple(step_s for step_s in steps_s if step_s))
 
 
-def _describe(r: TrialResult) -> str:
-    name = " ".join(override.rpartition(".")[2] for override in r.overrides)
-    assert r.predicted, "a CPU is always predicted"
-    steps = [r.step_time_s or 0.0, r.step_time_spread_s or 0.0, r.predicted.step_time_s or 0.0]
-    return f"| {name} | {' | '.join(f'{step:.3f}' for step in steps)} | {_error(r):+.0%} |"
+def name_trial(result: TrialResult) -> str:
+    """What sets it apart in its sweep."""
+    pairs = (override.partition("=") for override in result.overrides)
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
+
+
+def _describe(row: Row) -> str:
+    steps = " | ".join(f"{step_s:.3f}" for step_s in (*row.steps_s, row.predicted_s))
+    return f"| {row.name} | {steps} | {row.error:+.0%} |"
 
 
 if __name__ == "__main__":

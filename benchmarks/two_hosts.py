@@ -1,0 +1,118 @@
+"""tp across hosts against tp inside one, on two network namespaces with a slow link between them.
+
+    sudo make bench-two-hosts
+
+Calibrates both hosts together, asks `recommend`, runs configs/sweeps/debug-2hosts.toml on them, and then the same
+layouts on one host. A quarter of an hour in which the machine should have nothing else to do; --folder keeps
+everything, and goes on with what is there. Skipped without root.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.calibration import name_trial, run_trials
+from dtlayout.cli import main as dtlayout
+from dtlayout.config import load_config
+from dtlayout.sweep.results import TrialResult
+from dtlayout.sweep.spec import LAUNCH, Sweep, read_sweep
+
+SWEEP = Path("configs", "sweeps", "debug-2hosts.toml")
+CHOICES = ("tp=4", "tp=2,pp=2", "pp=4")
+"""All ranks in one copy of the model: tp across the hosts, tp inside with pp across, pp across alone."""
+
+
+def main() -> int:
+    """Write the report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, help="where measurements are kept")
+    parser.add_argument("--out", type=Path, required=True, help="the report, as Markdown")
+    options = parser.parse_args()
+    if os.geteuid() != 0:
+        print("skipped: two hosts on one machine need root", file=sys.stderr)
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder: Path = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        hosts, sweep = folder / "hosts.toml", read_sweep(SWEEP)
+        if not hosts.exists():
+            calibrate(sweep, hosts)
+        beforehand = {choice: ask(sweep, hosts, choice) for choice in CHOICES}
+        known = replace(sweep, overrides=(*sweep.overrides, f"--cluster.file={hosts}"))
+        across = run_trials(known, folder / "two-hosts")
+        inside = run_trials(replace(sweep, launch=LAUNCH), folder / "one-host")
+        options.out.write_text("\n".join(report(sweep, beforehand, across, inside)) + "\n")
+    return 0
+
+
+def calibrate(sweep: Sweep, hosts: Path) -> None:
+    """Write the cluster file of both hosts, measured together over the link that the sweep has."""
+    measured = hosts.with_name("measured.json")
+    start = sweep.launch.partition(" -- ")[0].format(python=sys.executable).split()
+    subprocess.run([*start, "--", "-m", "dtlayout.calibrate.ranks", str(measured)], stdout=sys.stderr, check=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        if exit_code := dtlayout(["calibrate", "--measured", str(measured), "--out", str(hosts)]):
+            sys.exit(exit_code)
+
+
+def ask(sweep: Sweep, hosts: Path, choice: str) -> dict[str, Any]:
+    """What `recommend` says of a choice, as JSON; nothing has run yet."""
+    trained, model = load_config(sweep.config, sweep.overrides), hosts.with_name("model.toml")
+    model.write_text(trained.to_toml())
+    command = ["recommend", "--json", "--model", str(model), "--cluster", str(hosts), "--why-not", choice]
+    command += ["--seq-len", str(trained.batch.seq_len), "--global-batch", str(trained.batch.global_batch)]
+    command += ["--precision", f"compute={trained.precision.compute}"]
+    command += ["--fix", f"micro_batch={trained.layout.micro_batch}"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        if exit_code := dtlayout(command):
+            sys.exit(exit_code)
+    return json.loads(said.getvalue())["why_not"]
+
+
+def report(
+    sweep: Sweep, beforehand: dict[str, dict[str, Any]], across: Sequence[TrialResult], inside: Sequence[TrialResult]
+) -> list[str]:
+    """Its lines."""
+    alone = {name_trial(result): result for result in inside}
+    rows = [(result, alone[name_trial(result)]) for result in across if name_trial(result) in alone]
+    return [
+        "# tp inside a host against tp across hosts\n",
+        f"{datetime.now(UTC):%Y-%m-%d}, `make bench-two-hosts`: torch {torch.__version__}, {os.cpu_count()} CPU cores.",
+        f"`{sweep.launch.partition(' -p')[0]}`: two hosts of two ranks each, and the link between them;",
+        f"`{SWEEP}`.\n",
+        "## What `recommend` says of the calibrated hosts, before anything runs\n",
+        *(_say(choice, said) for choice, said in beforehand.items()),
+        "\n## What ran\n",
+        "| layout | step, s | between quartiles | predicted | on one host, s | what two hosts cost |",
+        "|---|--:|--:|--:|--:|--:|",
+        *(_compare(apart, together) for apart, together in rows),
+    ]
+
+
+def _say(choice: str, said: dict[str, Any]) -> str:
+    best = said["best_with_these_choices"]
+    return f"- **{choice}**: {best['step_time_s']:.2f} s a step at best. {'; '.join(said['problems'])}."
+
+
+def _compare(apart: TrialResult, together: TrialResult) -> str:
+    assert apart.step_time_s and together.step_time_s, "only what ran is compared"
+    assert apart.predicted and apart.predicted.step_time_s, "a CPU is always predicted"
+    steps = [apart.step_time_s, apart.step_time_spread_s or 0.0, apart.predicted.step_time_s, together.step_time_s]
+    cells = " | ".join(f"{step:.2f}" for step in steps)
+    return f"| {name_trial(apart)} | {cells} | ×{apart.step_time_s / together.step_time_s:.2f} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
