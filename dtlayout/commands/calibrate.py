@@ -3,10 +3,8 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,10 +14,11 @@ from dtlayout.calibrate.measured import Measured
 from dtlayout.cluster import ask_device_names, load_cluster
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
+from dtlayout.sweep import processes
 from dtlayout.training.metrics import write_whole
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
-_LIMIT_S, _LOOK_EVERY_S = 1800, 0.2
+_LIMIT_S = 1800
 _MUCH_TAKEN = 0.1
 
 
@@ -65,17 +64,10 @@ def _measure(num_ranks: int | None) -> Measured:
     num_ranks = num_ranks or len(ask_device_names()) or 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
-        command = [sys.executable, "-m", "dtlayout.sweep.tether", str(os.getpid())]  # ends it with this process
-        command += [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(num_ranks), "-m", "dtlayout.calibrate.ranks", str(path)]
         with note_signals() as stop:
-            process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
-            deadline = time.monotonic() + _LIMIT_S
-            while process.poll() is None and not stop.is_made and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY_S)
-            exit_code = process.poll()
-            process.terminate()  # torchrun ends its ranks; nothing if it has ended
-            process.wait()
+            exit_code = processes.run(command, sys.stderr, folder, timeout_s=_LIMIT_S, is_stopped=lambda: stop.is_made)
         if stop.is_made:
             raise DtlayoutError("stopped; nothing was written")
         if exit_code is None:

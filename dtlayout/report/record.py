@@ -6,22 +6,15 @@ from pathlib import Path
 from statistics import median
 
 from dtlayout.cluster import Record
-from dtlayout.sweep.results import Journal, TrialResult
+from dtlayout.sweep.results import Journal, keep_longest
 
 
 def make_record(folder: Path) -> Record | None:
-    """Of a sweep's folder; None if its predictions were not made with a calibrated file, or nothing ran.
-
-    Of a layout that was run in several rounds of successive halving, the longest counts.
-    """
-    longest: dict[tuple[str, ...], TrialResult] = {}
-    for result in sorted(Journal(folder).read().values(), key=lambda r: r.steps):
-        if result.outcome == "ok" and result.step_time_s and result.predicted and result.predicted.calibrated:
-            longest[tuple(result.overrides)] = result
+    """Of a sweep's folder; None if its predictions were not made with a calibrated file, or nothing ran."""
     pairs = [
         (r.predicted.step_time_s, r.step_time_s, r.predicted.gpu)
-        for r in longest.values()
-        if r.predicted and r.predicted.step_time_s and r.step_time_s
+        for r in keep_longest(Journal(folder).read().values())
+        if r.outcome == "ok" and r.step_time_s and r.predicted and r.predicted.calibrated and r.predicted.step_time_s
     ]
     if not pairs:
         return None

@@ -1,6 +1,6 @@
 """The rows that a report is made of: tables of measured runs, and what sweeps of our own have left."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtlayout.cluster import find_gpu
@@ -10,7 +10,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.runs import Run, Status
 from dtlayout.planner.tables import read_tables
-from dtlayout.sweep.results import Journal, Outcome, TrialResult
+from dtlayout.sweep.results import Journal, Outcome, TrialResult, keep_longest
 from dtlayout.sweep.spec import trial_folder
 from dtlayout.training.prediction import own_scenario
 
@@ -37,12 +37,7 @@ def _read_sweep(folder: Path) -> list[Run]:
     if not journal.path.exists():
         raise InvalidConfig(f"{folder} is no folder of a sweep: there is no trials.jsonl")
     tried = [result for result in journal.read().values() if result.outcome in _STATUS]
-    longest: dict[Hashable, tuple[TrialResult, Run]] = {}  # of a layout in several rounds of successive halving
-    for result in sorted(tried, key=lambda r: (r.outcome == "ok", r.steps)):
-        run = _to_run(folder, result)
-        longest[tuple(result.overrides), run.scenario, run.layout, run.kernels] = result, run
-    kept = {result.key: run for result, run in longest.values()}
-    return [kept[result.key] for result in tried if result.key in kept]
+    return [_to_run(folder, result) for result in keep_longest(tried)]
 
 
 def _to_run(folder: Path, result: TrialResult) -> Run:

@@ -1,7 +1,7 @@
-"""Start a trial's processes, and end all of them, also those that hide in sessions of their own.
+"""Run a command to its end, and end all of its processes, also those that hide in sessions of their own.
 
-Every process of a trial carries a mark in its environment, by which it is found again: torchrun starts workers in other
-process groups, and a sweep that went on after it was killed has no handle on what it had started.
+Every process carries a mark in its environment, by which it is found again: torchrun starts workers in other process
+groups, and a sweep that went on after it was killed has no handle on what it had started.
 """
 
 import os
@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 _MARK = "DTLAYOUT_TRIAL"
 _LOOK_EVERY_S = 0.1
@@ -18,17 +19,42 @@ _GONE_WITHIN_S = 30.0
 """Of a process that was ended by SIGKILL."""
 
 
-def start(command: Sequence[str], log: Path, mark: str) -> subprocess.Popen[bytes]:
-    """Start a command with its output in a file; it ends with this process."""
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "dtlayout.sweep.tether", str(os.getpid()), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C is the sweep's, which ends the trial itself
-        )
+def run(
+    command: Sequence[str],
+    output: IO[bytes] | IO[str],
+    mark: str,
+    *,
+    timeout_s: float,
+    grace_s: float = 10.0,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """The exit code of a command; None if it was ended, since the time had passed or `is_stopped` said so.
+
+    Nothing of it is left when this returns, raises or dies.
+    """
+    deadline = time.monotonic() + timeout_s
+    process = start(command, output, mark)
+    try:
+        while time.monotonic() < deadline and not is_stopped():
+            try:
+                return process.wait(_LOOK_EVERY_S)
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+    finally:
+        end(mark, process, grace_s=grace_s)
+
+
+def start(command: Sequence[str], output: IO[bytes] | IO[str], mark: str) -> subprocess.Popen[bytes]:
+    """Start a command whose output goes to a file; it ends with this process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dtlayout.sweep.tether", str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # Ctrl-C is this process's, which ends the command itself
+    )
 
 
 def find(mark: str) -> list[int]:

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,8 @@ class TrialResult:
 
     key: str
     """Hash of the resolved config and the number of ranks."""
+    setting: str
+    """The same but for its number of steps, by which rounds of successive halving differ."""
     overrides: list[str]
     """What sets it apart from the sweep's config."""
     layout: dict[str, Any] | None = None
@@ -173,6 +175,12 @@ def measure(run: Path, warmup_steps: int) -> dict[str, Any]:
         "mfu": scale("mfu"),
         "peak_memory_bytes": read_summary(run).get("peak_memory_bytes_by_pp_rank"),
     }
+
+
+def keep_longest(results: Collection[TrialResult]) -> list[TrialResult]:
+    """One result of each setting: of several rounds of successive halving the longest that ended well, if one did."""
+    longest = {r.setting: r for r in sorted(results, key=lambda r: (r.outcome == "ok", r.steps))}
+    return [r for r in results if longest[r.setting] is r]
 
 
 def rank(results: Sequence[TrialResult]) -> list[TrialResult]:

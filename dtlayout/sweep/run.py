@@ -5,7 +5,6 @@ that had ended when its sweep was killed is not run again: its run folder tells 
 """
 
 import fcntl
-import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from dtlayout.sweep.results import Journal, Outcome, TrialResult, diagnose, meas
 from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, make_trial, to_command, trial_folder
 from dtlayout.training.metrics import read_summary
 from dtlayout.training.prediction import to_predicted
-
-_LOOK_EVERY_S = 0.2
 
 
 def run_sweep(
@@ -143,26 +140,16 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
     (run / "metrics.jsonl").unlink(missing_ok=True)
     (run / "summary.json").unlink(missing_ok=True)
     started = time.monotonic()
-    process = processes.start(to_command(sweep, config), log, _mark(folder))
-    try:
-        exit_code = _wait(process, started + sweep.timeout_s, is_stopped)
-    finally:
-        processes.end(_mark(folder), process, grace_s=sweep.grace_s)
+    with log.open("wb") as output:
+        exit_code = processes.run(
+            to_command(sweep, config), output, _mark(folder),
+            timeout_s=sweep.timeout_s, grace_s=sweep.grace_s, is_stopped=is_stopped,
+        )  # fmt: skip
     outcome, cause, tail = diagnose(run, log, exit_code)
     if is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
         return None
     seconds = time.monotonic() - started
     return _to_result(trial, outcome, cause, tail, run=run, sweep=sweep, seconds=seconds)
-
-
-def _wait(process: subprocess.Popen[bytes], deadline: float, is_stopped: Callable[[], bool]) -> int | None:
-    """The exit code; None at the deadline or when the sweep is stopped."""
-    while time.monotonic() < deadline and not is_stopped():
-        try:
-            return process.wait(_LOOK_EVERY_S)
-        except subprocess.TimeoutExpired:
-            continue
-    return None
 
 
 def _to_result(
@@ -180,6 +167,7 @@ def _to_result(
     measured = measure(run, sweep.warmup_steps) if run and sweep else {}
     return TrialResult(
         key=trial.key,
+        setting=trial.setting,
         overrides=list(trial.overrides),
         layout=asdict(trial.layout) if trial.layout else None,
         kernels=asdict(trial.kernels) if trial.kernels else None,

@@ -74,6 +74,8 @@ class Trial:
 
     key: str
     """Hash of the resolved config and the number of ranks."""
+    setting: str
+    """The same but for its number of steps, by which rounds of successive halving differ."""
     overrides: tuple[str, ...]
     """What sets it apart."""
     config: Config | None
@@ -257,14 +259,18 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     except DtlayoutError as error:
         problems = tuple(str(error).splitlines())
         key = _hash(f"{problems} {everything} {sweep.world}")
-        return Trial(key=key, overrides=overrides, config=None, layout=None, problems=problems)
+        return Trial(key=key, setting=key, overrides=overrides, config=None, layout=None, problems=problems)
     config = replace(config, layout=OpenLayout(**asdict(layout)))
-    key = _hash(f"{replace(config, train=replace(config.train, run_folder='')).to_toml()} {sweep.world}")
+    key, setting = (
+        _hash(f"{replace(config, train=replace(config.train, run_folder='', steps=steps)).to_toml()} {sweep.world}")
+        for steps in (config.train.steps, 1)
+    )
     run_folder = str(trial_folder(folder, key) / "run")
     config = replace(config, train=replace(config.train, run_folder=run_folder))
     gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu)
     return Trial(
         key=key,
+        setting=setting,
         overrides=overrides,
         config=config,
         layout=layout,

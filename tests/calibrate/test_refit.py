@@ -69,7 +69,7 @@ def swept(tmp_path):
         predicted = to_predicted(trial.estimate, load_cluster(lab).gpu)
         Journal(folder).append(
             TrialResult(
-                key=trial.key, overrides=list(trial.overrides), layout=asdict(trial.layout),
+                key=trial.key, setting=trial.setting, overrides=list(trial.overrides), layout=asdict(trial.layout),
                 kernels=asdict(trial.kernels), outcome="ok", predicted=predicted,
                 step_time_s=step_s(trial.config.model, trial.config.batch, trial.layout),
             )
@@ -147,7 +147,7 @@ def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, 
     (tmp_path / "plain.toml").write_text('gpu = "cpu"\ngpus = 4\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "refused").mkdir()
-    Journal(tmp_path / "refused").append(TrialResult(key="a", overrides=[], outcome="refused"))
+    Journal(tmp_path / "refused").append(TrialResult(key="a", setting="a", overrides=[], outcome="refused"))
     (tmp_path / "torn.toml").write_text('gpu = "cpu"\ngpus = 4\n[[record]]\nerror = "x"\n')
     names = {
         "torn": tmp_path / "torn.toml",

@@ -52,7 +52,7 @@ def sweep(tmp_path: Path) -> Path:
         place.mkdir(parents=True)
         (place / "config.toml").write_text(config.to_toml())
         result = TrialResult(
-            key=key, overrides=[], outcome=outcome, step_time_s=step_time_s, layout=asdict(layout),
+            key=key, setting=key, overrides=[], outcome=outcome, step_time_s=step_time_s, layout=asdict(layout),
             kernels=asdict(predicted_kernels(config, find_gpu("cpu"))), peak_memory_bytes=[1000 * tp],
             predicted=Predicted(gpu="cpu", calibrated=False, step_time_s=1.0, mfu=None, peak_memory_bytes=None),
         )  # fmt: skip
@@ -149,6 +149,6 @@ def test_a_report_that_cannot_be_written_is_refused(table, capsys):
 
 
 def test_rows_of_which_nothing_is_known_make_no_report(tmp_path, capsys):
-    Journal(tmp_path).append(TrialResult(key="a", overrides=[], outcome="refused"))
+    Journal(tmp_path).append(TrialResult(key="a", setting="a", overrides=[], outcome="refused"))
     assert main(["report", str(tmp_path)]) == 2
     assert "has no row" in capsys.readouterr().err

@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_used_is_refused_in_a_line(tmp_path, capsys):
 
 def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate():
     def result(key: str, step_time_s: float | None, outcome="ok") -> TrialResult:
-        return TrialResult(key=key, overrides=[], outcome=outcome, step_time_s=step_time_s)
+        return TrialResult(key=key, setting=key, overrides=[], outcome=outcome, step_time_s=step_time_s)
 
     found = rank([result("a", 2.0), result("b", 1.0), result("c", 0.5, "hung"), result("d", None, "crashed")])
     assert [r.key for r in found] == ["b", "a"]
@@ -163,7 +163,8 @@ def wait_until(is_true, timeout_s: float = 30.0) -> None:
 def test_a_process_that_ignores_sigterm_is_ended_too(tmp_path):
     mark = f"test-{os.getpid()}"
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
-    process = processes.start([sys.executable, "-c", code], tmp_path / "log", mark)
+    with (tmp_path / "log").open("wb") as output:
+        process = processes.start([sys.executable, "-c", code], output, mark)
     wait_until(lambda: (tmp_path / "log").read_text() == "ready\n")
     processes.end(mark, process, grace_s=0.3)
     assert process.returncode == -signal.SIGKILL

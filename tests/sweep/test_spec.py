@@ -29,6 +29,11 @@ def test_axes_of_several_sections_are_combined_and_predicted_the_fastest_first(t
         (tp, recompute, loss) for tp in (1, 2) for recompute in ("none", "full") for loss in ("eager", "linear")
     }
     assert {(c.train.steps, c.checkpoint.save, c.train.device) for c in configs} == {(7, False, "cpu")}
+    longer = trials_of(tmp_path, f'overrides = ["--train.device=cpu"]\nsteps = 9\n{text}')
+    assert [t.setting for t in longer] == [t.setting for t in trials] and len({t.setting for t in trials}) == len(
+        trials
+    )
+    assert not {t.key for t in longer} & {t.key for t in trials}
     assert {c.train.run_folder for c in configs} == {f"{tmp_path}/out/trials/{trial.key}/run" for trial in trials}
 
 
