@@ -21,6 +21,7 @@ from dtlayout.calibrate.probes import measure_probes
 from dtlayout.cluster import find_gpu_by_device, known_gpus
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.metrics import check_writable
 
 TIMEOUT_S = 300.0
 T = TypeVar("T")
@@ -41,10 +42,7 @@ def _check(arguments: Sequence[str]) -> None:
     """Refuse at once what would fail after minutes of measuring."""
     if len(arguments) != 1:
         raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
-    if not Path(arguments[0]).parent.is_dir():
-        raise InvalidConfig(f"{arguments[0]} cannot be written: there is no folder {Path(arguments[0]).parent}")
-    if not os.access(Path(arguments[0]).parent, os.W_OK) or Path(arguments[0]).is_dir():
-        raise InvalidConfig(f"{arguments[0]} cannot be written: it is a folder, or lies in one that is not yours")
+    check_writable(Path(arguments[0]))
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < num_gpus < num_ranks:
         raise InvalidConfig(f"{num_ranks} ranks on a host with {num_gpus} GPUs; start one for each GPU")

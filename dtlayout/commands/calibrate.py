@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from dtlayout.cluster import ask_device_names, load_cluster
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
 from dtlayout.sweep import processes
-from dtlayout.training.metrics import write_whole
+from dtlayout.training.metrics import check_writable, write_whole
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
 _LIMIT_S = 1800
@@ -40,10 +39,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig("--measured has its number of ranks; leave --ranks out")
     if options.ranks is not None and options.ranks < 1:
         raise InvalidConfig(f"--ranks={options.ranks} must be at least 1")
-    if not options.out.parent.is_dir():
-        raise InvalidConfig(f"--out={options.out} cannot be written: there is no folder {options.out.parent}")
-    if not os.access(options.out.parent, os.W_OK):
-        raise InvalidConfig(f"--out={options.out} cannot be written: {options.out.parent} is not yours to write in")
+    check_writable(options.out)
     records = load_cluster(options.out).records if options.out.exists() else ()  # refuses to replace something else
     measured = Measured.read(options.measured) if options.measured else _measure(options.ranks)
     found = calibrate(measured)

@@ -24,7 +24,7 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.training.metrics import MemoryCurves
+from dtlayout.training.metrics import MemoryCurves, check_writable
 from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"
@@ -69,8 +69,8 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidConfig(f"--steps={options.steps} must not be negative")
     if options.run and options.steps:
         raise InvalidConfig("--run takes as many steps as the run has measured; leave --steps out")
-    if options.page and not options.page.parent.is_dir():
-        raise InvalidConfig(f"page {options.page} cannot be written: there is no folder {options.page.parent}")
+    if options.page:
+        check_writable(options.page)
 
 
 def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
