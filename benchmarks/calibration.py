@@ -117,18 +117,12 @@ def report(probes_error: float, repeats: Sequence[Sequence[TrialResult]], taken:
 
 def join(repeats: Sequence[Sequence[TrialResult]]) -> Iterator[Row]:
     """Each layout that ran every time."""
-    by_name = [{name_trial(result): result for result in results} for results in repeats]
+    by_name = [{result.name: result for result in results} for results in repeats]
     for name, first in by_name[0].items():
         steps_s = [results[name].step_time_s for results in by_name if name in results]
         assert first.predicted and first.predicted.step_time_s, "a CPU is always predicted"
         if len(steps_s) == len(repeats):
             yield Row(name, first.predicted.step_time_s, tuple(step_s for step_s in steps_s if step_s))
-
-
-def name_trial(result: TrialResult) -> str:
-    """What sets it apart in its sweep."""
-    pairs = (override.partition("=") for override in result.overrides)
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
 
 
 def _describe(row: Row) -> str:

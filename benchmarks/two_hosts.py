@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.calibration import name_trial, run_trials
+from benchmarks.calibration import run_trials
 from dtlayout.cli import main as dtlayout
 from dtlayout.config import load_config
 from dtlayout.sweep.results import TrialResult
@@ -85,8 +85,8 @@ def report(
     sweep: Sweep, beforehand: dict[str, dict[str, Any]], across: Sequence[TrialResult], inside: Sequence[TrialResult]
 ) -> list[str]:
     """Its lines."""
-    alone = {name_trial(result): result for result in inside}
-    rows = [(result, alone[name_trial(result)]) for result in across if name_trial(result) in alone]
+    alone = {result.name: result for result in inside}
+    rows = [(result, alone[result.name]) for result in across if result.name in alone]
     return [
         "# tp inside a host against tp across hosts\n",
         f"{datetime.now(UTC):%Y-%m-%d}, `make bench-two-hosts`: torch {torch.__version__}, {os.cpu_count()} CPU cores.",
@@ -111,7 +111,7 @@ def _compare(apart: TrialResult, together: TrialResult) -> str:
     assert apart.predicted and apart.predicted.step_time_s, "a CPU is always predicted"
     steps = [apart.step_time_s, apart.step_time_spread_s or 0.0, apart.predicted.step_time_s, together.step_time_s]
     cells = " | ".join(f"{step:.2f}" for step in steps)
-    return f"| {name_trial(apart)} | {cells} | ×{apart.step_time_s / together.step_time_s:.2f} |"
+    return f"| {apart.name} | {cells} | ×{apart.step_time_s / together.step_time_s:.2f} |"
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def _tabulate(best: Sequence[TrialResult]) -> Table:
         table.add_column(name, justify="left" if name == "trial" else "right")
     for result in best:
         table.add_row(
-            " ".join(override.partition(".")[2] for override in result.overrides),
+            result.name,
             f"{result.step_time_s:.3f}",
             "n/a" if result.step_time_spread_s is None else f"{result.step_time_spread_s:.3f}",
             f"{result.tokens_per_s_per_gpu:,.0f}",

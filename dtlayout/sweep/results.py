@@ -78,6 +78,21 @@ class TrialResult:
     seconds: float = 0.0
     """From its start to its end."""
 
+    @property
+    def name(self) -> str:
+        """What sets it apart, in short."""
+        return name_trial(self.overrides)
+
+
+def name_trial(overrides: Sequence[str]) -> str:
+    """What sets a trial apart, in short.
+
+    >>> name_trial(["--layout.tp=2", "--kernels.norm=eager"])
+    'tp=2 norm=eager'
+    """
+    pairs = (override.partition("=") for override in overrides)
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs) or "as it is"
+
 
 class Journal:
     """trials.jsonl of a sweep's folder."""

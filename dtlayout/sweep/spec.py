@@ -32,6 +32,7 @@ from dtlayout.layout import Layout, OpenLayout
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.sweep.halving import Halving
+from dtlayout.sweep.results import name_trial
 from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
 
 LAUNCH = "{python} -m torch.distributed.run --standalone --nproc-per-node={world} -m dtlayout.launch {config}"
@@ -91,8 +92,7 @@ class Trial:
     @property
     def name(self) -> str:
         """What sets it apart, in short."""
-        values = (override.partition("=") for override in self.overrides)
-        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in values) or "as it is"
+        return name_trial(self.overrides)
 
 
 def read_sweep(path: Path) -> Sweep:
