@@ -13,7 +13,7 @@ sweep: .venv/.installed
 	$(BIN)/dtlayout report sweeps/debug-4cpu --page sweeps/debug-4cpu/report.html
 
 test: .venv/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.installed-test
 	$(BIN)/ruff format --check .
