@@ -1,0 +1,50 @@
+"""What one search has to say: the best layouts, what stands against others, and whatever else was asked."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dtlayout.costmodel.estimate import Estimate
+from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_thumb
+from dtlayout.planner.reasons import Verdict, describe_lead, judge, neighbours, parse_layout
+from dtlayout.planner.search import Search, SearchResult
+from dtlayout.planner.space import Space, parse_choice
+
+if TYPE_CHECKING:
+    from dtlayout.commands.verify import Verified
+
+BASELINES = {"thumb": choose_by_thumb, "playbook": choose_by_playbook}
+
+
+class Answer:
+    """Everything that one search has to say."""
+
+    def __init__(
+        self,
+        space: Space,
+        search: Search,
+        result: SearchResult,
+        options: argparse.Namespace,
+        verified: Sequence["Verified"],
+    ):
+        self.verified = verified
+        self.space, self.result, self.options = space, result, options
+        self.scenario, self.best = space.scenario, result.ranked[0]
+        following = zip(result.ranked, result.ranked[1:], range(2, len(result.ranked) + 1), strict=False)
+        self.leads = [describe_lead(own, after, place) for own, after, place in following]
+
+        def verdict(layout: Any, kernels: Any) -> Verdict:
+            return judge(space, search.estimator, layout, kernels, result.allowed_bytes, self.best)
+
+        self.against = [(name, verdict(layout, kernels)) for name, layout, kernels in neighbours(search, self.best)]
+        self.why_not: Verdict | None = None
+        self.completed: Estimate | None = None
+        self.baseline: Baseline | None = None
+        if options.why_not:
+            choices = dict(parse_choice(text) for text in options.why_not.split(","))
+            self.why_not = verdict(*parse_layout(space, choices))
+            wanted = Space(self.scenario, {**space.fixed, **choices}, space.avoided)
+            self.completed = next(iter(Search(wanted, options.max_memory).run(top=1).ranked), None)
+        if options.baseline:
+            choose = BASELINES[options.baseline]
+            self.baseline = choose(Space(self.scenario), search.estimator, result.allowed_bytes)
