@@ -2,6 +2,7 @@
 
 The columns are those of published sweeps: model sizes, engine, GPUs, batch, degrees, kernel, status, step time, MFU and
 peak memory in GiB; an empty cell means that the source does not say. `zero` 0 is replicated state: dp_replicate = dp.
+docs/sweep.md has a line on each.
 """
 
 import csv
@@ -106,7 +107,9 @@ def _parse(row: dict[str, str], engine: str | None) -> Run:
     n["gpus_per_node"] = _whole(row, "gpus_per_node", gpu.gpus_per_node)
     if kernel not in KERNELS:
         raise InvalidConfig(f"kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
-    peak_gib = _optional(row, "peak_memory_gb")
+    peak_gib, layout = _optional(row, "peak_memory_gb"), _parse_layout(row, n)
+    if layout.world_size != n["gpus"]:
+        raise InvalidConfig(f"dp·cp·tp·pp is {layout.world_size}, but gpus={n['gpus']}")
     return Run(
         table=row["table"],
         row=row["row"],
@@ -116,7 +119,7 @@ def _parse(row: dict[str, str], engine: str | None) -> Run:
             cluster=Cluster(gpu=gpu, num_gpus=n["gpus"], gpus_per_node=n["gpus_per_node"]),
             engine=find_engine(engine or row.get("engine") or "megatron", gpu.name),
         ),
-        layout=_parse_layout(row, n),
+        layout=layout,
         kernels=KERNELS[kernel],
         status=row["status"],  # type: ignore[arg-type]
         step_time_s=_optional(row, "step_time_s"),

@@ -329,6 +329,8 @@ def test_a_row_with_too_many_cells_is_refused(tmp_path):
 def test_what_is_wrong_only_together_is_refused_with_file_and_line(tmp_path):
     with pytest.raises(InvalidConfig, match=r"line 2: model\.hidden_size=1024 does not split into num_heads=7"):
         read_tables([write(tmp_path / "runs.csv", with_cell("heads", "7"))])
+    with pytest.raises(InvalidConfig, match=r"line 2: dp·cp·tp·pp is \d+, but gpus=24"):
+        read_tables([write(tmp_path / "runs.csv", with_cell("gpus", "24"))])
 
 
 def test_an_engine_takes_the_place_of_a_tables_unknown_one(tmp_path):
