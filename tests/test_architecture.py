@@ -15,7 +15,9 @@ ROOT = Path(dtlayout.__file__).parent
 
 LAYERS = {  # lowest first; a module may import its own layer and those above it in this table
     "errors": ["errors"],
-    "values": ["model_shape", "batch", "kernels", "precision", "recompute", "layout", "toml", "cluster", "signals"],
+    "values": [
+        "model_shape", "batch", "kernels", "precision", "recompute", "layout", "toml", "cluster", "signals", "files",
+    ],
     "counting": ["models.presets", "models.counting", "models.files"],
     "planning": [
         "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cluster import UNITS, Record, find_gpu, read_tables
 from dtlayout.costmodel.engine import Constants, Engine
-from dtlayout.training.metrics import write_whole
+from dtlayout.files import write_whole
 
 if TYPE_CHECKING:
     from dtlayout.calibrate.fit import Calibration  # which imports scipy

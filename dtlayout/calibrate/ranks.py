@@ -20,8 +20,8 @@ from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
 from dtlayout.cluster import find_gpu_by_device, known_gpus
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.files import check_writable
 from dtlayout.training.devices import join_ranks, open_device
-from dtlayout.training.metrics import check_writable
 
 TIMEOUT_S = 300.0
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from dtlayout.calibrate.fit import Calibration, calibrate
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cluster import ask_device_names, load_cluster
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.files import check_writable, write_whole
 from dtlayout.signals import note_signals
 from dtlayout.sweep import processes
-from dtlayout.training.metrics import check_writable, write_whole
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
 _LIMIT_S = 1800
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         write_whole(options.out, to_toml(measured, found, records))
     except OSError as error:
-        raise InvalidConfig(f"--out={options.out} cannot be written: {error.strerror}") from None
+        raise InvalidConfig(f"{options.out} cannot be written: {error.strerror}") from None
     load_cluster(options.out)  # what was written can be read
     if options.json:
         print(json.dumps(_to_document(options.out, measured, found), indent=2))

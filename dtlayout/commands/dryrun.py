@@ -22,9 +22,10 @@ from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
+from dtlayout.files import check_writable
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.training.metrics import MemoryCurves, check_writable
+from dtlayout.training.metrics import MemoryCurves
 from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"

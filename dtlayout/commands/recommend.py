@@ -14,6 +14,7 @@ from dtlayout.commands.recommend_text import describe_counts, describe_dry_runs,
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.files import check_writable
 from dtlayout.planner.reasons import describe_misfit, find_problems, parse_layout
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import find_smallest, scale
@@ -119,6 +120,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append("--scale compares clusters; ask --emit, --why-not, --baseline and --min-gpus of one of them")
     if problems:
         raise InvalidConfig(problems)
+    if options.emit:
+        check_writable(options.emit)
 
 
 def _read_choices(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Any]]]:

@@ -86,6 +86,23 @@ def describe_dry_runs(verified: Sequence["Verified"]) -> list[str]:
     ]
 
 
+def describe_counts(result: SearchResult) -> str:
+    """What became of all layouts."""
+    parts = [f"{result.counts[reason]:,} {text}" for reason, text in _COUNTED.items() if result.counts[reason]]  # type: ignore[index]
+    return f"{result.num_layouts:,} layouts: {', '.join(parts)}."
+
+
+def full_name(estimate: Estimate) -> str:
+    """With the kernels that are not the usual ones."""
+    usual = asdict(Kernels())
+    odd = [
+        kernel if name == "attention" else f"{name} {kernel}"
+        for name, kernel in asdict(estimate.kernels).items()
+        if kernel != usual[name]
+    ]
+    return " ".join([str(estimate.layout), *odd])
+
+
 def _describe_scenario(scenario: Scenario) -> list[str]:
     model, batch, cluster, engine = scenario.model, scenario.batch, scenario.cluster, scenario.engine
     known = "" if engine.is_calibrated else f", uncalibrated: no run of it on {engine.gpu} is known"
@@ -135,17 +152,6 @@ def _table(scenario: Scenario, result: SearchResult) -> list[str]:
     return lines
 
 
-def full_name(estimate: Estimate) -> str:
-    """With the kernels that are not the usual ones."""
-    usual = asdict(Kernels())
-    odd = [
-        kernel if name == "attention" else f"{name} {kernel}"
-        for name, kernel in asdict(estimate.kernels).items()
-        if kernel != usual[name]
-    ]
-    return " ".join([str(estimate.layout), *odd])
-
-
 def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -> str:
     """With its band; the CPU has no peak that would make one."""
     if scenario.cluster.gpu.name == "cpu":
@@ -164,9 +170,3 @@ def _shorten(verdict: Verdict) -> str:
     """The outcome with its first reason; a difference in speed says both."""
     is_refused = verdict.outcome in ("not legal", "does not fit")
     return f"{verdict.outcome}: {verdict.problems[0]}" if is_refused else verdict.problems[0]
-
-
-def describe_counts(result: SearchResult) -> str:
-    """What became of all layouts."""
-    parts = [f"{result.counts[reason]:,} {text}" for reason, text in _COUNTED.items() if result.counts[reason]]  # type: ignore[index]
-    return f"{result.num_layouts:,} layouts: {', '.join(parts)}."

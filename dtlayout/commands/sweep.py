@@ -15,9 +15,9 @@ from rich.table import Table
 
 from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
-from dtlayout.sweep.results import Journal, Outcome, TrialResult, rank
+from dtlayout.sweep.results import Journal, Outcome, TrialResult, keep_longest, rank
 from dtlayout.sweep.run import run_halved, run_sweep
-from dtlayout.sweep.spec import Trial, make_trials, read_sweep
+from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
 
 EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
 _BEST_SHOWN = 5
@@ -44,8 +44,10 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--retry={','.join(unknown)} cannot be tried again; use {', '.join(failures)}")
     trials = make_trials(sweep, folder)
     if options.list:
-        ended = Journal(folder).read()
-        print(json.dumps([_to_document(trial) for trial in trials], indent=2) if options.json else _list(trials, ended))
+        documents = map(_to_document, trials)
+        print(
+            json.dumps(list(documents), indent=2) if options.json else _list(trials, _find_ended(sweep, trials, folder))
+        )
         return EXIT_DONE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,6 +171,15 @@ def _print_summary(results: Sequence[TrialResult], num_trials: int, folder: Path
         console.print(_tabulate(best))
     if results:
         console.print(f"{folder}/trials.jsonl", markup=False, soft_wrap=True)
+
+
+def _find_ended(sweep: Sweep, trials: Sequence[Trial], folder: Path) -> dict[str, TrialResult]:
+    """Key of a trial → how it ended; of a halved sweep in the longest of its rounds, which have keys of their own."""
+    results = Journal(folder).read()
+    if not sweep.halving:
+        return results
+    longest = {result.setting: result for result in keep_longest(results.values())}
+    return {trial.key: longest[trial.setting] for trial in trials if trial.setting in longest}
 
 
 def _list(trials: Sequence[Trial], ended: Mapping[str, TrialResult]) -> str:

@@ -16,6 +16,7 @@ from dtlayout.commands.text import describe_records
 from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
+from dtlayout.files import check_writable
 from dtlayout.planner.runs import GIB, KERNELS, Run
 from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
 from dtlayout.planner.validate import (
@@ -71,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--worst={options.worst} must not be negative")
     if options.out and not options.fit:
         raise InvalidConfig("--out names the file that --fit writes; add --fit")
+    for path in filter(None, (options.out, options.into)):
+        check_writable(path)
     if options.into:
         return _refresh(options)
     runs = read_rows(options.tables, options.engine)
@@ -86,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     ablations = [ablate(fitted.runs, fitted.engine, _tell) if options.ablate else [] for fitted in fits]
     if options.out:
-        _write(options.out, "\n".join(_format_fragment(fitted) for fitted in fits))
+        options.out.write_text("\n".join(_format_fragment(fitted) for fitted in fits), encoding="utf-8")
     pictures: list[Path] = []
     if options.plots:
         from dtlayout.planner.plots import write_plots  # only now: it imports matplotlib
@@ -156,13 +159,6 @@ def _tell(line: str) -> None:
     """Say what takes so long, to who waits for it."""
     if sys.stderr.isatty():
         print(f"{line} …", file=sys.stderr)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidConfig(f"--out={path} cannot be written: {error.strerror}") from None
 
 
 # For programs.

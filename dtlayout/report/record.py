@@ -10,7 +10,10 @@ from dtlayout.sweep.results import Journal, keep_longest
 
 
 def make_record(folder: Path) -> Record | None:
-    """Of a sweep's folder; None if its predictions were not made with a calibrated file, or nothing ran."""
+    """Of a sweep's folder; None if its predictions were not made with a calibrated file, or nothing ran.
+
+    All that ran there counts as one choice, so a folder should hold one model and batch.
+    """
     pairs = [
         (r.predicted.step_time_s, r.step_time_s, r.predicted.gpu)
         for r in keep_longest(Journal(folder).read().values())

@@ -30,17 +30,14 @@ def run(
 ) -> int | None:
     """The exit code of a command; None if it was ended, since the time had passed or `is_stopped` said so.
 
-    Nothing of it is left when this returns, raises or dies.
+    Nothing of it is left when this returns or raises. If this process is killed, Linux sends SIGTERM to the command.
     """
     deadline = time.monotonic() + timeout_s
     process = start(command, output, mark)
     try:
-        while time.monotonic() < deadline and not is_stopped():
-            try:
-                return process.wait(_LOOK_EVERY_S)
-            except subprocess.TimeoutExpired:
-                continue
-        return None
+        while (exit_code := process.poll()) is None and time.monotonic() < deadline and not is_stopped():
+            time.sleep(_LOOK_EVERY_S)
+        return exit_code
     finally:
         end(mark, process, grace_s=grace_s)
 
@@ -73,8 +70,9 @@ def find(mark: str) -> list[int]:
 
 def end(mark: str, process: subprocess.Popen[bytes] | None = None, *, grace_s: float = 10.0) -> None:
     """End every process with this mark: SIGTERM to all, SIGKILL to those that are there `grace_s` later."""
-    _signal(find(mark), signal.SIGTERM)
-    if process is not None and process.poll() is None:
+    found = find(mark)
+    _signal(found, signal.SIGTERM)
+    if process is not None and process.pid not in found:  # a second signal would cut short what the first began
         process.terminate()
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and (find(mark) or (process is not None and process.poll() is None)):

@@ -108,7 +108,9 @@ class Journal:
         try:
             return {result.key: result for result in map(_parse, whole)}
         except (ValueError, TypeError, KeyError) as error:
-            raise DtlayoutError(f"{self.path} is not what a sweep of this version writes: {error}") from None
+            raise DtlayoutError(
+                f"{self.path} is not what a sweep of this version writes: {error}; use another folder"
+            ) from None
 
     def append(self, result: TrialResult) -> None:
         """Add a line; it is on disk when this returns, and what a kill tore before it is gone."""

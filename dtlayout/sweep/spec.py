@@ -222,8 +222,13 @@ def _search(sweep: Sweep) -> Iterator[tuple[str, ...]]:
     gpu = find_trial_gpu(base.train.device, base.cluster.known_gpu)
     if gpu is None:
         raise InvalidConfig(f"{sweep.path}: from={sweep.source!r} needs a GPU type that is known; use cluster.gpu")
-    search = Search(Space(own_scenario(base, sweep.world, gpu), {}, {}))
-    for found in search.run(int(sweep.source.partition(":")[2])).ranked:
+    ranked = Search(Space(own_scenario(base, sweep.world, gpu), {}, {})).run(int(sweep.source.partition(":")[2])).ranked
+    if not ranked:
+        raise InvalidConfig(
+            f"{sweep.path}: no layout of {base.model.name} is legal and fits on {sweep.world} x {gpu.name}; "
+            f"dtlayout recommend says why"
+        )
+    for found in ranked:
         sections = (("layout", base.layout, found.layout), ("kernels", base.kernels, found.kernels))
         yield tuple(
             f"--{section}.{key}={_to_text(value)}"

@@ -1,14 +1,14 @@
 """What a run writes down: metrics.jsonl, one object a step; summary.json, one a run; memory.json, the first steps'."""
 
 import json
-import os
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dtlayout.batch import Batch
-from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.errors import DtlayoutError
+from dtlayout.files import write_whole
 from dtlayout.measure.curve import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
@@ -199,21 +199,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def check_writable(path: Path) -> None:
-    """InvalidConfig if `write_whole` would fail; for those whose work before it takes minutes."""
-    if not path.parent.is_dir():
-        raise InvalidConfig(f"{path} cannot be written: there is no folder {path.parent}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InvalidConfig(f"{path} cannot be written: it is a folder, or lies in one that is not yours")
 
 
 def median_step_time(times_s: list[float], num_slow: int = 2) -> float | None:

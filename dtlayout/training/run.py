@@ -25,6 +25,7 @@ from dtlayout.data.documents import find_starts
 from dtlayout.data.open import open_samples
 from dtlayout.data.samples import Samples
 from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
+from dtlayout.files import write_whole
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
@@ -46,7 +47,6 @@ from dtlayout.training.metrics import (
     StepMetrics,
     Summary,
     median_step_time,
-    write_whole,
 )
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from dtlayout.training.prediction import describe, describe_run, predict, refuse_hopeless, to_predicted

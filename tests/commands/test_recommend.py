@@ -264,7 +264,10 @@ def test_an_engine_with_measured_runs_is_not_called_uncalibrated(capsys):
         ([*LLAMA[:2], *LLAMA[4:]], "the cluster is missing; give --gpu NAME --gpus N, or --cluster FILE"),
         ([*LLAMA, "--gpus", "0"], "num_gpus=0 must be a whole number"),
         ([*LLAMA, "--gpu", "a1000"], "GPU type 'a1000' is unknown"),
-        ([*LLAMA, "--emit", "none/none/best.toml"], "config none/none/best.toml cannot be written"),
+        (
+            [*LLAMA, "--emit", "none/none/best.toml"],
+            "none/none/best.toml cannot be written: there is no folder none/none",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_a_line(capsys, arguments, problem):

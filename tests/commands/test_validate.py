@@ -267,11 +267,10 @@ def test_wrong_arguments_are_refused_by_name(measured, capsys, arguments, proble
     assert refuse(capsys, measured, *arguments).startswith(problem.format(file=measured))
 
 
-def test_a_file_that_cannot_be_written_is_refused(measured, few_constants, tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_refused(measured, tmp_path, capsys):
     out = tmp_path / "none" / "fitted.toml"
-    assert (
-        refuse(capsys, measured, "--fit", "--out", out) == f"--out={out} cannot be written: No such file or directory\n"
-    )
+    for option in (["--fit", "--out"], ["--into"]):
+        assert refuse(capsys, measured, *option, out) == f"{out} cannot be written: there is no folder {out.parent}\n"
 
 
 def test_wrong_cells_are_refused_with_file_line_and_column(tmp_path, capsys):

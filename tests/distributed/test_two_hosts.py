@@ -38,13 +38,17 @@ dist.barrier()
 """
 
 
-def can_make_hosts() -> bool:
+def _can_make_hosts() -> bool:
     """Whether this process may make network namespaces."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
         return False
-    made = subprocess.run(["ip", "netns", "add", "dtl-try"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "del", "dtl-try"], capture_output=True, check=False)
+    name = f"try-{os.getpid()}"  # two processes of tests may ask at once
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return made
+
+
+needs_hosts = pytest.mark.skipif(not _can_make_hosts(), reason="network namespaces need root, ip and tc")
 
 
 def start(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +64,7 @@ def hosts() -> list[str]:
     return [line for line in listed.splitlines() if line.startswith("dtl-")]
 
 
-@pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root, ip and tc")
+@needs_hosts
 def test_the_link_between_two_hosts_is_slower_than_those_inside(tmp_path):
     ended = start(tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -69,7 +73,7 @@ def test_the_link_between_two_hosts_is_slower_than_those_inside(tmp_path):
     assert hosts() == []
 
 
-@pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root, ip and tc")
+@needs_hosts
 def test_a_host_that_fails_ends_both_and_leaves_nothing(tmp_path):
     assert start(tmp_path, "fail").returncode == 1
     assert hosts() == []

@@ -98,6 +98,7 @@ def test_of_the_rounds_of_successive_halving_the_longest_counts(sweep):
     place.mkdir()
     (place / "config.toml").write_text((trial_folder(sweep, "a") / "config.toml").read_text())
     Journal(sweep).append(replace(first, key="a2", steps=20, step_time_s=0.4))
+    Journal(sweep).append(replace(first, key="a3", steps=30, step_time_s=None, outcome="crashed"))
     runs = read_rows([sweep])
     assert [(run.row, run.step_time_s) for run in runs] == [("b", 0.25), ("c", None), ("a2", 0.4)]
 

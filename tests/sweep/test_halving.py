@@ -72,3 +72,7 @@ def test_a_sweep_is_halved_for_real_and_goes_on_where_it_was(tmp_path, capsys):
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == [best, *others]
     assert read_starts(folder) == starts
+    assert main([*command[:-1], "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in listed} == {"done"}
+    assert sum(f"{best['step_time_s']:.3f} s a step" in line for line in listed) == 1

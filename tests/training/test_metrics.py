@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,6 @@ from dtlayout.training.metrics import (
     StepMetrics,
     Summary,
     median_step_time,
-    write_whole,
 )
 
 CONTRACT = [
@@ -86,23 +84,6 @@ def test_a_file_that_is_not_there_yet_has_no_lines_and_is_not_made(tmp_path):
     file.keep_until(3)
     assert file.read() == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch):
-    path = tmp_path / "summary.json"
-    write_whole(path, "old")
-
-    def fail(*_: object) -> None:
-        raise OSError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dtlayout.training.metrics.os.replace", fail)
-        with pytest.raises(OSError, match="killed"):
-            write_whole(path, "new")
-    assert path.read_text() == "old"
-    write_whole(path, "newer")
-    assert path.read_text() == "newer"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_summary_makes_its_folder_and_is_one_json_document(tmp_path):

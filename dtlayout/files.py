@@ -1,0 +1,23 @@
+"""Files that others read while they are written, or that minutes of work end in."""
+
+import os
+from pathlib import Path
+
+from dtlayout.errors import InvalidConfig
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def check_writable(path: Path) -> None:
+    """InvalidConfig if no file can be written there; for those whose work before it takes long."""
+    if not path.parent.is_dir():
+        raise InvalidConfig(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise InvalidConfig(f"{path} cannot be written: it is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidConfig(f"{path} cannot be written: Permission denied")
