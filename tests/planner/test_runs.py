@@ -84,7 +84,8 @@ def test_a_kernel_names_attention_and_norm(tmp_path, kernel, attention, norm):
 
 
 def test_layouts_that_our_trainer_refuses_are_read(tmp_path):
-    layout = read(tmp_path, tp="3", pp="64", cp="2", virtual_stages="1", micro_batch="300").layout
+    cells = {"dp": "1", "cp": "2", "tp": "3", "pp": "64", "gpus": "384"}
+    layout = read(tmp_path, **cells, virtual_stages="1", micro_batch="300").layout
     assert (layout.tp, layout.pp, layout.cp, layout.micro_batch) == (3, 64, 2, 300)
 
 
