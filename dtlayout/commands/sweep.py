@@ -44,10 +44,10 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--retry={','.join(unknown)} cannot be tried again; use {', '.join(failures)}")
     trials = make_trials(sweep, folder)
     if options.list:
-        documents = map(_to_document, trials)
-        print(
-            json.dumps(list(documents), indent=2) if options.json else _list(trials, _find_ended(sweep, trials, folder))
-        )
+        if options.json:
+            print(json.dumps([_to_document(trial) for trial in trials], indent=2))
+        else:
+            print(_list(trials, _find_ended(sweep, trials, folder)))
         return EXIT_DONE
     try:
         folder.mkdir(parents=True, exist_ok=True)
