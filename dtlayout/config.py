@@ -22,6 +22,7 @@ from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
+from dtlayout.models.families import find_family
 from dtlayout.models.presets import PRESETS
 from dtlayout.precision import Precision
 
@@ -275,6 +276,10 @@ def check_layout(config: Config, world_size: int) -> Layout:
         nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
         problems.append(config.layout.describe_misfit(world_size, nearest or [smallest]))
     problems += layout.problems(config.model, config.batch)
+    try:
+        find_family(config.model.family)
+    except InvalidConfig as error:
+        problems += error.problems
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     problems += config.kernels.problems(config.precision, config.train.device, tp=layout.tp, recompute=layout.recompute)

@@ -30,13 +30,21 @@ class ModelShape:
     num_layers: int
     """Decoder blocks."""
     num_heads: int
-    """Query heads; hidden_size / num_heads is the width of each."""
+    """Query heads."""
     num_kv_heads: int
     """Key and value heads; fewer than num_heads is grouped-query attention."""
     ffn_size: int
     """Inner width of the feed-forward (HF: intermediate_size)."""
     vocab_size: int
     """Rows of the embedding and of the head."""
+    family: str = "llama"
+    """Whose block it has: a name of `dtlayout.models.families`."""
+    head_dim: int | None = None
+    """Width of a head, where it is not hidden_size / num_heads."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values add a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Whether an RMSNorm goes over each head of queries and keys before the rotary embedding (Qwen3)."""
     gated_ffn: bool = True
     """Whether the feed-forward has a gate beside up and down (SwiGLU); without one it can only be predicted."""
     tied_embeddings: bool = False
@@ -51,11 +59,13 @@ class ModelShape:
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size")
         problems = [f"{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
-        if not problems and self.hidden_size % (2 * self.num_heads):
+        if not problems and self.head_dim is None and self.hidden_size % (2 * self.num_heads):
             problems.append(
                 f"hidden_size={self.hidden_size} does not split into num_heads={self.num_heads} heads of even width; "
-                f"use a multiple of {2 * self.num_heads}"
+                f"use a multiple of {2 * self.num_heads}, or give head_dim"
             )
+        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+            problems.append(f"head_dim={self.head_dim} must be even and at least 2: the rotary embedding turns pairs")
         if not problems and self.num_heads % self.num_kv_heads:
             problems.append(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
@@ -65,9 +75,19 @@ class ModelShape:
             raise InvalidConfig([f"model.{problem}" for problem in problems])
 
     @property
-    def head_dim(self) -> int:
+    def head_width(self) -> int:
         """Width of one head."""
-        return self.hidden_size // self.num_heads
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads, and of what attention gives."""
+        return self.num_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads; values are as wide."""
+        return self.num_kv_heads * self.head_width
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtlayout.kernels import Norm
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.plans.apply import STYLES
-from dtlayout.plans.sequence_norm import SequenceNorm
+from dtlayout.plans.local_norm import SequenceNorm
 
 
 class _LigerRMSNormFunction(torch.autograd.Function):

@@ -30,6 +30,8 @@ SHAPE = ModelShape(
     name="parity", hidden_size=32, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=88
 )  # fmt: skip
 TIED = replace(SHAPE, tied_embeddings=True)
+QWEN2 = replace(SHAPE, family="qwen2", qkv_bias=True, tied_embeddings=True)
+QWEN3 = replace(SHAPE, family="qwen3", qk_norm=True, head_dim=6)
 SEQ_LEN, MAX_NORM, SEED = 16, 0.05, 7
 EXACT = Precision(params="float64", compute="float64", reduce="float64")
 FP32 = Precision(params="float32", compute="float32", reduce="float32")

@@ -18,7 +18,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "values": [
         "model_shape", "batch", "kernels", "precision", "recompute", "layout", "toml", "cluster", "signals", "files",
     ],
-    "counting": ["models.presets", "models.counting", "models.files"],
+    "models": ["models.presets", "models.description", "models.families", "models.counting", "models.files"],
     "planning": [
         "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
         "pipelining.timing", "pipelining.sharing",
@@ -28,7 +28,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "configuration": ["config"],
     "one device": ["ops.*", "models.llama", "measure.*"],
     "many devices": [
-        "mesh.build", "plans.apply", "plans.fsdp", "plans.init", "plans.sequence_norm", "plans.vocab_parallel",
+        "mesh.build", "plans.apply", "plans.fsdp", "plans.init", "plans.local_norm", "plans.vocab_parallel",
         "pipelining.stage", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],

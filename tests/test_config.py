@@ -66,7 +66,7 @@ def takes(wanted: Any, value: Any) -> bool:
     if get_origin(wanted) is tuple:
         return isinstance(value, list) and all(takes(get_args(wanted)[0], entry) for entry in value)
     if NoneType in get_args(wanted):
-        return False  # a table whose keys are none of the specimen's
+        return any(takes(each, value) for each in get_args(wanted) if each is not NoneType)  # no specimen is a table
     return type(value) in ((int, float) if wanted is float else (wanted,))
 
 
@@ -338,6 +338,9 @@ def shapes(draw) -> ModelShape:
     return ModelShape(
         name=draw(texts.filter(lambda name: name not in PRESETS)),
         hidden_size=2 * heads * group * draw(st.integers(1, 64)),
+        head_dim=draw(st.none() | st.integers(1, 64).map(lambda half: 2 * half)),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
         num_layers=draw(positive),
         num_heads=heads * group,
         num_kv_heads=heads,

@@ -37,7 +37,7 @@ def test_a_shape_has_heads_of_even_width_that_share_keys_evenly(hidden, heads, k
             works = [{**sizes, "num_kv_heads": int(n)} for n in re.findall(r"\d+", str(caught.value).partition(";")[2])]
         assert [replace(SHAPE, **w).num_heads for w in works] == [heads] * len(works) != []
     else:
-        assert replace(SHAPE, **sizes).head_dim * heads == hidden
+        assert replace(SHAPE, **sizes).head_width * heads == hidden
 
 
 def test_a_shape_reports_every_size_that_is_not_positive():

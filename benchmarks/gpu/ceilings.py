@@ -53,7 +53,7 @@ def prepare_attention(cell: AttentionCall, device_type: str) -> Operation:
     model = find_preset(cell.model)
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     # Transposed as the model's own.
-    inputs = [_random(1, cell.seq_len, n, model.head_dim, device=device_type).transpose(1, 2) for n in heads]
+    inputs = [_random(1, cell.seq_len, n, model.head_width, device=device_type).transpose(1, 2) for n in heads]
     q, k, v = (x.requires_grad_(cell.direction == "backward") for x in inputs)
     out = causal_attention(q, k, v, cell.kernel)
     if cell.direction == "forward":

@@ -194,7 +194,7 @@ def sweep(base: Training, micro_batches: Sequence[int]) -> Iterator[Training]:
 
 def block_matmuls(model: ModelShape, num_tokens: int) -> Iterator[Matmul]:
     """The matmuls of a block and the head, forward; q, k and v as one."""
-    width, kv_width = model.hidden_size, model.num_kv_heads * model.head_dim
+    width, kv_width = model.hidden_size, model.kv_width
     sizes = {  # name: n, k
         "qkv": (width + 2 * kv_width, width),
         "o": (width, width),

@@ -11,6 +11,8 @@ from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
+from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary
+from dtlayout.models.families import describe
 from dtlayout.recompute import Recompute
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
@@ -75,39 +77,76 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """A block without recomputation."""
-    model, constants, t = scenario.model, scenario.engine.constants, layout.tp
-    tokens, h, f = tokens_of(scenario, layout), model.hidden_size, model.ffn_size
-    kv = model.num_kv_heads * model.head_dim
-    last_matmul_s = matmul_s(scenario, tokens, h, f / t)
-    ffn = (2 if model.gated_ffn else 1) * matmul_s(scenario, tokens, f / t, h) + last_matmul_s
-    matmuls = matmul_s(scenario, tokens, (h + 2 * kv) / t, h) + matmul_s(scenario, tokens, h, h / t) + ffn
+    tokens = tokens_of(scenario, layout)
+    matmuls_s = [matmul_s(scenario, tokens, n, k) for n, k in _matmul_sizes(scenario, layout)]
+    elementwise_s = pass_s(scenario, tokens * _traffic_bytes(scenario, layout, kernels)) / 3
+    elementwise_s += _launch_s(scenario, kernels)
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
-    shared = t if layout.shards_sequence else 1
-    is_eager_norm = kernels.norm == "eager" and not kernels.compiles_blocks
-    norm_traffic = constants.norm_traffic_bytes if is_eager_norm else 0.0
-    rope_traffic = constants.rope_traffic_bytes
-    if kernels.rope == "liger" or kernels.compiles_blocks:
-        rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
-    widening = activation_size(scenario) / 2  # the constants count passes in bf16
-    traffic = (widening * constants.width_traffic_bytes + norm_traffic) * h / shared + (
-        rope_traffic * h + widening * _FFN_TRAFFIC_BYTES * f
-    ) / t
-    elementwise_s = pass_s(scenario, traffic * tokens)
-    launch_s = constants.norm_launch_s if is_eager_norm else 0.0
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
     return BlockTime(
-        forward_s=matmuls + attention_forward_s + elementwise_s / 3 + launch_s,
-        backward_s=2 * (matmuls + elementwise_s / 3 + launch_s) + attention_backward_s,
+        forward_s=sum(matmuls_s) + attention_forward_s + elementwise_s,
+        backward_s=2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s,
         forward_tp_s=forward_tp_s + forward_cp_s,
         backward_tp_s=backward_tp_s + backward_cp_s,
         host_s=host_s(scenario, layout),
         attention_s=attention_forward_s,
         score_traffic_s=score_traffic_s(scenario, layout, kernels),
-        elementwise_s=elementwise_s / 3 + launch_s,
-        last_matmul_s=last_matmul_s,
+        elementwise_s=elementwise_s,
+        last_matmul_s=matmuls_s[-1],
         forward_cp_s=forward_cp_s,
     )
+
+
+def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float]]:
+    """Outputs and inputs of each matmul of a block on one tp rank, those that the engine fuses as one."""
+    sizes: list[tuple[float, float]] = []
+    for operation in describe(scenario.model).block:
+        match operation:
+            case Linear(style="rowwise"):
+                sizes.append((operation.outputs, operation.inputs / layout.tp))
+            case Linear(fuses=True) if scenario.engine.habits.fuses_qkv:
+                sizes[-1] = (sizes[-1][0] + operation.outputs / layout.tp, operation.inputs)
+            case Linear():
+                sizes.append((operation.outputs / layout.tp, operation.inputs))
+    return sizes
+
+
+def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
+    """Moved for each token by what is elementwise in a block, forward and backward.
+
+    `width_traffic_bytes` are those of two norms and two residual adds, a quarter for each.
+    """
+    constants, t = scenario.engine.constants, layout.tp
+    shared = t if layout.shards_sequence else 1
+    widening = activation_size(scenario) / 2  # the constants count passes in bf16
+    width_traffic = widening * constants.width_traffic_bytes / 4
+    norm_traffic = width_traffic + (constants.norm_traffic_bytes / 2 if _has_eager_norms(kernels) else 0.0)
+    rope_traffic = constants.rope_traffic_bytes
+    if kernels.rope == "liger" or kernels.compiles_blocks:
+        rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
+    traffic = 0.0
+    for operation in describe(scenario.model).block:
+        match operation:
+            case Norm():
+                traffic += norm_traffic * operation.width / (t if operation.is_of_heads else shared)
+            case Residual():
+                traffic += width_traffic * operation.width / shared
+            case Rotary():
+                traffic += rope_traffic * operation.width / t
+            case Activation():
+                traffic += widening * _FFN_TRAFFIC_BYTES * operation.width / t
+    return traffic
+
+
+def _launch_s(scenario: Scenario, kernels: Kernels) -> float:
+    """Of forward, starting the separate operations of norms."""
+    num_norms = sum(isinstance(each, Norm) for each in describe(scenario.model).block)
+    return scenario.engine.constants.norm_launch_s * num_norms / 2 if _has_eager_norms(kernels) else 0.0
+
+
+def _has_eager_norms(kernels: Kernels) -> bool:
+    return kernels.norm == "eager" and not kernels.compiles_blocks
 
 
 def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: BlockTime) -> tuple[float, float]:
@@ -145,13 +184,13 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
     peak, seq_len = matrix_flops_per_s(scenario), scenario.batch.seq_len
     tokens = tokens_of(scenario, layout)
-    flops = 4.0 * tokens * seq_len * model.hidden_size / t
+    flops = 4.0 * tokens * seq_len * model.query_width / t
     if kernels.attention in FLASH:
         forward = flash_s(scenario, kernels.attention, flops)
         return forward, 2.5 * forward
     assert kernels.attention in ("torch", "sdpa-math", "megatron-softmax"), "auto is resolved before it is predicted"
     fill = constants.matmul_fill
-    lengthened = (1 + fill / model.head_dim) * (1 + fill / seq_len) ** 2
+    lengthened = (1 + fill / model.head_width) * (1 + fill / seq_len) ** 2
     matmuls = flops * lengthened / (peak * constants.matmul_efficiency)
     moved = score_traffic_s(scenario, layout, kernels)
     return matmuls + moved, 2 * matmuls + 1.5 * moved
@@ -189,10 +228,11 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     habits, exposed = scenario.engine.habits, scenario.engine.constants.tp_exposed
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     half = half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
+    num_branches = describe(scenario.model).num_branches
     if not layout.shards_sequence:
-        return 4 * half * exposed, 2 * habits.input_reductions * half * exposed
-    regathered = 2 if habits.regathers_inputs else 0
-    return 4 * half * exposed, (2 + habits.input_reductions + regathered) * half * exposed
+        return 2 * num_branches * half * exposed, 2 * habits.input_reductions * half * exposed
+    regathered = num_branches if habits.regathers_inputs else 0
+    return 2 * num_branches * half * exposed, (num_branches + habits.input_reductions + regathered) * half * exposed
 
 
 def block_cp_s(
@@ -207,7 +247,7 @@ def block_cp_s(
     if cp == 1:
         return 0.0, 0.0
     model, link = scenario.model, data_link(scenario, layout, layout.tp, cp)
-    kv = 2 * tokens_of(scenario, layout) * model.num_kv_heads * model.head_dim / layout.tp * activation_size(scenario)
+    kv = 2 * tokens_of(scenario, layout) * model.kv_width / layout.tp * activation_size(scenario)
 
     def exposed_s(size: float, attention_s: float) -> float:
         return (cp - 1) * max(0.0, size / link.bytes_per_s + link.latency_s - attention_s / cp)

@@ -46,6 +46,8 @@ class Habits:
     """Blocks by FLOPs, by parameters, or a stage ending with the block that reaches its share of them."""
     input_reductions: int = 2
     """Input gradients that are summed over tp in a block's backward: one for attention and one for the FFN at least."""
+    fuses_qkv: bool = True
+    """Whether queries, keys and values come out of one matmul."""
     regathers_inputs: bool = True
     """Whether sequence parallelism keeps norm outputs sharded and gathers them again in backward."""
     scatters_messages: bool = False

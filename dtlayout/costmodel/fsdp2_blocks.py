@@ -1,6 +1,6 @@
-"""What autograd holds in a block, the head and the embedding of our Llama, operation by operation.
+"""What autograd holds in a block, the head and the embedding, operation by operation of `models.description`.
 
-Legend: T tokens of a microbatch on one cp rank, h hidden, v width of all key-value heads, f FFN, V vocabulary, a heads,
+Legend: T tokens of a microbatch on one cp rank, h hidden, q width of all query heads, f FFN, V vocabulary, a heads,
 s sequence, t = tp; e bytes of the compute format, w of the exact one (fp32 or finer) in which norms, RoPE and the loss
 compute. To be read with models/llama.py and ops/*.py. Left out: what a kernel allocates and frees inside one call.
 
@@ -12,11 +12,15 @@ It computes silu(gate) again. Its norms are so as if one kernel did them. `tests
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 
 from dtlayout.costmodel.phase import Part, Phase, changes
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import FLASH_LIKE, Kernels, count_loss_chunks, needs_mask
 from dtlayout.layout import Layout
+from dtlayout.models.description import Activation, Description, Linear, Norm, Operation, SelfAttention, Weight
+from dtlayout.models.families import describe
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Kept, Recompute
 
@@ -26,27 +30,44 @@ _A, _G, _L = Part.ACTIVATIONS, Part.GRADIENTS, Part.LOGITS
 
 
 @dataclass(frozen=True)
+class NormBytes:
+    """Bytes of a norm's tensors."""
+
+    gradient: float
+    """Of its output and of its input, each, in the compute format."""
+    exact: float
+    """As much in the exact format."""
+    input: float
+    """What it keeps of its input: that itself, or an exact copy."""
+    rest: float
+    """What it keeps beside it: one number for each row and, as separate operations, input · scale."""
+
+    @property
+    def kept(self) -> float:
+        """All that it keeps."""
+        return self.input + self.rest
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Bytes of one microbatch's tensors on one rank."""
 
-    whole: float
-    """Hidden states in the compute format, T·h·e."""
-    share: float
-    """That part of them which lies outside of matmuls: over t under sequence parallelism."""
-    exact: float
-    """That part in the exact format."""
-    norm_output: float
-    """What matmuls keep of their input."""
-    query: float
-    """Queries, over t; attention's output is as large."""
-    key: float
-    """Keys, over t; values are as large."""
-    ffn: float
-    """Gate, up or their product, over t."""
-    norm_input: float
-    """What a norm keeps of its input: the hidden states themselves, or an exact copy."""
-    norm_rest: float
-    """What it keeps beside it: one number a token and, as separate operations, input · scale."""
+    description: Description
+    """The operations whose tensors they are."""
+    element: float
+    """One element a token in the compute format, T·e."""
+    exact_element: float
+    """The same in the exact format, T·w."""
+    tp: int
+    """Ranks that share what lies inside a branch."""
+    shared: int
+    """Ranks that share the residual stream outside of branches: t under sequence parallelism."""
+    regathers: bool
+    """Whether the matmuls that read it keep their share alone, and gather it again in backward."""
+    has_norm_kernel: bool
+    """Whether a norm is one kernel."""
+    product_element: float
+    """What a norm of separate operations keeps of input · scale: one element a token."""
     attention: float
     """What attention keeps, its output included."""
     attention_results: float
@@ -65,24 +86,44 @@ class Sizes:
     """What the loss needs beside them, when it is fullest: their exponentials in the exact format."""
     head_weight: float
     """The head's weight, and its gradient; 0 where that is not computed in forward."""
-    is_split: bool
-    """Whether tp splits matmuls."""
-    shards_sequence: bool
-    """Whether it splits the hidden states between them too."""
-    casts: bool
-    """Whether the compute format is not the exact one."""
-    has_norm_kernel: bool
-    """Whether a norm is one kernel."""
-    has_gate: bool
-    """Whether the FFN has one."""
-    num_ffn: int
-    """Tensors of that size that the FFN keeps: liger-kernel's and a compiled block compute silu(gate) again."""
+    recomputes_silu: bool
+    """Whether the activation's backward computes silu(gate) again: liger-kernel's does, and a compiled block."""
     keeps_last: bool
     """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
 
+    @cached_property
+    def whole(self) -> float:
+        """Hidden states, T·h·e."""
+        return self.element * self.description.final_norm.width
+
+    @cached_property
+    def share(self) -> float:
+        """That part of them which lies outside of branches."""
+        return self.whole / self.shared
+
+    @cached_property
+    def norm_output(self) -> float:
+        """What matmuls keep of hidden states that they read."""
+        return self.share if self.regathers else self.whole
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tp splits matmuls."""
+        return self.tp > 1
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether it splits the hidden states between them too."""
+        return self.shared > 1
+
+    @property
+    def casts(self) -> bool:
+        """Whether the compute format is not the exact one."""
+        return self.element < self.exact_element
+
     @property
     def keeps_stream(self) -> bool:
-        """Whether a norm keeps the hidden states themselves, which a checkpoint or the runtime then need not keep."""
+        """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
         return self.has_norm_kernel or not self.casts
 
     @property
@@ -91,49 +132,89 @@ class Sizes:
         early = self.head_weight + self.whole if self.head_weight else 0.0
         return early + 2 * self.logits + self.logit_work
 
-    @property
-    def norm(self) -> float:
-        """What a norm keeps."""
-        return self.norm_input + self.norm_rest
-
-    @property
+    @cached_property
     def block(self) -> float:
-        """What a block keeps: norms and their outputs, attention, then gate, up, silu(gate) and the product."""
-        return 2 * (self.norm + self.norm_output) + self.attention + self.num_ffn * self.ffn
+        """What a block keeps."""
+        return sum(map(self.kept_by, self.description.block))
 
-    @property
+    @cached_property
     def in_attention(self) -> float:
-        """What a block's forward holds while attention runs: first norm, residual stream, projections."""
-        return (
-            self.norm + self.norm_output + self.share + self.query + 2 * self.key + self.attention + self.forward_work
-        )
+        """What a block's forward holds while attention runs: the stream, projections, and what is kept until then."""
+        held = self.share + self.attention + self.forward_work
+        for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
+            held += self.kept_by(operation)
+            if isinstance(operation, Linear):
+                held += self.result_of(operation)
+            elif isinstance(operation, Norm) and operation.is_of_heads and self.keeps_stream:
+                held -= self.split(operation.width)  # a projection, which is there anyway
+        return held
+
+    @cached_property
+    def last_branch(self) -> float:
+        """What a block keeps after its last norm."""
+        after = takewhile(lambda each: not isinstance(each, Norm), reversed(self.description.block))
+        return sum(map(self.kept_by, after))
+
+    @cached_property
+    def matmul_results(self) -> list[float]:
+        """Of each matmul of a block, in order."""
+        return [self.result_of(each) for each in self.description.block if isinstance(each, Linear)]
+
+    def split(self, width: int) -> float:
+        """A tensor inside a branch with so many elements a token, over t."""
+        return self.element * width / self.tp
+
+    def norm(self, norm: Norm) -> NormBytes:
+        """A norm of the residual stream, or of heads."""
+        ranks = self.tp if norm.is_of_heads else self.shared
+        width, num_rows = norm.width / ranks, max(1, norm.num_heads) / ranks
+        compute, exact = self.element * width, self.exact_element * width
+        rest = self.product_element * width + self.exact_element * num_rows
+        return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
+
+    def result_of(self, matmul: Linear) -> float:
+        """What a matmul makes: its share of the outputs, or a term of the sum that closes a branch."""
+        return self.split(matmul.outputs) if matmul.style == "colwise" else self.whole
+
+    def kept_by(self, operation: Operation) -> float:
+        """What an operation keeps for its backward that no other one keeps."""
+        match operation:
+            case Norm():
+                return self.norm(operation).kept
+            case Linear(keeps_input=True):
+                return self.norm_output if operation.style == "colwise" else self.split(operation.inputs)
+            case SelfAttention():
+                return self.attention
+            case Activation():
+                return self.count_kept(operation) * self.split(operation.width)
+        return 0.0
+
+    def count_kept(self, activation: Activation) -> int:
+        """Tensors that an activation keeps beside its result: what it reads, and silu(gate)."""
+        return (2 if self.recomputes_silu else 3) if activation.gated else 1
 
     def kept(self, recompute: Recompute, layer: int) -> float:
         """What a block leaves for its backward: everything, its input, or also results that are kept.
 
-        With matmuls kept, under tp the results of o and down are there twice, this rank's part and the sum.
+        With anything kept, under tp so are the sums that close a branch; with matmuls also each rank's term of them.
         """
         if not recompute.covers(layer):
             return self.block
-        num_results = 2 if self.keeps_last else 1
-        sums = num_results * self.share if self.is_split and recompute.is_selective else 0.0
-        matmuls = self.query + 2 * self.key + (2 if self.has_gate else 1) * self.ffn + num_results * self.whole
+        num_sums = self.description.num_branches - (not self.keeps_last)
+        sums = num_sums * self.share if self.is_split and recompute.is_selective else 0.0
+        matmuls = sum(self.matmul_results) - (0.0 if self.keeps_last else self.matmul_results[-1])
         kept: dict[Kept, float] = {"matmuls": matmuls, "attention": self.attention_results}
         return self.share + sums + sum(kept[kind] for kind in recompute.kept)
 
     def recomputed(self, recompute: Recompute, layer: int) -> float:
         """What comes to what a block has kept when it is computed again, up to the last thing that backward needs.
 
-        With matmuls kept v, gate and up are there; q, k and the result of o are let go on the way.
+        What it needs of the matmuls' results is there already, and the others are let go on the way.
         """
         if not recompute.covers(layer):
             return 0.0
         again = self.block - (self.share if self.keeps_stream else 0.0)
-        reused = self.key + (2 if self.has_gate else 1) * self.ffn
-        saved: dict[Kept, float] = {
-            "matmuls": reused + self.query + self.key + self.whole,
-            "attention": self.attention_results,
-        }
+        saved: dict[Kept, float] = {"matmuls": sum(self.matmul_results[:-1]), "attention": self.attention_results}
         return again - sum(saved[kind] for kind in recompute.kept)
 
 
@@ -143,27 +224,23 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
     e = BYTES[scenario.precision.compute]
     w = max(e, 4)
     tokens = layout.micro_batch * scenario.batch.seq_len / layout.cp
-    width = tokens * model.hidden_size
-    shared = t if layout.shards_sequence else 1
     device_type = scenario.cluster.gpu.device_type
     is_fused = kernels.norm == "fused" and device_type == "cuda"
     has_norm_kernel = kernels.norm == "liger" or is_fused or kernels.compiles_blocks
-    product = 0 if has_norm_kernel else e if kernels.norm == "eager" else w
     columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
     has_mask = scenario.document_mask and needs_mask(kernels.attention, device_type)
     at_once = 1 if kernels.loss == "eager" else math.ceil(tokens / count_loss_chunks(tokens)) / tokens
-    query, key = width * e / t, tokens * model.num_kv_heads * model.head_dim * e / t
+    query, key = tokens * model.query_width * e / t, tokens * model.kv_width * e / t
     attention, results, forward_work, backward_work = _attention(scenario, layout, kernels, query, key)
     return Sizes(
-        whole=width * e,
-        share=width * e / shared,
-        exact=width * w / shared,
-        norm_output=width * e / (shared if habits.regathers_inputs else 1),
-        query=query,
-        key=key,
-        ffn=tokens * model.ffn_size * e / t,
-        norm_input=width * (e if has_norm_kernel else w) / shared,
-        norm_rest=(width * product + tokens * w) / shared,
+        description=describe(model),
+        element=tokens * e,
+        exact_element=tokens * w,
+        tp=t,
+        shared=t if layout.shards_sequence else 1,
+        regathers=habits.regathers_inputs,
+        has_norm_kernel=has_norm_kernel,
+        product_element=0.0 if has_norm_kernel else tokens * (e if kernels.norm == "eager" else w),
         attention=attention,
         attention_results=results,
         mask=tokens * scenario.batch.seq_len * e if has_mask else 0.0,
@@ -173,12 +250,7 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
         logits=tokens * columns * e * (at_once if kernels.loss == "linear" else 1),
         logit_work=tokens * columns * w * at_once,
         head_weight=columns * model.hidden_size * e if kernels.loss == "linear" else 0.0,
-        is_split=t > 1,
-        shards_sequence=layout.shards_sequence,
-        casts=e < w,
-        has_norm_kernel=has_norm_kernel,
-        has_gate=model.gated_ffn,
-        num_ffn=(3 if kernels.swiglu == "liger" or kernels.compiles_blocks else 4) if model.gated_ffn else 2,
+        recomputes_silu=kernels.swiglu == "liger" or kernels.compiles_blocks,
         keeps_last=not kernels.compiles_blocks,
     )
 
@@ -195,7 +267,7 @@ def _attention(
     model, constants = scenario.model, scenario.engine.constants
     w = max(BYTES[scenario.precision.compute], 4)
     heads = layout.micro_batch * scenario.batch.seq_len / layout.cp * model.num_heads / layout.tp
-    scores, copy = heads * scenario.batch.seq_len, w * heads * model.head_dim
+    scores, copy = heads * scenario.batch.seq_len, w * heads * model.head_width
     inputs = query + 2 * key
     if kernels.attention == "sdpa-efficient":  # which gets keys and values once for every query head
         return 4 * query + w * heads, query + w * heads, 0.0, 3 * query
@@ -203,7 +275,7 @@ def _attention(
         return inputs + query + w * heads, query + w * heads, 0.0, inputs
     match kernels.attention:
         case "flash1":
-            packed = constants.flash1_saved_bytes * heads * model.head_dim
+            packed = constants.flash1_saved_bytes * heads * model.head_width
             return inputs + query + 4 * heads + packed, query + 4 * heads, 0.0, inputs
         case "sdpa-math":
             kept = 3 * copy + w * scores + query
@@ -224,10 +296,10 @@ class WeightGradients:
     pile_up: bool
     """Whether they stay until the unit's backward is over."""
 
-    def come(self, name: str) -> Steps:
-        """One more weight's."""
-        size = self.num_bytes.get(name, 0.0)
-        return [(_G, size)] if self.pile_up else [(_G, size), (_G, -size)]
+    def come(self, *weights: Weight) -> Steps:
+        """Those of some more weights."""
+        sizes = [self.num_bytes.get(weight.name, 0.0) for weight in weights]
+        return [(_G, size) for size in sizes] if self.pile_up else [(_G, s) for size in sizes for s in (size, -size)]
 
     @property
     def left(self) -> float:
@@ -238,7 +310,7 @@ class WeightGradients:
 def block_forward(size: Sizes, kept: float) -> Phase:
     """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp."""
     in_attention = size.in_attention
-    dropped = min(size.block - kept, size.num_ffn * size.ffn + size.norm_output) if kept < size.block else 0.0
+    dropped = min(size.block - kept, size.last_branch) if kept < size.block else 0.0
     summing = (size.share + size.whole * size.shards_sequence) if size.is_split else 0.0
     at_end = kept + dropped + size.whole + summing + 2 * size.share
     return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
@@ -246,36 +318,24 @@ def block_forward(size: Sizes, kept: float) -> Phase:
 
 def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: float) -> Phase:
     """From the gradient of its output, which lies there, to that of its input in its place."""
-    silu: Steps = [(_A, size.ffn), (_A, -2 * size.ffn)]
-    activations: dict[int, Steps] = {  # by what is kept: without a gate; both gradients in place; one after the other
-        2: silu, 3: [(_A, -size.ffn)], 4: [(_A, 2 * size.ffn), (_A, -3 * size.ffn), *silu],
-    }  # fmt: skip
-    gate: Steps = [(_A, size.whole), *weights.come("gate"), (_A, -size.ffn), *_add_two(size)]
-    inputs = size.query + 2 * size.key
-    table: Steps = [
-        *([(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []),
-        *_gather(size),
-        (_A, size.ffn), *weights.come("down"), (_A, -size.ffn), *_drop_gathered(size),
-        *activations[size.num_ffn],
-        (_A, size.whole), *weights.come("up"), (_A, -size.ffn),
-        *(gate if size.has_gate else []),
-        (_A, -size.norm_output),
-        *_sum_over_tp(size),
-        *_norm_backward(size),
-        (_A, -size.share),  # added to the residual stream's
-        *_gather(size),
-        (_A, size.query), *weights.come("o"), *_drop_gathered(size),
-        (_A, size.backward_work), (_A, inputs - size.backward_work - size.attention - size.query),
-        (_A, size.whole), *weights.come("v"), (_A, -size.key),
-        (_A, size.whole), *weights.come("k"), (_A, -size.key), *_add_two(size),
-        (_A, size.whole), *weights.come("q"), (_A, -size.query), *_add_two(size),
-        (_A, -size.norm_output),
-        *_sum_over_tp(size),
-        *_norm_backward(size),
-        *weights.come("norms"),
-        (_A, -size.share),
-    ]  # fmt: skip
-    return changes(*table, (_A, size.block - recomputed - kept))
+    operations = size.description.block
+    steps: Steps = [(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []
+    for operation, after in zip(reversed(operations), [None, *reversed(operations[1:])], strict=True):
+        match operation:
+            case Norm():
+                steps += _norm_backward(size, operation, weights)
+                if not operation.is_of_heads:
+                    steps.append((_A, -size.share))  # added to the residual stream's
+            case Linear(style="rowwise"):
+                steps += _closing_backward(size, operation, weights)
+            case Linear():
+                steps += _opening_backward(size, operation, weights, adds=isinstance(after, Linear))
+            case SelfAttention():
+                query, inputs = size.split(operation.query_width), size.split(operation.input_width)
+                steps += [(_A, size.backward_work), (_A, inputs - size.backward_work - size.attention - query)]
+            case Activation():
+                steps += _activation_backward(size, operation)
+    return changes(*steps, (_A, size.block - recomputed - kept))
 
 
 def head_forward(size: Sizes) -> Phase:
@@ -286,28 +346,48 @@ def head_forward(size: Sizes) -> Phase:
     left = size.whole + size.head_weight if size.head_weight else size.logits
     dropped = size.norm_output if size.head_weight else 0.0
     held = size.share if size.shards_sequence else 0.0
-    return changes(
-        (_A, size.norm + size.norm_output + held), (_L, size.loss), (_L, left - size.loss), (_A, -dropped - held)
-    )
+    kept = size.norm(size.description.final_norm).kept + size.norm_output
+    return changes((_A, kept + held), (_L, size.loss), (_L, left - size.loss), (_A, -dropped - held))
 
 
 def head_backward(size: Sizes, weights: WeightGradients) -> Phase:
     """From what the loss left to the gradient of the hidden states."""
+    head, norm = size.description.head, size.description.final_norm
     if size.head_weight:
-        to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, size.whole), *weights.come("head")]
+        to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, size.whole), *weights.come(head)]
     else:
-        to_input = [(_A, size.whole), *weights.come("head"), (_L, -size.logits), (_A, -size.norm_output)]
-    return changes(
-        *to_input,
-        *_sum_over_tp(size),
-        *_norm_backward(size),
-        *weights.come("final norm"),
-    )
+        to_input = [(_A, size.whole), *weights.come(head), (_L, -size.logits), (_A, -size.norm_output)]
+    return changes(*to_input, *_sum_over_tp(size), *_norm_backward(size, norm, weights))
 
 
 def embedding_backward(size: Sizes, weights: WeightGradients) -> Phase:
     """From the gradient of the hidden states, which it lets go, to that of the weight."""
-    return changes(*_gather(size), *weights.come("embedding"), *_drop_gathered(size), (_A, -size.share))
+    come = weights.come(size.description.embedding)
+    return changes(*_gather(size), *come, *_drop_gathered(size), (_A, -size.share))
+
+
+def _closing_backward(size: Sizes, matmul: Linear, weights: WeightGradients) -> Steps:
+    """A matmul that closes a branch: the stream's gradient is gathered, and becomes that of what the matmul read."""
+    come, read = weights.come(*matmul.weights), size.split(matmul.inputs)
+    return [*_gather(size), (_A, read), *come, (_A, -size.kept_by(matmul)), *_drop_gathered(size)]
+
+
+def _opening_backward(size: Sizes, matmul: Linear, weights: WeightGradients, *, adds: bool) -> Steps:
+    """A matmul that opens a branch; `adds` where another one has left a gradient of their common input."""
+    steps: Steps = [(_A, size.whole), *weights.come(*matmul.weights), (_A, -size.split(matmul.outputs))]
+    steps += _add_two(size) if adds else []
+    return steps + ([(_A, -size.norm_output), *_sum_over_tp(size)] if matmul.keeps_input else [])
+
+
+def _activation_backward(size: Sizes, activation: Activation) -> Steps:
+    """The gradient of its result gives way to those of what it reads, and what it keeps goes.
+
+    By what that is: without a gate; both gradients in place; one after the other.
+    """
+    f = size.split(activation.width)
+    silu: Steps = [(_A, f), (_A, -2 * f)]
+    steps: dict[int, Steps] = {1: silu, 2: [(_A, -f)], 3: [(_A, 2 * f), (_A, -3 * f), *silu]}
+    return steps[size.count_kept(activation)]
 
 
 def _gather(size: Sizes) -> Steps:
@@ -331,17 +411,18 @@ def _sum_over_tp(size: Sizes) -> Steps:
     return [(_A, size.whole), (_A, -size.whole)] if size.is_split else []
 
 
-def _norm_backward(size: Sizes) -> Steps:
+def _norm_backward(size: Sizes, norm: Norm, weights: WeightGradients) -> Steps:
     """The gradient of its output gives way to that of its input.
 
     As separate operations: of the product, then with the weight, then through the product; in the end that one lies
     beside four copies for the way through the scale: the mean's gradient, the power, and both of their products.
     """
+    own, come = size.norm(norm), weights.come(*norm.weights)
     if size.has_norm_kernel:
-        return [(_A, size.share), (_A, -size.share - size.norm)]
-    exact, cast = size.exact, size.exact if size.casts else 0.0
+        return [(_A, own.gradient), (_A, -own.gradient - own.kept), *come]
+    exact, cast = own.exact, own.exact if size.casts else 0.0
     return [
-        (_A, cast + 2 * exact), (_A, -cast - exact - size.share - size.norm_rest),
-        (_A, 4 * exact), (_A, -4 * exact + size.share - exact),
-        (_A, -size.norm_input),
+        (_A, cast + 2 * exact), (_A, -cast - exact - own.gradient - own.rest),
+        (_A, 4 * exact), (_A, -4 * exact + own.gradient - exact),
+        (_A, -own.input), *come,
     ]  # fmt: skip

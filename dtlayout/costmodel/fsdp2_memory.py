@@ -81,7 +81,7 @@ def action_bytes(
 def table_bytes(scenario: Scenario, layout: Layout) -> float:
     """RoPE's exact tables, which each stage of a rank has."""
     model = scenario.model
-    one = 2 * scenario.batch.seq_len * model.head_dim * max(4, BYTES[scenario.precision.params])
+    one = 2 * scenario.batch.seq_len * model.head_width * max(4, BYTES[scenario.precision.params])
     return layout.virtual_stages * float(one)
 
 
@@ -191,7 +191,7 @@ class _Stage:
     def state(self) -> Phase:
         """Masters and what Adam keeps of them."""
         shards = self.sharding.params * sum(unit.count(self.sharding.shards) for unit in self.all_units)
-        steps = _STEP_BYTES * sum(unit.num_tensors for unit in self.all_units)
+        steps = _STEP_BYTES * sum(len(unit.weights) for unit in self.all_units)
         return changes((_P, shards), (Part.OPTIMIZER, 2 * shards + steps))
 
     def play(self, action: Action, m: int) -> Phase:

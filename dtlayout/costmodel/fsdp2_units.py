@@ -16,26 +16,28 @@ embedding's gradient is a partial sum of all rows, as DTensor leaves it; before 
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients
 from dtlayout.costmodel.phase import Part, Phase, changes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
+from dtlayout.models.description import Weight
+from dtlayout.models.families import describe
 from dtlayout.precision import BYTES
 
 _P, _G, _B = Part.PARAMETERS, Part.GRADIENTS, Part.BUFFERS
 
-Shape = tuple[int, int]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
     """What FSDP2 gathers and reduces together, on one tp rank."""
 
-    weights: dict[str, tuple[Shape, ...]]
-    """Local rows and columns by name, in FSDP2's order."""
+    weights: dict[str, Shape]
+    """Local shapes by name, in FSDP2's order."""
     partial: int = 0
     """Parameters of which every tp rank has a gradient, one part of a sum, until it is reduced: all of an embedding."""
 
@@ -45,17 +47,12 @@ class Unit:
 
     def count_last(self) -> int:
         """Parameters of the last weight."""
-        return sum(rows * columns for rows, columns in list(self.weights.values())[-1])
-
-    @property
-    def num_tensors(self) -> int:
-        """Parameter tensors."""
-        return sum(map(len, self.weights.values()))
+        return prod(list(self.weights.values())[-1])
 
 
 @lru_cache(maxsize=1024)
 def _count_shard(unit: Unit, shards: int) -> int:
-    return sum(ceil(rows / shards) * columns for shapes in unit.weights.values() for rows, columns in shapes)
+    return sum(ceil(rows / shards) * prod(columns) for rows, *columns in unit.weights.values())
 
 
 @dataclass(frozen=True)
@@ -88,22 +85,21 @@ class StageUnits:
 
 @lru_cache(maxsize=256)
 def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool) -> StageUnits:
-    """Units of a stage. tp splits matrices by rows, o and down by columns; norms are whole."""
-    h, kv, f = model.hidden_size, model.num_kv_heads * model.head_dim // tp, model.ffn_size // tp
-    block: dict[str, tuple[Shape, ...]] = {
-        "norms": ((h, 1), (h, 1)), "q": ((h // tp, h),), "k": ((kv, h),), "v": ((kv, h),), "o": ((h, h // tp),),
-        "gate": ((f, h),), "up": ((f, h),), "down": ((h, f),),
-    }  # fmt: skip
-    if not model.gated_ffn:
-        del block["gate"]
-    table, norm = ((model.vocab_size // tp, h),), ((h, 1),)
-    embedding = Unit({"embedding": table}, partial=model.vocab_size * h if tp > 1 else 0) if has_embedding else None
-    head = Unit({"final norm": norm, "head": table}) if has_head else None
+    """Units of a stage."""
+    description = describe(model)
+
+    def local(*weights: Weight) -> dict[str, Shape]:
+        return {weight.name: weight.local_shape(tp) for weight in weights}
+
+    block, norm = Unit(local(*description.block_weights)), description.final_norm.weights
+    whole_table = description.embedding.numel if tp > 1 else 0
+    embedding = Unit(local(description.embedding), partial=whole_table) if has_embedding else None
+    head = Unit(local(*norm, description.head)) if has_head else None
     if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
-        return StageUnits(Unit(block), None, None, Unit({"head": table, "final norm": norm}))
+        return StageUnits(block, None, None, Unit(local(description.head, *norm)))
     if model.tied_embeddings:
-        return StageUnits(Unit(block), None, None, head or embedding)
-    return StageUnits(Unit(block), embedding, head, None)
+        return StageUnits(block, None, None, head or embedding)
+    return StageUnits(block, embedding, head, None)
 
 
 class Sharding:
@@ -115,7 +111,7 @@ class Sharding:
         self.params, self.compute, self.reduce = (
             BYTES[each] for each in (precision.params, precision.compute, precision.reduce)
         )
-        self.zero, self.shards, self.tp = layout.zero, count_state_shards(layout), layout.tp
+        self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.is_hybrid = layout.dp_replicate > 1
         self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
         self.copies_buffer = self.shards == 1 or scenario.cluster.gpu.name == "cpu"
@@ -148,21 +144,18 @@ class Sharding:
 
     def gradients_of(self, unit: Unit, *, is_first: bool) -> WeightGradients:
         """Those of one backward; later ones are taken up at once where whole ones of their format are there."""
-        num_bytes = {
-            name: float(self.compute * sum(rows * columns for rows, columns in shapes))
-            for name, shapes in unit.weights.items()
-        }
+        num_bytes = {name: float(self.compute * prod(shape)) for name, shape in unit.weights.items()}
         if unit.partial:
-            num_bytes["embedding"] = self.compute * unit.partial
+            num_bytes = dict.fromkeys(num_bytes, float(self.compute * unit.partial))
         adds_at_once = self.zero == 1 and not is_first and self.compute == self.reduce
         return WeightGradients(num_bytes, pile_up=not adds_at_once)
 
     def embedding_gradient(self, unit: Unit, *, is_first: bool) -> WeightGradients:
         """That of the unit's embedding; where a head in the same stage shares the weight it is added to that one's."""
-        if "embedding" in unit.weights:
+        embedding = self.description.embedding
+        if embedding.name in unit.weights:
             return self.gradients_of(unit, is_first=is_first)
-        ((rows, columns),) = unit.weights["head"]
-        return WeightGradients({"embedding": float(self.compute * rows * columns * self.tp)}, pile_up=False)
+        return WeightGradients({embedding.name: float(self.compute * embedding.numel)}, pile_up=False)
 
     def finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
         """What becomes of a unit's gradients, [Note: a unit's reduction]; `before` has the buffer of the reduction."""

@@ -10,6 +10,7 @@ because activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; ac
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
@@ -17,6 +18,8 @@ from dtlayout.kernels import FLASH_LIKE, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.models.description import Activation, Linear, Norm, Rotary, SelfAttention, Weight
+from dtlayout.models.families import describe
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.schedule import Action
 from dtlayout.pipelining.timing import in_flight_peaks
@@ -134,11 +137,22 @@ def _estimate_rank(
 
 
 def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int) -> float:
-    """Parameters that one tp rank holds of a stage: matrices are split, norms are not; a tied head counts once."""
-    h, ends = model.hidden_size, count_embedding_parameters(model)
-    matrices = len(stage.layers) * (count_block_parameters(model) - 2 * h)
-    num_ends = 1 if model.tied_embeddings and stage.embedding and stage.head else stage.embedding + stage.head
-    return (matrices + num_ends * ends) / tp + 2 * h * len(stage.layers) + h * stage.head
+    """Parameters that one tp rank holds of a stage; a tied head counts once."""
+    block, embedding, norm, head = _count_local_parameters(model, tp)
+    is_tied = model.tied_embeddings and stage.embedding
+    ends = embedding * stage.embedding + norm * stage.head + head * (stage.head and not is_tied)
+    return len(stage.layers) * block + ends
+
+
+@lru_cache(maxsize=256)
+def _count_local_parameters(model: ModelShape, tp: int) -> tuple[float, float, float, float]:
+    """Parameters that one tp rank holds of a block, the embedding, the final norm and the head."""
+
+    def count(*weights: Weight) -> float:
+        return sum(weight.numel if weight.split is None else weight.numel / tp for weight in weights)
+
+    d = describe(model)
+    return count(*d.block_weights), count(d.embedding), count(*d.final_norm.weights), count(d.head)
 
 
 def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int) -> float:
@@ -189,24 +203,34 @@ def activation_bytes(
 def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
     """What a block keeps for backward of each token: all of it, and what is left where it is recomputed.
 
-    Inputs of both norms and their outputs 2eh + 2eh; q, k, v and attention's output e(2h + 2·h·k/a), over t; with a
-    gate four of e·f over t: gate, up, silu(gate) and the product, without one two. Sequence parallelism splits what
-    norms read, and what they write where inputs are gathered again.
+    Norms keep what they read, matmuls too where nothing else keeps it, attention q, k, v and its output, the activation
+    gate, up and silu(gate). Sequence parallelism splits what norms read, and what they write where inputs are gathered
+    again; tp what lies inside a branch.
     """
     model, habits, constants = scenario.model, scenario.engine.habits, scenario.engine.constants
-    e, h, f, t = activation_size(scenario), model.hidden_size, model.ffn_size, layout.tp
-    kv = model.num_kv_heads * model.head_dim
+    e, h, t = activation_size(scenario), model.hidden_size, layout.tp
     shared = t if layout.shards_sequence else 1
-    norm_outputs = 2 * e * h / (t if layout.shards_sequence and habits.regathers_inputs else 1)
-    norms = 2 * e * h / shared + norm_outputs
-    norm_copies = constants.norm_saved_bytes * h / shared if kernels.norm == "eager" else 0.0
-    projections = e * (2 * h + 2 * kv) / t + habits.rope_saved_bytes * h / t
+    norm = e + (constants.norm_saved_bytes / 2 if kernels.norm == "eager" else 0.0)
     scores = score_bytes(scenario, layout, kernels)
-    ffn = e * f * ((3 if kernels.swiglu == "liger" else 4) if model.gated_ffn else 2) / t
-    beside = constants.block_saved_bytes * h
-    whole = norms + beside + norm_copies + projections + scores + ffn
-    recompute = Recompute.parse(layout.recompute)
-    if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)
+    whole = scores + constants.block_saved_bytes * h
+    for operation in describe(model).block:
+        match operation:
+            case Norm():
+                whole += norm * operation.width / (t if operation.is_of_heads else shared)
+            case Linear(style="colwise", keeps_input=True):
+                whole += e * operation.inputs / (shared if habits.regathers_inputs else 1)
+            case Linear(style="rowwise", keeps_input=True):
+                whole += e * operation.inputs / t
+            case Rotary():
+                whole += habits.rope_saved_bytes * operation.width / t
+            case SelfAttention():
+                whole += e * (operation.input_width + operation.query_width) / t
+            case Activation():
+                num_kept = (2 if kernels.swiglu == "liger" else 3) if operation.gated else 1
+                whole += e * num_kept * operation.width / t
+    if (
+        "matmuls" in Recompute.parse(layout.recompute).kept
+    ):  # scores alone are computed again (arXiv:2205.05198, sec. 5)
         return whole, whole - scores
     return whole, e * h / shared
 
@@ -219,7 +243,7 @@ def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
         return 4 * model.num_heads / t
     match kernels.attention:
         case "flash1":
-            return (4 * model.num_heads + constants.flash1_saved_bytes * model.hidden_size) / t
+            return (4 * model.num_heads + constants.flash1_saved_bytes * model.query_width) / t
         case "megatron-softmax":
             return constants.fused_score_saved_bytes * row
         case "torch" | "sdpa-math":

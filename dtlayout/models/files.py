@@ -1,18 +1,19 @@
 """A model's sizes from wherever a user has them: a preset's name, a Hugging Face config.json, or a TOML file.
 
 A TOML file has a section [model] with the fields of `ModelShape`, on top of the preset that its `name` names, if any;
-a training config is such a file. Of a config.json only Llamas are taken. No torch, no pydantic.
+a training config is such a file. Of a config.json only `models.families` are taken. No torch, no pydantic.
 """
 
 import difflib
 import json
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
 from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.models.families import FAMILIES
 from dtlayout.models.presets import PRESETS
 
 _HF_NAMES = {
@@ -20,6 +21,7 @@ _HF_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
     "ffn_size": "intermediate_size",
     "vocab_size": "vocab_size",
     "tied_embeddings": "tie_word_embeddings",
@@ -27,11 +29,11 @@ _HF_NAMES = {
     "norm_eps": "rms_norm_eps",
 }
 """Field of ModelShape → key of config.json."""
-_TYPES = {f.name: f.type if isinstance(f.type, type) else type(f.default) for f in fields(ModelShape)}
+_TYPES = {f.name: (get_args(f.type) or (f.type,))[0] for f in fields(ModelShape)}
 
 
 def find_model(text: str) -> ModelShape:
-    """The model that `text` names; InvalidConfig if it is no preset and no file, or what the file says is no Llama."""
+    """The model that `text` names; InvalidConfig if it is no preset and no file, or what the file says is of no known family."""
     if text in PRESETS:
         return PRESETS[text]
     path = Path(text)
@@ -57,9 +59,11 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     if not isinstance(config, dict):
         raise InvalidConfig("it is no table of sizes")
     problems = []
-    if config.get("model_type", "llama") != "llama":
-        problems.append(f"model_type={config['model_type']!r} is no Llama; only llama is known")
-    problems += [f"{key}=true is not known" for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    family = str(config.get("model_type", "llama"))
+    if family not in FAMILIES:
+        problems.append(f"model_type={family!r} is not known; use one of {', '.join(FAMILIES)}")
+    unknown = ("attention_bias", "mlp_bias", "use_sliding_window")
+    problems += [f"{key}=true is not known" for key in unknown if config.get(key)]
     values = {ours: config[theirs] for ours, theirs in _HF_NAMES.items() if config.get(theirs) is not None}
     values.setdefault("num_kv_heads", values.get("num_heads"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -78,12 +82,11 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     missing = [_HF_NAMES[f.name] for f in fields(ModelShape) if f.name in _HF_NAMES and f.default is MISSING
                and values.get(f.name) is None]  # fmt: skip
     problems += [f"{key} is missing" for key in missing]
-    head_dim = config.get("head_dim")
-    if not missing and head_dim and head_dim * values["num_heads"] != values["hidden_size"]:
-        problems.append(f"head_dim={head_dim} is not hidden_size / num_attention_heads, which is all that is known")
     if problems:
         raise InvalidConfig(problems)
-    return _make({"name": name or "own", **values})
+    shape = _make({"name": name or "own", "family": family, **FAMILIES[family].traits, **values})
+    # Newer files say what follows from the others.
+    return replace(shape, head_dim=None) if shape.head_width * shape.num_heads == shape.hidden_size else shape
 
 
 def parse_toml(content: str) -> ModelShape:
@@ -103,7 +106,11 @@ def _make(values: dict[str, Any]) -> ModelShape:
         if wanted is None:
             near = difflib.get_close_matches(key, _TYPES, n=1, cutoff=0.5)
             problems.append(f"model.{key} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
-        elif key != "rope_scaling" and not (type(value) is wanted or (wanted is float and type(value) is int)):
+        elif (
+            key != "rope_scaling"
+            and not (value is None and key == "head_dim")
+            and not (type(value) is wanted or (wanted is float and type(value) is int))
+        ):
             problems.append(f"model.{key}={value!r} must be of type {wanted.__name__}")
     required = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in values]
     problems += [f"model.{name} is missing" for name in required]

@@ -117,19 +117,24 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype):
         super().__init__()
-        width, kv_width = shape.hidden_size, shape.num_kv_heads * shape.head_dim
-        self.head_dim = shape.head_dim
+        width, bias = shape.hidden_size, shape.qkv_bias
+        self.head_width = shape.head_width
         self.kernel = kernels.attention
         self.rope = ROPES[kernels.rope]
-        self.q_proj = nn.Linear(width, width, bias=False, dtype=dtype)
-        self.k_proj = nn.Linear(width, kv_width, bias=False, dtype=dtype)
-        self.v_proj = nn.Linear(width, kv_width, bias=False, dtype=dtype)
-        self.o_proj = nn.Linear(width, width, bias=False, dtype=dtype)
+        self.q_proj = nn.Linear(width, shape.query_width, bias=bias, dtype=dtype)
+        self.k_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
+        self.v_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
+        self.o_proj = nn.Linear(shape.query_width, width, bias=False, dtype=dtype)
+        norms = (RMSNorm(self.head_width, shape.norm_eps, kernels.norm, dtype) for _ in range(2))
+        self.q_norm, self.k_norm = norms if shape.qk_norm else (None, None)
 
     def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         projected = (self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
         # -1: tensor parallelism decides how many heads are local
-        q_BHSK, k_BGSK, v_BGSK = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projected)
+        q_BSHK, k_BSGK, v_BSGK = (p.unflatten(-1, (-1, self.head_width)) for p in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
+        q_BHSK, k_BGSK, v_BGSK = (t.transpose(1, 2) for t in (q_BSHK, k_BSGK, v_BSGK))
         q_BHSK, k_BGSK = self.rope(q_BHSK, k_BGSK, cos, sin)
         out_BHSK = causal_attention(q_BHSK, k_BGSK, v_BGSK, self.kernel, mask)
         return self.o_proj(out_BHSK.transpose(1, 2).flatten(2))

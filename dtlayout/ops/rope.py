@@ -26,7 +26,9 @@ class RotaryEmbedding(nn.Module):
         self.shape = shape
         self.max_seq_len = max_seq_len
         self.table_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell far positions apart
-        self.register_buffer("cos", torch.empty(max_seq_len, shape.head_dim, dtype=self.table_dtype), persistent=False)
+        self.register_buffer(
+            "cos", torch.empty(max_seq_len, shape.head_width, dtype=self.table_dtype), persistent=False
+        )
         self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
         self.reset_buffers()
 
@@ -44,7 +46,7 @@ class RotaryEmbedding(nn.Module):
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
     """Radians per position of each pair of a head's dimensions, [K/2], float64: theta^(-2i/K), or stretched."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64, device="cpu") / shape.head_dim
+    exponents = torch.arange(0, shape.head_width, 2, dtype=torch.float64, device="cpu") / shape.head_width
     frequencies = shape.rope_theta**-exponents
     return stretch_frequencies(frequencies, shape.rope_scaling) if shape.rope_scaling else frequencies
 

@@ -1,14 +1,16 @@
 """Build the module of a pipeline stage, and say what crosses its edges."""
 
+import pkgutil
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from dtlayout.batch import Batch
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.models.llama import Llama
+from dtlayout.models.families import find_family
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.precision import Precision
 
@@ -21,10 +23,14 @@ class Boundary:
     dtype: torch.dtype
 
 
-def build_stage(model: ModelShape, kernels: Kernels, precision: Precision, batch: Batch, stage: StageSlice) -> Llama:
+def build_stage(
+    model: ModelShape, kernels: Kernels, precision: Precision, batch: Batch, stage: StageSlice
+) -> nn.Module:
     """The stage's part of the model on the meta device, in the dtype of the master parameters."""
+    module = find_family(model.family).module
+    build = pkgutil.resolve_name(module) if isinstance(module, str) else module
     with torch.device("meta"):
-        return Llama(
+        part: nn.Module = build(
             model,
             kernels,
             batch.seq_len,
@@ -33,6 +39,7 @@ def build_stage(model: ModelShape, kernels: Kernels, precision: Precision, batch
             head=stage.head,
             dtype=getattr(torch, precision.params),
         )
+    return part
 
 
 def stage_boundary(model: ModelShape, layout: Layout, batch: Batch, precision: Precision) -> Boundary:

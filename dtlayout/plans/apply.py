@@ -28,7 +28,7 @@ from dtlayout.mesh.axes import TP
 from dtlayout.ops.loss import Head
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.plan import Plan, match_names
-from dtlayout.plans.sequence_norm import SequenceNorm
+from dtlayout.plans.local_norm import HeadNorm, SequenceNorm
 from dtlayout.plans.tensor import TensorStyle
 from dtlayout.plans.vocab_parallel import VocabParallelHead
 from dtlayout.recompute import Kept, Recompute
@@ -46,6 +46,7 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "sequence": SequenceNorm,
     "head": lambda: VocabParallelHead(Replicate()),
     "head-gather": lambda: VocabParallelHead(SEQUENCE),
+    "head-norm": HeadNorm,
 }
 
 

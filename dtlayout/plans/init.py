@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dtlayout.model_shape import ModelShape
+from dtlayout.models.families import describe
 from dtlayout.ops.rope import RotaryEmbedding
 
 INIT_STD = 0.02
@@ -35,19 +36,23 @@ def allocate(modules: Sequence[nn.Module], device: torch.device | str) -> None:
 def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str) -> None:
     """`allocate`, and fill parameters.
 
-    Norms are 1. Matrices are normal with `INIT_STD`; those that write into the residual stream have it divided by
-    sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that the stream does not grow with depth.
+    As the model's description says: norms are 1, biases 0, matrices normal with `INIT_STD`; those that write into the
+    residual stream have it divided by sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that it does not grow with depth.
     """
     allocate(modules, device)
+    description = describe(model)
     for module in modules:
         for name, parameter in module.named_parameters():
             name = model.aliases.get(name, name)
-            if "norm" in name:
-                nn.init.ones_(parameter)
-            else:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = INIT_STD / math.sqrt(2 * model.num_layers) if residual else INIT_STD
-                fill_normal(parameter, std, seed, name)
+            match description.find(name).initial:
+                case "ones":
+                    nn.init.ones_(parameter)
+                case "zeros":
+                    nn.init.zeros_(parameter)
+                case "normal":
+                    fill_normal(parameter, INIT_STD, seed, name)
+                case "residual":
+                    fill_normal(parameter, INIT_STD / math.sqrt(2 * model.num_layers), seed, name)
 
 
 @torch.no_grad()
@@ -59,7 +64,7 @@ def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
     rows = local.view(-1, local.shape[-1]) if local.dim() != 2 else local
-    assert local.dim() <= 2, "the weights of a Llama are vectors and matrices"
+    assert local.dim() <= 2, "weights are vectors and matrices"
     columns = torch.arange(rows.shape[1], device=local.device) + offset[-1]
     first_row = offset[0] if local.dim() == 2 else 0
     step = max(1, CHUNK // max(1, rows.shape[1]))

@@ -12,7 +12,8 @@ from typing import Literal
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.plans.tensor import BLOCKS, TensorStyle, tensor_styles
+from dtlayout.models.description import BLOCKS, EMBEDDING, FINAL_NORM, HEAD
+from dtlayout.plans.tensor import TensorStyle, tensor_styles
 from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
 
@@ -53,11 +54,11 @@ class Plan:
 
 
 def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Precision) -> Plan:
-    """The plan of a Llama for a legal layout."""
+    """The plan of a model for a legal layout."""
     # Tied weights are one parameter and a parameter has one unit: with them embedding and head stay with the root.
-    ends = () if model.tied_embeddings else (("model.embed_tokens",), ("model.norm", "lm_head"))
+    ends = () if model.tied_embeddings else ((EMBEDDING,), (FINAL_NORM, HEAD))
     return Plan(
-        tensor=tensor_styles(layout),
+        tensor=tensor_styles(model, layout),
         blocks=BLOCKS,
         recompute=Recompute.parse(layout.recompute),
         units=((BLOCKS,), *ends),

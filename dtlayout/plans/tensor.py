@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of a Llama as data: which style each module takes. No torch.
+"""Tensor and sequence parallelism of a model as data: which style each module takes. No torch.
 
 Megatron's scheme (arXiv:1909.08053; with sequence parallelism arXiv:2205.05198): matmuls come in pairs, the first split
 by columns and the second by rows, so that one collective closes the pair. The embedding and the head are split over the
@@ -14,11 +14,15 @@ vocabulary, and the loss is computed on the split logits. What a style sends ove
 | sequence | | (weight gradients: an all-reduce when gradients are synchronised) |
 | head | two all-reduces, of one and of two numbers a token | all-reduce |
 | head-gather | all-gather, and these two | reduce-scatter |
+| head-norm | | (weight gradients: an all-reduce when gradients are synchronised) |
 """
 
 from typing import Literal
 
 from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.description import BLOCKS, EMBEDDING, FINAL_NORM, HEAD, Linear, Norm
+from dtlayout.models.families import describe
 
 TensorStyle = Literal[
     "colwise",
@@ -31,31 +35,28 @@ TensorStyle = Literal[
     "sequence",
     "head",
     "head-gather",
+    "head-norm",
 ]
 
 
-BLOCKS = "model.layers.*"
-
-
-def tensor_styles(layout: Layout) -> dict[str, TensorStyle]:
-    """Pattern → style for a Llama; empty at tp = 1."""
+def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
+    """Pattern → style of each module that tp changes; empty at tp = 1."""
     if layout.tp == 1:
         return {}
     scatter = layout.shards_sequence
-    styles: dict[str, TensorStyle] = {
-        "model.embed_tokens": "embedding-scatter" if scatter else "embedding",
-        f"{BLOCKS}.self_attn": "input-gather" if scatter else "input",
-        f"{BLOCKS}.self_attn.q_proj": "colwise",
-        f"{BLOCKS}.self_attn.k_proj": "colwise",
-        f"{BLOCKS}.self_attn.v_proj": "colwise",
-        f"{BLOCKS}.self_attn.o_proj": "rowwise-scatter" if scatter else "rowwise",
-        f"{BLOCKS}.mlp": "input-gather" if scatter else "input",
-        f"{BLOCKS}.mlp.gate_proj": "colwise",
-        f"{BLOCKS}.mlp.up_proj": "colwise",
-        f"{BLOCKS}.mlp.down_proj": "rowwise-scatter" if scatter else "rowwise",
-        "lm_head": "head-gather" if scatter else "head",
-    }
+    styles: dict[str, TensorStyle] = {EMBEDDING: "embedding-scatter" if scatter else "embedding"}
+    for operation in describe(model).block:
+        match operation:
+            case Norm(is_of_heads=True):
+                styles[f"{BLOCKS}.{operation.module}"] = "head-norm"
+            case Norm() if scatter:
+                styles[f"{BLOCKS}.{operation.module}"] = "sequence"
+            case Linear(style="colwise"):
+                branch = operation.module.rpartition(".")[0]
+                styles.setdefault(f"{BLOCKS}.{branch}", "input-gather" if scatter else "input")
+                styles[f"{BLOCKS}.{operation.module}"] = "colwise"
+            case Linear(style="rowwise"):
+                styles[f"{BLOCKS}.{operation.module}"] = "rowwise-scatter" if scatter else "rowwise"
     if scatter:
-        norms = (f"{BLOCKS}.input_layernorm", f"{BLOCKS}.post_attention_layernorm", "model.norm")
-        styles |= dict.fromkeys(norms, "sequence")
-    return styles
+        styles[FINAL_NORM] = "sequence"
+    return styles | {HEAD: "head-gather" if scatter else "head"}

@@ -279,11 +279,15 @@ def test_what_cannot_be_answered_is_refused_in_a_line(capsys, arguments, problem
     [
         ("{", "is not JSON"),
         ("[]", "it is no table of sizes"),
-        (json.dumps({**HF, "model_type": "mixtral"}), "model_type='mixtral' is no Llama"),
+        (
+            json.dumps({**HF, "model_type": "mixtral"}),
+            "model_type='mixtral' is not known; use one of llama, qwen2, qwen3",
+        ),
         (json.dumps({**HF, "attention_bias": True}), "attention_bias=true is not known"),
         (json.dumps({**HF, "hidden_size": None}), "hidden_size is missing"),
         (json.dumps({**HF, "hidden_size": "4096"}), "model.hidden_size='4096' must be of type int"),
-        (json.dumps({**HF, "head_dim": 64}), "head_dim=64 is not hidden_size"),
+        (json.dumps({**HF, "head_dim": 63}), "head_dim=63 must be even"),
+        (json.dumps({**HF, "use_sliding_window": True}), "use_sliding_window=true is not known"),
         (json.dumps({**HF, "rope_scaling": {"type": "linear"}}), "rope_scaling of type 'linear' is not known"),
         (json.dumps({**HF, "rope_scaling": {"type": "llama3"}}), "rope_scaling.factor is missing"),
     ],

@@ -22,7 +22,7 @@ from dtlayout.precision import Precision
 MODEL = replace(PRESETS["llama-13b"], num_layers=8)
 H, NUM_TENSORS = MODEL.hidden_size, 9 * MODEL.num_layers + 3
 SEQ_LEN = 2048
-TABLES = 2 * SEQ_LEN * MODEL.head_dim * 4
+TABLES = 2 * SEQ_LEN * MODEL.head_width * 4
 EMBEDDING = count_embedding_parameters(MODEL)
 BF16_MASTERS = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
 

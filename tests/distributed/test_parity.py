@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from parity import (
     BF16,
     FP32,
+    QWEN2,
+    QWEN3,
     SHAPE,
     TIED,
     Case,
@@ -21,6 +23,7 @@ from ranks import Ranks
 
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
 
 AXES = {
     "dp4": Layout(dp_shard=4),
@@ -67,6 +70,15 @@ TIED_LAYOUTS = {
 }
 
 
+FAMILY_LAYOUTS = {
+    "dp4": Layout(dp_shard=4, zero=3),
+    "tp4 with sp": Layout(tp=4, micro_batch=4),
+    "tp2 without sp": Layout(dp_shard=2, tp=2, micro_batch=2, sequence_parallel=False),
+    "pp2 tp2 recomputed": Layout(pp=2, tp=2, micro_batch=2, recompute="selective"),
+    "interleaved hsdp": Layout(pp=2, dp_replicate=2, schedule="interleaved-1f1b", virtual_stages=2),
+}
+
+
 def difference(ranks: Ranks, case: Case) -> tuple[float, str]:
     return largest_difference(merge(ranks.run(run_layout, case)), run_reference(case))
 
@@ -94,6 +106,13 @@ def test_shards_of_unequal_length_are_exact_in_float64(ranks4: Ranks, layout: La
 @pytest.mark.parametrize("name", TIED_LAYOUTS)
 def test_tied_embeddings_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
     size, whose = difference(ranks4, Case(TIED_LAYOUTS[name], model=TIED))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("model", [QWEN2, QWEN3], ids=lambda model: model.family)
+@pytest.mark.parametrize("name", FAMILY_LAYOUTS)
+def test_other_families_are_exact_in_float64(ranks4: Ranks, name: str, model: ModelShape) -> None:
+    size, whose = difference(ranks4, Case(FAMILY_LAYOUTS[name], model=model))
     assert size <= 1e-10, whose
 
 
@@ -133,7 +152,7 @@ def test_bf16_errs_no_more_than_one_process_in_bf16_does(ranks4: Ranks, name: st
 @st.composite
 def legal_cases(draw: st.DrawFn) -> Case:
     """Layouts of 4 ranks over every axis, with a batch that they can train."""
-    model = draw(st.sampled_from([SHAPE, TIED]))
+    model = draw(st.sampled_from([SHAPE, TIED, QWEN2, QWEN3]))
     degrees = draw(st.sampled_from([(pp, rep, dp, tp) for pp in (1, 2, 4) for rep in (1, 2, 4) for dp in (1, 2, 4)
                                     for tp in (1, 2, 4) if pp * rep * dp * tp == 4]))  # fmt: skip
     pp, dp_replicate, dp_shard, tp = degrees

@@ -92,7 +92,7 @@ def test_recomputation_sends_again_what_it_needs_and_does_not_keep(
 def test_state_takes_the_bytes_of_theory(ranks4: Ranks, layout: Layout) -> None:
     """fp32: 4 bytes a parameter and gradient, 8 for both moments; norms are whole on every tp rank."""
     case = Case(layout, precision=FP32)
-    rope_bytes = 2 * SEQ_LEN * SHAPE.head_dim * 4
+    rope_bytes = 2 * SEQ_LEN * SHAPE.head_width * 4
     for rank, (alive, _) in enumerate(ranks4.run(measure_bytes, case)):
         stage = rank // (4 // layout.pp)
         norms = 2 * SHAPE.hidden_size * SHAPE.num_layers // layout.pp

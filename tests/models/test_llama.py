@@ -6,7 +6,15 @@ from itertools import pairwise, product
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dtlayout.data.documents import find_starts
 from dtlayout.kernels import Kernels
@@ -24,12 +32,22 @@ STRETCHED = replace(
     norm_eps=1e-6,
     rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16),
 )
-SHAPES = {"mha": SHAPE, "gqa": GQA, "tied": replace(GQA, tied_embeddings=True), "llama3": STRETCHED}
+QWEN2 = replace(GQA, family="qwen2", qkv_bias=True, tied_embeddings=True)
+QWEN3 = replace(GQA, family="qwen3", qk_norm=True, head_dim=24)
+SHAPES = {
+    "mha": SHAPE, "gqa": GQA, "tied": replace(GQA, tied_embeddings=True), "llama3": STRETCHED,
+    "qwen2": QWEN2, "qwen3": QWEN3, "tied qwen3": replace(QWEN3, tied_embeddings=True),
+}  # fmt: skip
+HF = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
 ALL_KERNELS = [Kernels(attention=a, norm=n) for a, n in product(("sdpa-flash", "sdpa-math"), ("eager", "fused"))]
 SEQ_LEN = 40
 
 
-def build_hf(shape: ModelShape) -> LlamaForCausalLM:
+def build_hf(shape: ModelShape) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if scaling := shape.rope_scaling:
         rope |= {
@@ -39,11 +57,13 @@ def build_hf(shape: ModelShape) -> LlamaForCausalLM:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_context,
         }
-    config = LlamaConfig(
+    make_config, model = HF[shape.family]
+    config = make_config(
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_width,
         intermediate_size=shape.ffn_size,
         vocab_size=shape.vocab_size,
         tie_word_embeddings=shape.tied_embeddings,
@@ -53,7 +73,11 @@ def build_hf(shape: ModelShape) -> LlamaForCausalLM:
         initializer_range=0.2,
         attn_implementation="eager",
     )
-    return LlamaForCausalLM(config)
+    built = model(config)
+    for parameter in built.parameters():
+        if parameter.dim() == 1:  # norms start as 1 and biases as 0, which would hide what is done with them
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return built
 
 
 def build(shape: ModelShape = GQA, kernels: Kernels = ALL_KERNELS[0], dtype=torch.float64, **part) -> Llama:

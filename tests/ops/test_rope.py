@@ -33,7 +33,7 @@ def rotate(vector: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def random_vectors(seed: int) -> torch.Tensor:
-    return torch.randn(2, SHAPE.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(2, SHAPE.head_width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(deadline=None)
@@ -79,7 +79,7 @@ def test_frequencies_are_those_of_hf(name):
         expected, factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
         assert factor == 1
     else:
-        exponents = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
+        exponents = torch.arange(0, shape.head_width, 2).float() / shape.head_width
         expected = 1 / shape.rope_theta**exponents
     torch.testing.assert_close(rotary_frequencies(shape).float(), expected, rtol=2e-6, atol=0)
 
@@ -100,7 +100,7 @@ def test_long_wavelengths_are_stretched_in_full_and_short_ones_not_at_all(factor
 def test_tables_are_never_coarser_than_float32_and_results_have_the_input_dtype():
     rotary = RotaryEmbedding(SHAPE, POSITIONS, torch.bfloat16)
     assert rotary.cos.dtype == rotary.sin.dtype == torch.float32
-    x = torch.randn(1, 2, 5, SHAPE.head_dim).bfloat16()
+    x = torch.randn(1, 2, 5, SHAPE.head_width).bfloat16()
     assert apply_rope(x, rotary.cos, rotary.sin).dtype == torch.bfloat16
 
 
@@ -116,7 +116,7 @@ def test_tables_built_on_the_meta_device_are_filled_when_they_get_memory():
 
 
 def test_queries_and_keys_are_rotated_alike_and_gradients_are_rotated_back():
-    q, k = (torch.randn(2, heads, 9, SHAPE.head_dim, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
+    q, k = (torch.randn(2, heads, 9, SHAPE.head_width, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
     outputs = eager_rope(q, k, ROTARY.cos, ROTARY.sin)
     for x, rotated in zip((q, k), outputs, strict=True):
         assert torch.equal(rotated, apply_rope(x, ROTARY.cos, ROTARY.sin))
@@ -129,7 +129,7 @@ def test_queries_and_keys_are_rotated_alike_and_gradients_are_rotated_back():
 def test_ligers_is_the_rotation_on_cuda_and_leaves_its_inputs_alone(dtype):
     rotary = RotaryEmbedding(SHAPE, POSITIONS, torch.float32)
     tables = rotary.cos.cuda(), rotary.sin.cuda()
-    inputs = [torch.randn(2, 9, heads, SHAPE.head_dim).transpose(1, 2) for heads in (4, 2)]
+    inputs = [torch.randn(2, 9, heads, SHAPE.head_width).transpose(1, 2) for heads in (4, 2)]
     compare(
         lambda q, k: liger_rope(q, k, *tables),
         lambda q, k: eager_rope(q, k, rotary.cos.double(), rotary.sin.double()),

@@ -12,7 +12,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import prepare_blocks
-from dtlayout.plans.tensor import BLOCKS
+from dtlayout.models.description import BLOCKS
 from dtlayout.recompute import Recompute
 
 

@@ -18,7 +18,7 @@ from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import compile_rest, prepare_blocks
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import make_plan
-from dtlayout.plans.tensor import BLOCKS
+from dtlayout.models.description import BLOCKS
 from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
 

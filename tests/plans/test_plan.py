@@ -11,7 +11,8 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
-from dtlayout.plans.plan import BLOCKS, make_plan, match_names
+from dtlayout.models.description import BLOCKS
+from dtlayout.plans.plan import make_plan, match_names
 from dtlayout.plans.tensor import tensor_styles
 from dtlayout.precision import Precision
 
@@ -79,7 +80,7 @@ def test_each_pair_of_matmuls_opens_by_columns_and_closes_by_rows(sequence_paral
 
 
 def test_sequence_parallelism_without_tensor_parallelism_changes_nothing():
-    on, off = (tensor_styles(Layout(tp=1, sequence_parallel=sp)) for sp in (True, False))
+    on, off = (tensor_styles(MODEL, Layout(tp=1, sequence_parallel=sp)) for sp in (True, False))
     assert on == off
 
 

@@ -54,7 +54,7 @@ def test_mfu_is_the_studys_share_of_the_peak(model, global_batch, seq_len, world
     batch = Batch(global_batch=global_batch, seq_len=seq_len)
     numbers = Speed(model, batch, world_size, peak).describe(step_time_s)
     tokens_per_s = global_batch * seq_len / step_time_s
-    flops = 6 * count_parameters(model) + 12 * model.num_layers * model.hidden_size * seq_len
+    flops = 6 * count_parameters(model) + 12 * model.num_layers * model.query_width * seq_len
     assert numbers["tokens_per_s"] == pytest.approx(tokens_per_s)
     assert numbers["tokens_per_s_per_gpu"] == pytest.approx(tokens_per_s / world_size)
     assert numbers["model_tflops_per_gpu"] == pytest.approx(tokens_per_s / world_size * flops / 1e12)

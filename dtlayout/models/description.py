@@ -1,0 +1,233 @@
+"""What a model computes, as data: the operations of a block in order, and the ends of the model. No torch.
+
+Whatever depends on a model's structure is derived from this, and from nothing else: parameters and FLOPs
+(`models.counting`), tensor-parallel styles and FSDP units (`plans`), initial weights (`plans.init`), what is held for
+backward and for how long (`costmodel.memory`, `costmodel.fsdp2_blocks`), and the time of a block and of what is
+computed again (`costmodel.compute`). The modules themselves are `models.llama`; tests hold one against the other.
+
+The residual stream is as wide as the model and, under sequence parallelism, split along the sequence. What lies between
+a `colwise` matmul and the `rowwise` one that closes its branch is split over tp; so a norm over heads is.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import ClassVar, Literal
+
+from dtlayout.model_shape import ModelShape
+from dtlayout.recompute import Kept
+
+EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
+"""Modules of a whole model; the star stands for a block's number."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter."""
+
+    name: str
+    """That of HF's state dict: inside a block from there on, else whole."""
+    shape: tuple[int, ...]
+    """A vector's size, or a matrix's rows (outputs) and columns (inputs)."""
+    initial: Literal["normal", "residual", "ones", "zeros"]
+    """Initial values; "residual" are normal ones of a matrix that writes into the residual stream."""
+    split: Literal[0, 1] | None = None
+    """The dimension that tp splits; None where each rank has all of it."""
+
+    @property
+    def numel(self) -> int:
+        """Its parameters."""
+        return prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay pulls at it: at matrices alone."""
+        return len(self.shape) > 1
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """Its shape on each of `tp` ranks."""
+        return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What all operations say."""
+
+    weights: ClassVar[tuple[Weight, ...]] = ()
+    """Parameters that belong to it."""
+    kept_as: ClassVar[Kept | None] = None
+    """The kind of selective recomputation that may keep its result."""
+
+
+@dataclass(frozen=True)
+class Norm(_Operation):
+    """An RMSNorm, in fp32 or finer inside, of the residual stream or of each head."""
+
+    module: str
+    """Its name in the block, or in the model."""
+    width: int
+    """Elements of a token."""
+    num_heads: int = 0
+    """Heads that are normalised each for itself, which tp splits; 0 for the residual stream."""
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it normalises heads."""
+        return self.num_heads > 0
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """One factor for each element of what is normalised."""
+        return (Weight(f"{self.module}.weight", (self.width // max(1, self.num_heads),), "ones"),)
+
+
+@dataclass(frozen=True)
+class Linear(_Operation):
+    """A matmul with a weight."""
+
+    module: str
+    """Its name in the block."""
+    inputs: int
+    """Elements of a token that it reads."""
+    outputs: int
+    """Elements of a token that it makes."""
+    style: Literal["colwise", "rowwise"]
+    """What tp splits: outputs, which opens a branch; or inputs, which closes it, with a sum over the ranks."""
+    keeps_input: bool
+    """Whether it keeps its input for the weight's gradient; not where another operation keeps the same."""
+    bias: bool = False
+    """Whether it adds one to its outputs."""
+    fuses: bool = False
+    """Whether some engines compute it together with the matmul before it, which reads the same."""
+    kept_as: ClassVar[Kept | None] = "matmuls"
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """The matrix, and a bias that is split like its rows."""
+        is_columns = self.style == "colwise"
+        matrix = Weight(
+            f"{self.module}.weight", (self.outputs, self.inputs),
+            "normal" if is_columns else "residual", 0 if is_columns else 1,
+        )  # fmt: skip
+        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", 0 if is_columns else None)
+        return (matrix, bias) if self.bias else (matrix,)
+
+
+@dataclass(frozen=True)
+class Rotary(_Operation):
+    """The rotary embedding of queries and keys, in fp32 or finer inside."""
+
+    width: int
+    """Elements of a token's queries."""
+
+
+@dataclass(frozen=True)
+class SelfAttention(_Operation):
+    """Causal attention; it keeps queries, keys, values and its output."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads."""
+    head_width: int
+    """Width of each."""
+    kept_as: ClassVar[Kept | None] = "attention"
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's queries, and of the output."""
+        return self.num_heads * self.head_width
+
+    @property
+    def input_width(self) -> int:
+        """Elements of a token's queries, keys and values."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Scores and weighted values, forward, the half that the mask hides counted too."""
+        return 4.0 * self.query_width * seq_len
+
+
+@dataclass(frozen=True)
+class Activation(_Operation):
+    """silu(gate) · up, or without a gate the activation function alone."""
+
+    width: int
+    """Elements of a token."""
+    gated: bool
+    """Whether it multiplies two tensors."""
+
+
+@dataclass(frozen=True)
+class Residual(_Operation):
+    """A branch is added to the residual stream."""
+
+    width: int
+    """Elements of a token."""
+
+
+Operation = Norm | Linear | Rotary | SelfAttention | Activation | Residual
+
+
+@dataclass(frozen=True)
+class Description:
+    """A whole model."""
+
+    embedding: Weight
+    """Turns tokens into vectors; split over the vocabulary."""
+    block: tuple[Operation, ...]
+    """What each block does, in order."""
+    final_norm: Norm
+    """Before the head."""
+    head: Weight
+    """Makes logits, split over the vocabulary; where embeddings are tied it is the embedding's."""
+
+    @cached_property
+    def block_weights(self) -> tuple[Weight, ...]:
+        """The parameters of a block, in the order of its operations."""
+        return tuple(weight for operation in self.block for weight in operation.weights)
+
+    @cached_property
+    def num_branches(self) -> int:
+        """Branches of a block, each closed by a sum over tp."""
+        return sum(isinstance(each, Linear) and each.style == "rowwise" for each in self.block)
+
+    def find(self, name: str) -> Weight:
+        """The weight of a parameter's name in the whole model, "model.layers.3.mlp.up_proj.weight"; KeyError if none."""
+        prefix, _, rest = name.partition(".layers.")
+        known = self.block_weights if rest else (self.embedding, *self.final_norm.weights, self.head)
+        wanted = rest.partition(".")[2] if rest else prefix
+        return {weight.name: weight for weight in known}[wanted]
+
+
+def describe_llama(model: ModelShape) -> Description:
+    """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3."""
+    h, f, q, kv = model.hidden_size, model.ffn_size, model.query_width, model.kv_width
+    table = (model.vocab_size, h)
+    head_norms = (
+        Norm("self_attn.q_norm", q, model.num_heads),
+        Norm("self_attn.k_norm", kv, model.num_kv_heads),
+    )
+    gate = Linear("mlp.gate_proj", h, f, "colwise", keeps_input=True)
+    return Description(
+        embedding=Weight(f"{EMBEDDING}.weight", table, "normal", 0),
+        block=(
+            Norm("input_layernorm", h),
+            Linear("self_attn.q_proj", h, q, "colwise", keeps_input=True, bias=model.qkv_bias),
+            Linear("self_attn.k_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
+            Linear("self_attn.v_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
+            *(head_norms if model.qk_norm else ()),
+            Rotary(q),
+            SelfAttention(model.num_heads, model.num_kv_heads, model.head_width),
+            Linear("self_attn.o_proj", q, h, "rowwise", keeps_input=False),
+            Residual(h),
+            Norm("post_attention_layernorm", h),
+            *((gate,) if model.gated_ffn else ()),
+            Linear("mlp.up_proj", h, f, "colwise", keeps_input=not model.gated_ffn),
+            Activation(f, model.gated_ffn),
+            Linear("mlp.down_proj", f, h, "rowwise", keeps_input=True),
+            Residual(h),
+        ),
+        final_norm=Norm(FINAL_NORM, h),
+        head=Weight(f"{HEAD}.weight", table, "normal", 0),
+    )

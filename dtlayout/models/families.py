@@ -1,0 +1,61 @@
+"""Families: whose block a model has, how a Hugging Face config.json says so, and the modules that compute it. No torch.
+
+A family of one's own is a `Family` given to `register_family`; one that is a Llama with other sizes or with the
+switches of `ModelShape` needs no more than a name. docs/adding.md has an example.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.description import Description, describe_llama
+from dtlayout.models.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models that differ in sizes alone."""
+
+    name: str
+    """What `ModelShape.family` and, as model_type, an HF config.json call it."""
+    describe: Callable[[ModelShape], Description] = describe_llama
+    """Its operations and weights."""
+    module: str | Callable[..., Any] = "dtlayout.models.llama:Llama"
+    """What builds it or a part of it, called like `models.llama.Llama`; a text is imported when it is needed."""
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ModelShape that its config.json does not say, because all models of the family have them."""
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(name="llama"),
+        Family(name="qwen2", traits={"qkv_bias": True}),
+        Family(name="qwen3", traits={"qk_norm": True}),
+    )
+}
+
+
+def register_family(family: Family, presets: Sequence[ModelShape] = ()) -> None:
+    """Make a family and its published sizes known; InvalidConfig if one of the names is taken."""
+    taken = [family.name] if family.name in FAMILIES else []
+    if taken := taken + [shape.name for shape in presets if shape.name in PRESETS]:
+        raise InvalidConfig(f"family {family.name!r}: {', '.join(taken)} is there already; choose another name")
+    FAMILIES[family.name] = family
+    PRESETS.update({shape.name: shape for shape in presets})
+
+
+def find_family(name: str) -> Family:
+    """The family called `name`; InvalidConfig names them all if there is none."""
+    if name not in FAMILIES:
+        raise InvalidConfig(f"model.family={name!r} is not known; use one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+@lru_cache(maxsize=256)
+def describe(model: ModelShape) -> Description:
+    """The operations and weights of a model; InvalidConfig if its family is not known."""
+    return find_family(model.family).describe(model)

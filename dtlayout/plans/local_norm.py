@@ -1,0 +1,42 @@
+"""Norms that each rank computes on its part: of the sequence under sequence parallelism, or of the heads.
+
+DTensor knows what PyTorch's operators do to shards; a kernel that is none of them gets plain tensors. No rank sees more
+than its tokens or heads, so its gradient of the weight is one term of a sum over tp.
+"""
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+
+from dtlayout.ops.norm import NORMS, RMSNorm
+
+
+class SequenceNorm(SequenceParallel):
+    """`SequenceParallel` that gives an `RMSNorm`, whose kernel may be any, plain tensors; other norms get DTensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, RMSNorm):
+            # Not a forward for each instance, for which torch.compile would compile each block anew.
+            module.__class__ = _ShardedRMSNorm
+        return super()._apply(module, device_mesh)
+
+
+class HeadNorm(ParallelStyle):
+    """An `RMSNorm` of each head, whose heads come as plain tensors of this rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RMSNorm), "heads are normalised by an RMSNorm"
+        module.__class__ = _ShardedRMSNorm
+        return distribute_module(module, device_mesh)  # which replicates the weight
+
+
+class _ShardedRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert isinstance(weight, DTensor), "tensor parallelism makes it one"
+        local_weight = weight.to_local(grad_placements=[Partial()])
+        if not isinstance(x, DTensor):
+            return NORMS[self.kernel](x, local_weight, self.eps)
+        local = NORMS[self.kernel](x.to_local(), local_weight, self.eps)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)

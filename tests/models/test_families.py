@@ -1,0 +1,79 @@
+"""Families: their config.json makes their presets, and descriptions are those of the modules."""
+
+import pkgutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen2Config, Qwen3Config
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.models.description import BLOCKS
+from dtlayout.models.families import FAMILIES, Family, describe, find_family, register_family
+from dtlayout.models.files import parse_hf
+from dtlayout.models.presets import PRESETS, find_preset
+
+SHAPES = {
+    **{family: next(s for s in PRESETS.values() if s.family == family) for family in FAMILIES},
+    "tied": find_preset("llama3.2-1b"),
+    "untied qwen3": find_preset("qwen3-8b"),
+}
+
+
+def build(shape) -> nn.Module:
+    with torch.device("meta"):
+        return pkgutil.resolve_name(find_family(shape.family).module)(shape, Kernels(), 8)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_description_has_the_parameters_of_the_modules(shape):
+    parameters = {name: tuple(p.shape) for name, p in build(shape).named_parameters(remove_duplicate=False)}
+    description = describe(shape)
+    prefix = BLOCKS.rstrip("*")
+    ends = (description.embedding, *description.final_norm.weights, description.head)
+    described = {weight.name: weight.shape for weight in ends} | {
+        f"{prefix}{layer}.{weight.name}": weight.shape
+        for layer in range(shape.num_layers) for weight in description.block_weights
+    }  # fmt: skip
+    assert described == parameters
+    assert all(description.find(name).shape == size for name, size in parameters.items())
+
+
+def test_a_name_that_no_weight_has_is_not_found():
+    for name in ("model.layers.0.mlp.gate", "model.norm", "layers.0.mlp.gate_proj.weight"):
+        with pytest.raises(KeyError):
+            describe(SHAPES["llama"]).find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("qwen2.5-7b", Qwen2Config(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, vocab_size=152_064,
+                                   num_key_value_heads=4, intermediate_size=18_944, tie_word_embeddings=False)),
+        ("qwen3-0.6b", Qwen3Config(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, vocab_size=151_936,
+                                   num_key_value_heads=8, intermediate_size=3072, tie_word_embeddings=True,
+                                   head_dim=128)),
+    ],
+)  # fmt: skip
+def test_a_config_json_of_each_family_makes_its_preset(name, config):
+    written = config.to_dict() | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert parse_hf(written, name) == find_preset(name)
+
+
+def test_a_head_width_that_follows_from_the_others_is_not_written_down():
+    shape = parse_hf({"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8,
+                      "intermediate_size": 8, "head_dim": 16})  # fmt: skip
+    assert shape.head_dim is None and shape.head_width == 16
+
+
+def test_an_unknown_family_is_refused_with_all_that_exist():
+    with pytest.raises(InvalidConfig, match=r"model\.family='gpt' is not known; use one of llama, qwen2, qwen3"):
+        describe(replace(SHAPES["llama"], family="gpt"))
+
+
+def test_a_name_that_is_taken_is_refused():
+    with pytest.raises(InvalidConfig, match="family 'llama': llama, debug is there already"):
+        register_family(Family(name="llama"), [find_preset("debug")])
+    assert set(FAMILIES) == {"llama", "qwen2", "qwen3"}
