@@ -125,8 +125,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
         self.v_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
         self.o_proj = nn.Linear(shape.query_width, width, bias=False, dtype=dtype)
-        norms = (RMSNorm(self.head_width, shape.norm_eps, kernels.norm, dtype) for _ in range(2))
-        self.q_norm, self.k_norm = norms if shape.qk_norm else (None, None)
+        self.q_norm = RMSNorm(self.head_width, shape.norm_eps, kernels.norm, dtype) if shape.qk_norm else None
+        self.k_norm = RMSNorm(self.head_width, shape.norm_eps, kernels.norm, dtype) if shape.qk_norm else None
 
     def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         projected = (self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))

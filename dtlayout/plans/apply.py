@@ -27,8 +27,8 @@ from dtlayout.kernels import Compile
 from dtlayout.mesh.axes import TP
 from dtlayout.ops.loss import Head
 from dtlayout.plans.fsdp import GradientSync, shard
-from dtlayout.plans.plan import Plan, match_names
 from dtlayout.plans.local_norm import HeadNorm, SequenceNorm
+from dtlayout.plans.plan import Plan, match_names
 from dtlayout.plans.tensor import TensorStyle
 from dtlayout.plans.vocab_parallel import VocabParallelHead
 from dtlayout.recompute import Kept, Recompute

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 from memory_ranks import measure_peaks, predict
-from parity import BF16, EXACT, FP32, SHAPE, TIED, Case
+from parity import BF16, EXACT, FP32, QWEN2, QWEN3, SHAPE, TIED, Case
 from ranks import Ranks
 
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.precision import Precision
-from tests.distributed.test_parity import AXES, TIED_LAYOUTS
+from tests.distributed.test_parity import AXES, FAMILY_LAYOUTS, TIED_LAYOUTS
 
 COARSE = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
 FP32_SUMS = Precision(params="bfloat16", compute="bfloat16", reduce="float32")
@@ -47,6 +47,12 @@ OTHER_CASES = {
     "documents, scores recomputed": Case(
         Layout(pp=4, recompute="full"), precision=FP32, kernels=MATH, documents=True, seq_len=128
     ),
+    **{
+        f"{model.family} {name}": Case(FAMILY_LAYOUTS[name], precision=BF16, model=model)
+        for model in (QWEN2, QWEN3)
+        for name in ("dp4", "tp4 with sp", "pp2 tp2 recomputed")
+    },
+    "qwen3, eager norms": Case(AXES["dp2 tp2"], precision=BF16, model=QWEN3, kernels=EAGER),
     **{f"tied {name}": Case(TIED_LAYOUTS[name], precision=BF16, model=TIED) for name in ("zero 3", "pp2 tp2")},
 }
 

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
+from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import prepare_blocks
-from dtlayout.models.description import BLOCKS
 from dtlayout.recompute import Recompute
 
 

@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from dtlayout.costmodel.fsdp2_blocks import sizes_of
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
+from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import compile_rest, prepare_blocks
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import make_plan
-from dtlayout.models.description import BLOCKS
 from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
 

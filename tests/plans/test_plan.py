@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
-from dtlayout.models.description import BLOCKS
 from dtlayout.plans.plan import make_plan, match_names
 from dtlayout.plans.tensor import tensor_styles
 from dtlayout.precision import Precision
