@@ -33,7 +33,7 @@ _TYPES = {f.name: (get_args(f.type) or (f.type,))[0] for f in fields(ModelShape)
 
 
 def find_model(text: str) -> ModelShape:
-    """The model that `text` names; InvalidConfig if it is no preset and no file, or one of a family that is not known."""
+    """The model that `text` names; InvalidConfig if it is no preset and no file, or of no known family."""
     if text in PRESETS:
         return PRESETS[text]
     path = Path(text)
