@@ -193,7 +193,7 @@ class Description:
         return sum(isinstance(each, Linear) and each.style == "rowwise" for each in self.block)
 
     def find(self, name: str) -> Weight:
-        """The weight that is called so in the whole model, such as "model.layers.3.mlp.up_proj.weight"; KeyError if none."""
+        """The weight that is called so in the whole model, "model.layers.3.mlp.up_proj.weight"; KeyError if none."""
         prefix, _, rest = name.partition(".layers.")
         known = self.block_weights if rest else (self.embedding, *self.final_norm.weights, self.head)
         wanted = rest.partition(".")[2] if rest else prefix
