@@ -112,14 +112,11 @@ class _Observer:
         """`on_action` gets the number of actions that were begun."""
         self.config, self.layout, self.on_action = config, layout, on_action
         self.modules = assembly.modules
-        o = config.optimizer
-        self.optimizer = build_optimizer(
-            self.modules, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay
-        )
+        self.optimizer = build_optimizer(self.modules, config.optimizer)
         self.step = TrainStep(
             assembly.runtime,
             self.optimizer,
-            max_norm=o.max_norm,
+            max_norm=config.optimizer.max_norm,
             mesh=assembly.mesh,
             aliases=config.model.aliases,
         )
