@@ -113,13 +113,8 @@ class _Observer:
         self.config, self.layout, self.on_action = config, layout, on_action
         self.modules = assembly.modules
         self.optimizer = build_optimizer(self.modules, config.optimizer)
-        self.step = TrainStep(
-            assembly.runtime,
-            self.optimizer,
-            max_norm=config.optimizer.max_norm,
-            mesh=assembly.mesh,
-            aliases=config.model.aliases,
-        )
+        max_norm, aliases = config.optimizer.max_norm, config.model.aliases
+        self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
         assembly.runtime.before_action = self._begin
         self.num_microbatches_run = assembly.schedule.num_microbatches
         self.places = PlaceRecorder(self.modules)

@@ -5,13 +5,15 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import DP_REPLICATE, DP_SHARD, axis_sizes
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
-"""Default process group → the meshes on it by device type and degrees; they go when it is destroyed."""
+_meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
+"""The default process group's meshes by device type and degrees. Meshes hold the group itself, and would keep it for
+ever if it were the key; its store goes when it is destroyed, and they with it."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -29,8 +31,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
         )
     if not dist.is_initialized():
         dist.init_process_group()
-    assert dist.group.WORLD is not None, "torch.distributed is initialised"
-    sizes, meshes = axis_sizes(layout), _meshes.setdefault(dist.group.WORLD, {})
+    sizes, meshes = axis_sizes(layout), _meshes.setdefault(_get_default_store(), {})
     key = (device_type, *sizes.values())
     if key not in meshes:
         meshes[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -107,13 +107,8 @@ class _Run:
             device_type=device.type,
         )
         self.optimizer = build_optimizer(self.assembly.modules, config.optimizer)
-        self.step = TrainStep(
-            self.assembly.runtime,
-            self.optimizer,
-            max_norm=config.optimizer.max_norm,
-            mesh=self.assembly.mesh,
-            aliases=config.model.aliases,
-        )
+        mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, config.model.aliases
+        self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
         self.recorder = KernelRecorder()
         self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
