@@ -13,6 +13,8 @@ _HOMES = {
     "ModelShape": "dtlayout.model_shape",
     "Precision": "dtlayout.precision",
     "Recompute": "dtlayout.recompute",
+    "Optimizer": "dtlayout.optimizers",
+    "register_optimizer": "dtlayout.optimizers",
     "find_preset": "dtlayout.models.presets",
     "load_config": "dtlayout.config",
     "Plan": "dtlayout.plans.plan",

@@ -6,8 +6,7 @@ strict mode; all problems come in one InvalidConfig. `[model]` starts from the p
 
 import difflib
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -24,27 +23,9 @@ from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.families import find_family
 from dtlayout.models.presets import PRESETS
+from dtlayout.optimizers import AdamW, Optimizer, find_optimizer, known_optimizers
 from dtlayout.precision import Precision
-
-_RANGES: dict[str, Callable[[float], bool]] = {
-    "must be above 0": lambda value: value > 0,
-    "must be above 0 and finite": lambda value: 0 < value < math.inf,
-    "must not be negative": lambda value: 0 <= value < math.inf,
-    "must be at least 1": lambda value: 1 <= value < math.inf,
-    "must lie between 0 and 1": lambda value: 0 <= value <= 1,
-}
-
-
-def _refuse_values(section: str, values: Any, rules: dict[str, tuple[str, ...]]) -> None:
-    """InvalidConfig with each field that is outside its range; NaN is outside every one."""
-    problems = [
-        f"{section}.{name}={getattr(values, name)} {rule}"
-        for rule, names in rules.items()
-        for name in names
-        if not _RANGES[rule](getattr(values, name))
-    ]
-    if problems:
-        raise InvalidConfig(problems)
+from dtlayout.ranges import ranged, refuse_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,54 +44,20 @@ class DataConfig:
     """Token after each document, where the tokenizer has none of the usual ones."""
     document_mask: bool = False
     """Whether documents that share a sample do not see each other; the loss and its targets stay the same."""
-    max_tokens: int = 0
+    max_tokens: int = ranged("must not be negative", 0)
     """Tokens to prepare at most; 0 for all."""
     folder: str = "data/tokens"
     """Where prepared tokens lie, to be used again."""
 
     def __post_init__(self) -> None:
-        _refuse_values("data", self, {"must not be negative": ("max_tokens",)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW, linear warm-up and cosine decay."""
-
-    lr: float = 3e-4
-    """Learning rate at the end of the warm-up."""
-    min_lr_ratio: float = 0.1
-    """Learning rate of the last step, as a share of `lr`."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate grows to `lr`."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled decay of matrices; norms have none."""
-    max_norm: float = 1.0
-    """Global gradient norm to clip at."""
-
-    def __post_init__(self) -> None:
-        _refuse_values(
-            "optimizer",
-            self,
-            {
-                "must be above 0 and finite": ("lr", "eps"),
-                "must be above 0": ("max_norm",),  # infinite: never clip
-                "must lie between 0 and 1": ("beta1", "beta2", "min_lr_ratio"),
-                "must not be negative": ("warmup_steps", "weight_decay"),
-            },
-        )
+        refuse_values("data", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, where and from which seed."""
 
-    steps: int
+    steps: int = ranged("must be at least 1")
     """Optimizer steps of the whole run, those before a resume included."""
     run_folder: str = "runs/latest"
     """Where metrics, summary, config and checkpoints go, by default named like the file; the same folder resumes."""
@@ -118,43 +65,43 @@ class TrainConfig:
     """Decides the initial weights and the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is any."""
-    timeout_s: float = 600.0
+    timeout_s: float = ranged("must be above 0 and finite", 600.0)
     """Seconds after which a collective that does not finish ends the run."""
     force: bool = False
     """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
 
     def __post_init__(self) -> None:
-        _refuse_values("train", self, {"must be at least 1": ("steps",), "must be above 0 and finite": ("timeout_s",)})
+        refuse_values("train", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run's state is saved."""
 
-    every: int = 0
+    every: int = ranged("must not be negative", 0)
     """Steps between checkpoints; 0 saves at the end alone."""
-    keep: int = 2
+    keep: int = ranged("must be at least 1", 2)
     """Newest checkpoints that stay on disk."""
     save: bool = True
     """Whether anything is saved; without it a run cannot be resumed."""
 
     def __post_init__(self) -> None:
-        _refuse_values("checkpoint", self, {"must not be negative": ("every",), "must be at least 1": ("keep",)})
+        refuse_values("checkpoint", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """What is measured beside the loss."""
 
-    log_every: int = 10
+    log_every: int = ranged("must be at least 1", 10)
     """Steps between progress lines on a terminal that shows no progress bar."""
-    memory_every: int = 100
+    memory_every: int = ranged("must be at least 1", 100)
     """Steps between memory measurements, which slow a step; the second and the last are measured too."""
     memory: bool = False
     """Write the curve of memory over the first steps to memory.json in the run folder."""
 
     def __post_init__(self) -> None:
-        _refuse_values("metrics", self, {"must be at least 1": ("log_every", "memory_every")})
+        refuse_values("metrics", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +150,7 @@ class Config:
     kernels: Kernels = field(default_factory=Kernels)
     precision: Precision = field(default_factory=Precision)
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Optimizer = field(default_factory=AdamW)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -229,34 +176,40 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(tables: dict[str, Any]) -> Config:
     """The config of parsed TOML; InvalidConfig with every problem."""
-    problems = _unknown_keys(tables, Config, "")
+    problems: list[str] = []
+    try:
+        types = _section_types(tables)
+    except InvalidConfig as error:
+        problems += error.problems
+        tables = {**tables, "optimizer": {}}  # so that the other sections are checked too
+        types = _section_types(tables)
+    problems += _unknown_keys(tables, types, "")
     try:
         tables = {**tables, "model": _expand_preset(tables.get("model", {}))}
     except InvalidConfig as error:
         problems += error.problems
-        tables = {**tables, "model": asdict(PRESETS["debug"])}  # so that the other sections are checked too
+        tables = {**tables, "model": asdict(PRESETS["debug"])}
     sections: dict[str, Any] = {}
-    for section in fields(Config):
-        section_type = get_type_hints(Config)[section.name]
-        table = tables.get(section.name, {})
+    for name, section_type in types.items():
+        table = tables.get(name, {})
         if not isinstance(table, dict):
-            problems.append(f"{section.name} is a section: write [{section.name}] and its keys below")
+            problems.append(f"{name} is a section: write [{name}] and its keys below")
             continue
-        known = {key: value for key, value in table.items() if key in _field_names(section_type)}
+        known = {key: value for key, value in table.items() if key in _field_types(section_type)}
         try:
             # Strict JSON takes TOML's arrays for tuples, but no string for a number.
             value = TypeAdapter(section_type).validate_json(json.dumps(known), strict=True)
         except ValidationError as error:
-            problems += [_describe(section.name, table, details) for details in error.errors()]
+            problems += [_describe(name, table, details) for details in error.errors()]
         except (InvalidConfig, InvalidLayout) as error:
             problems += error.problems
         except TypeError as error:  # a TOML date or time, which no key takes
-            problems.append(f"[{section.name}] holds a value that no key takes: {error}")
+            problems.append(f"[{name}] holds a value that no key takes: {error}")
         else:
             # To pydantic true is 1 where 1 is one of the allowed values.
             bools = [k for k in known if isinstance(known[k], bool) and not isinstance(getattr(value, k), bool)]
-            problems += [f"{section.name}.{key}={known[key]!r}: input should be a number" for key in bools]
-            sections[section.name] = value
+            problems += [f"{name}.{key}={known[key]!r}: input should be a number" for key in bools]
+            sections[name] = value
     if problems:
         raise InvalidConfig(problems)
     return Config(**sections)
@@ -330,17 +283,27 @@ def _expand_preset(table: Any) -> Any:
     return table
 
 
-def _unknown_keys(table: dict[str, Any], into: type, prefix: str) -> list[str]:
-    """One line for each key that `into` or a table in it does not know, with the nearest that it does."""
-    known = _field_names(into)
+def _section_types(tables: dict[str, Any]) -> dict[str, Any]:
+    """The type of each section: [optimizer]'s is what its name stands for. InvalidConfig if that is nothing."""
+    table = tables.get("optimizer")
+    name = table.get("name", AdamW.name) if isinstance(table, dict) else AdamW.name
+    return {**_field_types(Config), "optimizer": find_optimizer(name)}
+
+
+def _unknown_keys(table: dict[str, Any], known: dict[str, Any], prefix: str) -> list[str]:
+    """One line for each key of a table, or of a table in it, that is not known, with the nearest that is."""
     problems = []
     for key, value in table.items():
         if key not in known:
-            problems.append(toml.describe_unknown_key(key, known, prefix))
+            owners = [name for name in known_optimizers() if key in _field_types(find_optimizer(name))]
+            problems.append(
+                f"optimizer.{key} is a key of optimizer.name={owners[0]}; name that, or leave {key} out"
+                if prefix == "optimizer." and owners
+                else toml.describe_unknown_key(key, known, prefix)
+            )
         elif isinstance(value, dict):
-            declared = get_type_hints(into)[key]
-            tables = [t for t in (declared, *get_args(declared)) if is_dataclass(t)]  # a table may be optional
-            problems += [line for t in tables for line in _unknown_keys(value, t, f"{prefix}{key}.")]  # type: ignore[arg-type]
+            tables = [t for t in (known[key], *get_args(known[key])) if is_dataclass(t)]  # a table may be optional
+            problems += [line for t in tables for line in _unknown_keys(value, _field_types(t), f"{prefix}{key}.")]
     return problems
 
 
@@ -353,8 +316,9 @@ def _describe(section: str, table: dict[str, Any], details: Any) -> str:
     return f"{path}={details['input']!r}: {message}"
 
 
-def _field_names(of: type) -> list[str]:
-    return [f.name for f in fields(of)]
+def _field_types(of: Any) -> dict[str, Any]:
+    hints = get_type_hints(of)
+    return {f.name: hints[f.name] for f in fields(of)}
 
 
 def _without_none(value: Any) -> Any:

@@ -14,7 +14,7 @@ class Precision:
     """Mixed precision as FSDP2 carries it out; equal formats everywhere mean that nothing is cast."""
 
     params: Format = "float32"
-    """Master parameters and both Adam moments, sharded over dp_shard."""
+    """Master parameters and the optimizer's state, sharded over dp_shard."""
     compute: Format = "bfloat16"
     """Parameters and activations in forward and backward."""
     reduce: Format = "float32"

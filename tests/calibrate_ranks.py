@@ -4,7 +4,7 @@ import sys
 from itertools import islice
 
 from dtlayout.calibrate import clock, collectives, kernels, probes, ranks
-from dtlayout.mesh.axes import axis_sizes
+from dtlayout.mesh import build
 
 
 def main() -> int:
@@ -17,10 +17,10 @@ def main() -> int:
     probes._ROUNDS, probes._WARM_UP_STEPS, probes._STEPS = 1, 1, 2
     plan = probes.plan_probes
     probes.plan_probes = lambda world, device_type: [*islice(plan(world, device_type), 0, None, 4)]
-    build, degrees = probes.build_mesh, []
-    probes.build_mesh = lambda layout, device: degrees.append(axis_sizes(layout)) or build(layout, device)
+    init, degrees = build.init_device_mesh, []
+    build.init_device_mesh = lambda device, sizes, **names: degrees.append(sizes) or init(device, sizes, **names)
     exit_code = ranks.main(sys.argv[1:])
-    assert all(degrees.count(each) == 1 for each in degrees), "each mesh costs process groups, which stay"
+    assert degrees and all(degrees.count(each) == 1 for each in degrees), "each mesh costs process groups, which stay"
     return exit_code
 
 

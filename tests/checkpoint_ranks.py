@@ -13,19 +13,23 @@ from dtlayout.errors import CheckpointError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
+from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 
 BATCH = Batch(global_batch=8, seq_len=16)
 FP32 = Precision(compute="float32")
+ADAMW = AdamW()
 State = dict[str, np.ndarray]
 
 
-def build(layout: Layout, model: ModelShape, seed: int) -> tuple[Assembly, torch.optim.Optimizer]:
+def build(
+    layout: Layout, model: ModelShape, seed: int, settings: Optimizer = ADAMW
+) -> tuple[Assembly, torch.optim.Optimizer]:
     """Sharded stages with the weights of `seed`, and an optimizer that has not stepped."""
     assembly = assemble(model, BATCH, layout, Kernels(), FP32, seed=seed, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(assembly.modules, settings)
     set_learning_rate(optimizer, 1e-2)
     return assembly, optimizer
 
@@ -40,35 +44,38 @@ def update(assembly: Assembly, optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole_state(assembly: Assembly, optimizer: torch.optim.Optimizer, model: ModelShape) -> State:
-    """Parameters, moments and step counts of this rank's stages, gathered."""
+    """Parameters and optimizer state of this rank's stages, gathered."""
     found: dict[str, Tensor] = {}
     for module in assembly.modules:
         for local_name, parameter in module.named_parameters():
-            name, moments = model.aliases.get(local_name, local_name), optimizer.state[parameter]
+            name = model.aliases.get(local_name, local_name)
             found[f"parameter {name}"] = parameter.full_tensor()
-            found[f"exp_avg {name}"] = moments["exp_avg"].full_tensor()
-            found[f"exp_avg_sq {name}"] = moments["exp_avg_sq"].full_tensor()
-            found[f"step {name}"] = moments["step"]
+            for kept, tensor in optimizer.state[parameter].items():
+                found[f"{kept} {name}"] = tensor if kept == "step" else tensor.full_tensor()
     return {name: tensor.detach().clone().numpy() for name, tensor in found.items()}
 
 
-def train_and_save(layout: Layout, model: ModelShape, folder: Path, num_steps: int, keep: int) -> tuple[State, State]:
+def train_and_save(
+    layout: Layout, model: ModelShape, folder: Path, num_steps: int, keep: int, settings: Optimizer = ADAMW
+) -> tuple[State, State]:
     """Save after each of `num_steps` updates; the state then, and after one update more."""
-    assembly, optimizer = build(layout, model, seed=1)
+    assembly, optimizer = build(layout, model, 1, settings)
     for step in range(1, num_steps + 1):
         update(assembly, optimizer)
-        save_checkpoint(folder, step, assembly.modules, optimizer, model, keep=keep)
+        save_checkpoint(folder, step, assembly.modules, optimizer, model, settings, keep=keep)
     saved = whole_state(assembly, optimizer, model)
     update(assembly, optimizer)
     return saved, whole_state(assembly, optimizer, model)
 
 
-def load_each(layouts: list[Layout], model: ModelShape, path: Path) -> list[tuple[int, State, State]]:
+def load_each(
+    layouts: list[Layout], model: ModelShape, path: Path, settings: Optimizer = ADAMW
+) -> list[tuple[int, State, State]]:
     """For each layout, other initial weights: the step that was loaded, the state, and after one update more."""
     results = []
     for layout in layouts:
-        assembly, optimizer = build(layout, model, seed=2)
-        step = load_checkpoint(path, assembly.modules, optimizer, model)
+        assembly, optimizer = build(layout, model, 2, settings)
+        step = load_checkpoint(path, assembly.modules, optimizer, model, settings)
         loaded = whole_state(assembly, optimizer, model)
         update(assembly, optimizer)
         results.append((step, loaded, whole_state(assembly, optimizer, model)))
@@ -78,7 +85,7 @@ def load_each(layouts: list[Layout], model: ModelShape, path: Path) -> list[tupl
 def refusal(layout: Layout, model: ModelShape, path: Path) -> str | None:
     """What loading complains of on this rank."""
     assembly, optimizer = build(layout, model, seed=2)
-    return message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, model))
+    return message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, model, ADAMW))
 
 
 def message_of(load: Callable[[], object]) -> str | None:

@@ -14,9 +14,9 @@ from dtlayout.training.step import TrainStep
 
 
 def measure_peaks(case: Case) -> list[int]:
-    """A step's peak on each pipeline rank, with Adam's state there as after a step before."""
+    """A step's peak on each pipeline rank, with the optimizer's state there as after a step before."""
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(assembly.modules, case.optimizer)
     aliases = case.model.aliases
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
     tokens, targets = (rows.clone() for rows in local_rows(case))
@@ -39,6 +39,7 @@ def make_scenario(case: Case) -> Scenario:
         cluster=Cluster(gpu=find_gpu("cpu"), num_gpus=size, gpus_per_node=size),
         engine=find_engine("dtlayout", "cpu"),
         precision=case.precision,
+        optimizer=case.optimizer,
         document_mask=case.documents,
     )
 

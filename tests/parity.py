@@ -5,7 +5,7 @@ The reference shares no parallel code: a plain `Llama`, autograd over the whole 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, partialmethod
 
 import numpy as np
@@ -21,9 +21,11 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import IGNORED
+from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.plans.init import initialize
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
+from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 from dtlayout.training.step import TrainStep
 
 SHAPE = ModelShape(
@@ -36,11 +38,13 @@ SEQ_LEN, MAX_NORM, SEED = 16, 0.05, 7
 EXACT = Precision(params="float64", compute="float64", reduce="float64")
 FP32 = Precision(params="float32", compute="float32", reduce="float32")
 BF16 = Precision()
+SMOOTH = AdamW(lr=1e-2, eps=1e-3)
+"""With an epsilon that keeps the update smooth in the gradient, so that errors are not amplified."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step to compare."""
+    """Steps on one batch to compare; the last one's numbers count."""
 
     layout: Layout
     global_batch: int = 8
@@ -49,6 +53,8 @@ class Case:
     kernels: Kernels = field(default_factory=Kernels)
     documents: bool = False
     seq_len: int = SEQ_LEN
+    optimizer: Optimizer = SMOOTH
+    num_steps: int = 1
 
     @property
     def batch(self) -> Batch:
@@ -82,29 +88,30 @@ def make_starts(case: Case, tokens: Tensor) -> Tensor | None:
 
 
 def run_reference(case: Case) -> Outcome:
-    """The step on one process in the format of the master parameters, or wholly in `case.precision.compute`."""
+    """The steps on one process in the format of the master parameters, or wholly in `case.precision.compute`."""
     dtype = getattr(torch, case.precision.compute)
     model = Llama(case.model, case.kernels, case.seq_len, dtype=getattr(torch, case.precision.params))
     initialize([model], case.model, SEED, "cpu")
-    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    parameters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    optimizer = make_optimizer(case.optimizer, list(parameters.values()))
     tokens, targets = make_tokens(case.batch, case.model.vocab_size)
     starts = make_starts(case, tokens)
     documents = None if starts is None else Documents.from_starts(starts)
-    loss = model(tokens, documents, targets=targets, num_targets=float((targets != IGNORED).sum()))
-    loss.backward()
-    gradients = {name: p.grad.to(masters[name].dtype) for name, p in model.named_parameters()}
-    parameters = {name: torch.nn.Parameter(value) for name, value in masters.items()}
-    for name, parameter in parameters.items():
-        parameter.grad = gradients[name].clone()
-    norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), MAX_NORM)
-    make_optimizer(list(parameters.values())).step()
+    for _ in range(case.num_steps):
+        for name, parameter in model.named_parameters():
+            parameter.data, parameter.grad = parameters[name].detach().to(dtype), None
+        loss = model(tokens, documents, targets=targets, num_targets=float((targets != IGNORED).sum()))
+        loss.backward()
+        gradients = {name: p.grad.to(parameters[name].dtype) for name, p in model.named_parameters()}
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), MAX_NORM)
+        optimizer.step()
     return Outcome(loss.item(), norm.item(), _to_numpy(gradients), _to_numpy(parameters))
 
 
 def run_layout(case: Case) -> Outcome | None:
-    """The step under a layout, on every rank at once; the whole tensors of each stage come from its first rank."""
+    """The steps under a layout, on every rank at once; the whole tensors of each stage come from its first rank."""
     assembly, step = build_step(case)
     gradients: dict[str, Tensor] = {}
 
@@ -114,7 +121,8 @@ def run_layout(case: Case) -> Outcome | None:
 
     step.optimizer.register_step_pre_hook(keep_gradients)
     tokens, targets = local_rows(case)
-    result = step(tokens, targets, make_starts(case, tokens))
+    for _ in range(case.num_steps):
+        result = step(tokens, targets, make_starts(case, tokens))
     scale = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))  # what clipping did to them
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters = {name: parameter.full_tensor() for name, parameter in named_parameters(assembly, case)}
@@ -136,10 +144,11 @@ def compiling_with(backend: str) -> Iterator[None]:
 
 
 def build_step(case: Case) -> tuple[Assembly, TrainStep]:
-    """What training builds, with an optimizer that is kind to comparisons."""
+    """What training builds."""
     case.layout.check(case.model, case.batch)
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = make_optimizer([p for module in assembly.modules for p in module.parameters()])
+    optimizer = build_optimizer(assembly.modules, case.optimizer)
+    set_learning_rate(optimizer, case.optimizer.lr)
     aliases = case.model.aliases
     return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
 
@@ -161,9 +170,15 @@ def local_rows(case: Case) -> tuple[Tensor, Tensor]:
     return tokens[first : first + size], targets[first : first + size]
 
 
-def make_optimizer(parameters: list) -> torch.optim.Optimizer:
-    """AdamW with an epsilon that keeps the update smooth in the gradient, so that errors are not amplified."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True)
+def make_optimizer(settings: Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """As people write it who have one process."""
+    values = asdict(settings)
+    matrices, vectors = ([p for p in parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": values["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=values["lr"], momentum=values["momentum"])
+    betas = values["beta1"], values["beta2"]
+    return torch.optim.AdamW(groups, lr=values["lr"], betas=betas, eps=values["eps"], fused=True)
 
 
 def merge(outcomes: list[Outcome | None]) -> Outcome:

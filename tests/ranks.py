@@ -103,7 +103,6 @@ def _work(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=60),
     )
-    _reuse_meshes()
     while True:
         try:
             function, args = pipe.recv()
@@ -118,20 +117,3 @@ def _work(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         except BrokenPipeError:  # another rank failed first, and nobody listens any more
             break
     dist.destroy_process_group()
-
-
-def _reuse_meshes() -> None:
-    """Build the mesh of the same degrees once: its groups keep threads and sockets, which slow all that follows."""
-    from dtlayout.mesh.axes import axis_sizes
-    from dtlayout.training import build
-
-    meshes: dict[tuple[int, ...], Any] = {}
-    build_mesh = build.build_mesh
-
-    def build_or_reuse(layout: Any, device_type: str) -> Any:
-        degrees = tuple(axis_sizes(layout).values())
-        if degrees not in meshes:
-            meshes[degrees] = build_mesh(layout, device_type)
-        return meshes[degrees]
-
-    build.build_mesh = build_or_reuse

@@ -24,10 +24,10 @@ NUM_PLANTED = 1024
 def to_config(case: Case) -> Config:
     """A case as a file would say it, but for the layout and the kernels."""
     config = parse_config(
-        {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 16}, "train": {"steps": 1},
-         "optimizer": {"max_norm": MAX_NORM}}
+        {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 16}, "train": {"steps": 1}}
     )  # fmt: skip
-    return replace(config, model=case.model, batch=case.batch, precision=case.precision)
+    optimizer = replace(case.optimizer, max_norm=MAX_NORM)
+    return replace(config, model=case.model, batch=case.batch, precision=case.precision, optimizer=optimizer)
 
 
 def rehearse(case: Case, ranks: list[int], **options: Any) -> dict[int, RankReport]:

@@ -23,7 +23,6 @@ from dtlayout.config import (
     Config,
     DataConfig,
     MetricsConfig,
-    OptimizerConfig,
     TrainConfig,
     check_layout,
     load_config,
@@ -34,6 +33,7 @@ from dtlayout.kernels import Attention, Kernels, Norm
 from dtlayout.layout import OpenLayout, ScheduleName
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.presets import PRESETS
+from dtlayout.optimizers import SGD, AdamW
 from dtlayout.precision import Format, Precision
 
 TABLES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "batch": {"global_batch": 8, "seq_len": 16},
     "train": {"steps": 3},
 }
-SECTIONS = {section.name: get_type_hints(Config)[section.name] for section in fields(Config)}
+SECTIONS = {section.name: get_type_hints(Config)[section.name] for section in fields(Config)} | {"optimizer": AdamW}
 KEYS = [(section, field.name) for section, of in SECTIONS.items() for field in fields(of)]
 FIELD_TYPES = {(section, key): get_type_hints(SECTIONS[section])[key] for section, key in KEYS}
 SPECIMENS = (3, True, 2.5, "text", [1, 2], ["text"], {"key": 1})
@@ -78,7 +78,7 @@ def write(folder: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("value", SPECIMENS, ids=repr)
 def test_a_key_takes_values_of_its_type_and_of_no_other(value):
-    keys = [pair for pair in KEYS if pair != ("model", "name")]
+    keys = [pair for pair in KEYS if pair not in [("model", "name"), ("optimizer", "name")]]
     everywhere = {section: {key: value for of, key in keys if of == section} for section in SECTIONS}
     found = [line for line in problems_of(tables(**everywhere)) if "nput should be" in line or "is missing" in line]
     refused = {tuple(re.split(r"[.= ]", line)[:2]) for line in found}
@@ -150,8 +150,8 @@ def test_all_problems_of_all_sections_come_at_once():
         "computed; use params=float32 or finer",
         "data is a section: write [data] and its keys below",
         "optimizer.lr=-1.0 must be above 0 and finite",
-        "optimizer.beta1=2.0 must lie between 0 and 1",
         "optimizer.warmup_steps=-1 must not be negative",
+        "optimizer.beta1=2.0 must lie between 0 and 1",
         "checkpoint.every=-1 must not be negative",
         "metrics.log_every=0 must be at least 1",
         f"cluster.gpu='abacus' is unknown; use one of auto, cpu, {', '.join(known_gpus())}",
@@ -204,6 +204,28 @@ def test_a_number_out_of_range_is_refused_and_its_edge_is_not(section, key, refu
     assert problem.startswith(f"{section}.{key}={refused} must") and rule in problem
     parsed = parse_config(tables(**{section: {key: edge}}))
     assert getattr(getattr(parsed, section), key) == edge
+
+
+def test_the_optimizer_is_the_one_that_is_named_and_loads_again():
+    config = parse_config(tables(optimizer={"name": "sgd", "momentum": 0.5, "max_norm": 2.0}))
+    assert config.optimizer == SGD(momentum=0.5, max_norm=2.0)
+    assert parse_config(toml.loads(config.to_toml())) == config
+
+
+def test_a_key_that_another_optimizer_has_is_refused_by_name_with_all_other_problems():
+    assert problems_of(tables(optimizer={"name": "sgd", "beta1": 0.9, "momentun": 1.0, "lr": -1.0})) == [
+        "optimizer.beta1 is a key of optimizer.name=adamw; name that, or leave beta1 out",
+        "optimizer.momentun is unknown; did you mean optimizer.momentum?",
+        "optimizer.lr=-1.0 must be above 0 and finite",
+    ]
+
+
+@pytest.mark.parametrize("name", ["adam", 3, ["adamw"]])
+def test_an_optimizer_that_nobody_registered_is_refused_with_the_problems_of_other_sections(name):
+    assert problems_of(tables(optimizer={"name": name, "beta3": 0.9}, checkpoint={"keep": 0})) == [
+        f"optimizer.name={name!r} is unknown; use one of adamw, sgd",
+        "checkpoint.keep=0 must be at least 1",
+    ]
 
 
 @pytest.mark.parametrize("key", ["lr", "eps", "max_norm", "weight_decay"])
@@ -397,7 +419,7 @@ configs = st.builds(
         folder=texts,
     ),
     optimizer=st.builds(
-        OptimizerConfig, lr=floats, min_lr_ratio=shares, warmup_steps=positive, beta1=shares, beta2=shares, eps=floats
+        AdamW, lr=floats, min_lr_ratio=shares, warmup_steps=positive, beta1=shares, beta2=shares, eps=floats
     ),
     checkpoint=st.builds(CheckpointConfig, every=positive, keep=positive),
     metrics=st.builds(MetricsConfig, log_every=positive, memory_every=positive),

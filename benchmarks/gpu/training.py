@@ -15,6 +15,7 @@ from benchmarks.gpu.rows import Trained
 from dtlayout.errors import NonFiniteLoss
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.measure.memory import StorageTracker
+from dtlayout.optimizers import AdamW
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.devices import Device
@@ -30,7 +31,7 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     cell.kernels.check(PRECISION, device.type, device.capability)
     cell.layout.check(cell.shape, cell.batch)
     assembly, inputs, targets = prepare(cell, device.type)
-    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(assembly.modules, AdamW())
     set_learning_rate(optimizer, LEARNING_RATE)
     train_step = TrainStep(
         assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=cell.shape.aliases

@@ -12,16 +12,14 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.batch import Batch
 from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import ProbeTime
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.mesh.axes import axis_sizes
-from dtlayout.mesh.build import build_mesh
 from dtlayout.model_shape import ModelShape
+from dtlayout.optimizers import AdamW
 from dtlayout.precision import Precision
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
@@ -43,13 +41,8 @@ def measure_probes(device_type: str) -> Iterator[ProbeTime]:
         Batch(global_batch=layout.dp * layout.micro_batch * m, seq_len=seq_len) for _, layout, seq_len, m in plan
     ]
     steps_s: list[list[float]] = [[] for _ in plan]
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
-    """By degrees: the process groups of each stay, with threads and open files."""
     for _, (found, (model, layout, *_), batch) in product(range(_ROUNDS), zip(steps_s, plan, batches, strict=True)):
-        degrees = tuple(axis_sizes(layout).values())
-        if degrees not in meshes:
-            meshes[degrees] = build_mesh(layout, device_type)
-        found += _time_steps(model, batch, layout, kernels, precision, meshes[degrees])
+        found += _time_steps(model, batch, layout, kernels, precision, device_type)
     for found, (model, layout, *_), batch in zip(steps_s, plan, batches, strict=True):
         yield ProbeTime(
             model=model, batch=batch, layout=layout, kernels=kernels, precision=precision, seconds=median(found)
@@ -93,15 +86,14 @@ def _make_model(num_layers: int, hidden_size: int = 64, vocab_size: int = 256) -
 
 
 def _time_steps(
-    model: ModelShape, batch: Batch, layout: Layout, kernels: Kernels, precision: Precision, mesh: DeviceMesh
+    model: ModelShape, batch: Batch, layout: Layout, kernels: Kernels, precision: Precision, device_type: str
 ) -> list[float]:
     """Seconds of each step; all ranks end it together, for it sums numbers over all of them.
 
     What the host of a virtual machine gave to others meanwhile is not counted: it is another share the next minute.
     """
-    device_type = mesh.device_type
-    assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type, mesh=mesh)
-    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type)
+    optimizer = build_optimizer(assembly.modules, AdamW())
     step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases=model.aliases)
     rows = batch.global_batch // layout.dp
     tokens = torch.randint(model.vocab_size, (rows, batch.seq_len), device=device_type)

@@ -1,8 +1,8 @@
 """Sharded checkpoints: tensors through torch.distributed.checkpoint, everything else as JSON.
 
-RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and both Adam moments under their names in the whole model,
-so that any layout can load them) and `state.json` (step, model and origin). It is written under another name and
-renamed when it is whole: a folder with that name is a whole checkpoint.
+RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and the optimizer's state under their names in the whole
+model, so that any layout can load them) and `state.json` (step, model, optimizer and origin). It is written under
+another name and renamed when it is whole: a folder with that name is a whole checkpoint.
 """
 
 import json
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dtlayout.errors import CheckpointError
 from dtlayout.model_shape import ModelShape
+from dtlayout.optimizers import Optimizer
 
 _PREFIX = "step-"
 
@@ -31,14 +32,15 @@ def save_checkpoint(
     modules: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     model: ModelShape,
+    settings: Optimizer,
     *,
     keep: int,
     origin: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save the state after `step` steps, from all ranks at once; the `keep` newest checkpoints stay.
 
-    `origin` is what else decides how training goes on, for `read_origin`. CheckpointError on every rank if a file
-    cannot be written.
+    `settings` are those of `optimizer`, `origin` is what else decides how training goes on, for `read_origin`.
+    CheckpointError on every rank if a file cannot be written.
     """
     path = folder / f"{_PREFIX}{step:08d}"
     partial = folder / f"partial-{step:08d}"
@@ -48,7 +50,8 @@ def save_checkpoint(
         partial.mkdir(parents=True)
 
     def finish() -> None:
-        state = {"step": step, "model": asdict(model), "origin": dict(origin or {})}
+        kept = _describe_optimizer(settings)
+        state = {"step": step, "model": asdict(model), "optimizer": kept, "origin": dict(origin or {})}
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         if path.exists():  # the same step again, after a resume from an older checkpoint
             _remove(path)
@@ -58,7 +61,7 @@ def save_checkpoint(
 
     _do_on_first_rank(begin, path)
     try:
-        dcp.save(_collect_tensors(modules, optimizer, model.aliases), checkpoint_id=str(partial / "tensors"))
+        dcp.save(_collect_tensors(modules, optimizer, model, settings), checkpoint_id=str(partial / "tensors"))
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
     _do_on_first_rank(finish, path)
@@ -95,33 +98,37 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(
-    path: Path, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape
+    path: Path, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, settings: Optimizer
 ) -> int:
-    """Load parameters and Adam moments in place, whatever layout saved them; the number of steps that they have seen.
+    """Load parameters and optimizer state in place, whatever layout saved them; the number of steps that they saw.
 
-    CheckpointError if the checkpoint is of another model or cannot be read.
+    CheckpointError if the checkpoint is of another model or optimizer, or cannot be read.
     """
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        step, saved_model = int(state["step"]), dict(state["model"])
+        step, saved_model, saved_optimizer = int(state["step"]), dict(state["model"]), dict(state.get("optimizer", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
     wanted = {name: value for name, value in json.loads(json.dumps(asdict(model))).items() if name != "name"}
-    differing = find_changes({name: saved_model.get(name) for name in wanted}, wanted)
-    if differing:
-        listed = ", ".join(f"{name}={saved} (config: {wanted})" for name, (saved, wanted) in differing.items())
-        raise CheckpointError(f"{path} holds another model: {listed}; use another train.run_folder")
-    for parameter in _parameters(optimizer):
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(step), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+    _refuse_changes(path, "model", find_changes({name: saved_model.get(name) for name in wanted}, wanted))
+    _refuse_changes(path, "optimizer", find_changes(saved_optimizer, _describe_optimizer(settings)))
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        kept = optimizer.state[parameter]
+        if settings.step_bytes:
+            kept["step"] = torch.tensor(float(step), device=parameter.device)
+        for name, number_format in settings.state.items():
+            kept[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
     try:
-        dcp.load(_collect_tensors(modules, optimizer, model.aliases), checkpoint_id=str(path / "tensors"))
+        dcp.load(_collect_tensors(modules, optimizer, model, settings), checkpoint_id=str(path / "tensors"))
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise _unreadable(path, error) from error
     return step
+
+
+def _refuse_changes(path: Path, what: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    if changes:
+        listed = ", ".join(f"{name}={saved} (config: {wanted})" for name, (saved, wanted) in changes.items())
+        raise CheckpointError(f"{path} holds another {what}: {listed}; use another train.run_folder")
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
@@ -141,20 +148,20 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
+    """What a checkpoint depends on, as JSON gives it back."""
+    return {"name": settings.name, "state": list(settings.state)}
+
+
 def _collect_tensors(
-    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, settings: Optimizer
 ) -> dict[str, Tensor]:
     """This rank's shards by kind and name; tied weights under their first name on every stage."""
     tensors: dict[str, Tensor] = {}
     for module in modules:
         for local_name, parameter in module.named_parameters():
-            name = aliases.get(local_name, local_name)
-            moments = optimizer.state[parameter]
+            name = model.aliases.get(local_name, local_name)
             tensors[f"parameters.{name}"] = parameter.detach()
-            tensors[f"exp_avg.{name}"] = moments["exp_avg"]
-            tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+            for kept in settings.state:
+                tensors[f"{kept}.{name}"] = optimizer.state[parameter][kept]
     return tensors
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -41,6 +41,7 @@ def add_scenario(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
     parser.add_argument("--engine", default="dtlayout", metavar="E", help="the training program; dtlayout by default")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw by default, or such as sgd")
     parser.add_argument(
         "--precision",
         action="append",
@@ -57,6 +58,7 @@ def read_scenario(options: argparse.Namespace, num_gpus: int | None = None) -> A
     from dtlayout.costmodel.engine import find_engine_on
     from dtlayout.costmodel.scenario import Scenario
     from dtlayout.models.files import find_model
+    from dtlayout.optimizers import find_optimizer
 
     model = find_model(options.model)
     if options.vocab is not None:
@@ -68,6 +70,7 @@ def read_scenario(options: argparse.Namespace, num_gpus: int | None = None) -> A
         cluster=cluster,
         engine=find_engine_on(options.engine, cluster.gpu),
         precision=_read_precision(options.precision),
+        optimizer=find_optimizer(options.optimizer)(),
     )
 
 

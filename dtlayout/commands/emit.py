@@ -14,6 +14,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
+from dtlayout.optimizers import AdamW
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.precision import Precision
 
@@ -47,7 +48,8 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
         "batch": asdict(scenario.batch),
         "layout": _layout(scenario, estimate),
         "kernels": asdict(estimate.kernels),
-        "precision": {k: v for k, v in asdict(scenario.precision).items() if v != asdict(Precision())[k]},
+        "precision": _changes(scenario.precision, Precision()),
+        "optimizer": _changes(scenario.optimizer, AdamW()),
         "data": {
             "source": "python-stdlib",
             "tokenizer": "data/tokenizer.json" if needs_tokenizer else "bytes",
@@ -71,6 +73,11 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
             lines += ["", f"[{name}]", *([f"# {notes[name]}"] if name in notes else [])]
             lines += [f"{key} = {_show(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def _changes(value: Any, default: Any) -> dict[str, Any]:
+    """The fields that have not their default."""
+    return {k: v for k, v in asdict(value).items() if k not in (known := asdict(default)) or v != known[k]}
 
 
 def _model(scenario: Scenario) -> dict[str, Any]:

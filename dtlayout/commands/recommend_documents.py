@@ -59,7 +59,7 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
         "gpus_per_node": scenario.cluster.gpus_per_node, "engine": scenario.engine.name,
         "calibrated": scenario.engine.is_calibrated, "error_band": scenario.engine.error,
         "records": [asdict(record) for record in scenario.cluster.records],
-        "precision": asdict(scenario.precision), "allowed_bytes": allowed_bytes,
+        "precision": asdict(scenario.precision), "optimizer": scenario.optimizer.name, "allowed_bytes": allowed_bytes,
     }  # fmt: skip
 
 

@@ -32,8 +32,6 @@ from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
 _P, _A, _B = Part.PARAMETERS, Part.ACTIVATIONS, Part.BUFFERS
-_STEP_BYTES = 4
-"""Adam's step counter of a tensor."""
 _TOKEN_BYTES = 16
 """A token and its target, int64."""
 _SENDS_IN_FLIGHT = 2
@@ -189,10 +187,11 @@ class _Stage:
 
     @cached_property
     def state(self) -> Phase:
-        """Masters and what Adam keeps of them."""
-        shards = self.sharding.params * sum(unit.count(self.sharding.shards) for unit in self.all_units)
-        steps = _STEP_BYTES * sum(len(unit.weights) for unit in self.all_units)
-        return changes((_P, shards), (Part.OPTIMIZER, 2 * shards + steps))
+        """Masters and what the optimizer keeps of them."""
+        params, optimizer = self.sharding.params, self.sharding.optimizer
+        count = sum(unit.count(self.sharding.shards) for unit in self.all_units)
+        steps = optimizer.step_bytes * sum(len(unit.weights) for unit in self.all_units)
+        return changes((_P, params * count), (Part.OPTIMIZER, optimizer.state_bytes(params) * count + steps))
 
     def play(self, action: Action, m: int) -> Phase:
         """An action of m microbatches."""

@@ -112,7 +112,7 @@ class Sharding:
             BYTES[each] for each in (precision.params, precision.compute, precision.reduce)
         )
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
-        self.is_hybrid = layout.dp_replicate > 1
+        self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
         self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
         self.copies_buffer = self.shards == 1 or scenario.cluster.gpu.name == "cpu"
 

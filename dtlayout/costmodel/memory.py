@@ -26,9 +26,6 @@ from dtlayout.pipelining.timing import in_flight_peaks
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
-_MIXED_PRECISION_STATE_BYTES = 12
-"""fp32 master and both Adam moments of a bf16 weight."""
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -39,7 +36,7 @@ class MemoryEstimate:
     gradients: float
     """As they are accumulated."""
     optimizer: float
-    """Adam's moments, with fp32 masters where they belong to the optimizer."""
+    """What the optimizer keeps of each parameter, with fp32 masters where they belong to it."""
     activations: float
     """Kept for backward by all microbatches in flight, and the working set of a block that is recomputed."""
     logits: float
@@ -173,8 +170,8 @@ def gradient_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
 
 
 def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """Masters and both moments, over S."""
-    return _MIXED_PRECISION_STATE_BYTES * n / count_state_shards(layout)
+    """fp32 masters of bf16 weights and what the optimizer keeps of them, over S."""
+    return (4 + scenario.optimizer.state_bytes(4)) * n / count_state_shards(layout)
 
 
 def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> float:

@@ -8,6 +8,7 @@ from dtlayout.costmodel.engine import Engine
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.partition import (
     LayerCosts,
     StageSlice,
@@ -34,6 +35,8 @@ class Scenario:
     """Which program runs it."""
     precision: Precision = field(default_factory=Precision)
     """Number formats; engines other than fsdp2 ones keep bf16 weights and fp32 masters whatever it says."""
+    optimizer: Optimizer = field(default_factory=AdamW)
+    """What updates the parameters; its learning rate changes nothing here."""
     document_mask: bool = False
     """Whether documents packed into a sample do not see each other; only the memory of fsdp2 engines knows it."""
 

@@ -7,10 +7,8 @@ from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
 
-_OPTIMIZER_TRAFFIC_BYTES = 28
-"""Read and written for each parameter of a shard: gradient, master and moments in fp32, the last three back."""
 _GRADIENT_TRAFFIC_BYTES = 12
-"""The same for each parameter of the stage: gradients cast and their norm, weights cast back."""
+"""Read and written for each parameter of the stage: gradients cast and their norm, weights cast back."""
 
 
 def update_times(
@@ -20,7 +18,7 @@ def update_times(
 
     Those are of `num_layers` blocks, and m microbatches of so many seconds hide what can be hidden.
     """
-    traffic = n * (_GRADIENT_TRAFFIC_BYTES + _OPTIMIZER_TRAFFIC_BYTES / count_state_shards(layout))
+    traffic = n * (_GRADIENT_TRAFFIC_BYTES + scenario.optimizer.update_bytes / count_state_shards(layout))
     dp_s, optimizer_s = _data_parallel_s(scenario, layout, n, m, forward_s, backward_s), pass_s(scenario, traffic)
     if scenario.is_on_host:
         constants = scenario.engine.constants

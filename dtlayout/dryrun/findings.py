@@ -60,7 +60,7 @@ class Findings:
     def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
         """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""
         dry, predicted = report.parts, self.predicted(report)
-        if self.num_steps and not dry.optimizer:  # the peak is in the first step, which makes Adam's state in the end
+        if self.num_steps and not dry.optimizer:  # at the peak of a first step, which makes the state in the end
             predicted = replace(predicted, optimizer=0.0)
         return {
             "parameters, gathered": (dry.parameter + dry.gathered, predicted.parameters),
@@ -74,7 +74,7 @@ class Findings:
         }
 
     def predicted_curve(self, report: RankReport) -> list[float]:
-        """The cost model's bytes in each part of the report's curve; Adam keeps nothing until the first update."""
+        """The cost model's bytes in each part of the report's curve; before the first update without the state."""
         stages, rank = cut(self.scenario, self.layout), report.coordinate[PP]
         start, *actions = estimate_curve(
             self.scenario, self.layout, self.estimate.kernels, stages, rank, report.num_microbatches_run

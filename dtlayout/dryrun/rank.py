@@ -112,17 +112,9 @@ class _Observer:
         """`on_action` gets the number of actions that were begun."""
         self.config, self.layout, self.on_action = config, layout, on_action
         self.modules = assembly.modules
-        o = config.optimizer
-        self.optimizer = build_optimizer(
-            self.modules, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay
-        )
-        self.step = TrainStep(
-            assembly.runtime,
-            self.optimizer,
-            max_norm=o.max_norm,
-            mesh=assembly.mesh,
-            aliases=config.model.aliases,
-        )
+        self.optimizer = build_optimizer(self.modules, config.optimizer)
+        max_norm, aliases = config.optimizer.max_norm, config.model.aliases
+        self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
         assembly.runtime.before_action = self._begin
         self.num_microbatches_run = assembly.schedule.num_microbatches
         self.places = PlaceRecorder(self.modules)

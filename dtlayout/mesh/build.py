@@ -1,20 +1,27 @@
 """Layout → DeviceMesh, and the views of it that the parts of a step talk over."""
 
 import os
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import DP_REPLICATE, DP_SHARD, axis_sizes
+
+_meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
+"""The default process group's meshes by device type and degrees. Meshes hold the group itself, and would keep it for
+ever if it were the key; its store goes when it is destroyed, and they with it."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh (pp, dp_replicate, dp_shard, cp, tp) over all ranks; axes of size 1 are there too.
 
     Initialises torch.distributed from the environment that torchrun sets, if nobody has. Slice it by name:
-    `mesh["tp"]`. InvalidLayout if the product of the degrees is not the world size.
+    `mesh["tp"]`. The same degrees get the same mesh as long as the default process group lives, for a mesh has groups
+    of its own, which keep threads and open files. InvalidLayout if the product of the degrees is not the world size.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != layout.world_size:
@@ -22,8 +29,13 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
             f"the layout {layout} needs {layout.world_size} ranks, this job has {world_size}; start it with "
             f"torchrun --nproc-per-node {layout.world_size}, or change the degrees"
         )
-    sizes = axis_sizes(layout)
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if not dist.is_initialized():
+        dist.init_process_group()
+    sizes, meshes = axis_sizes(layout), _meshes.setdefault(_get_default_store(), {})
+    key = (device_type, *sizes.values())
+    if key not in meshes:
+        meshes[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return meshes[key]
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -186,13 +186,14 @@ class Peaks:
     def least_state_bytes(self, layout: Layout, n: float, unit: float, phase: int) -> float:
         """What a rank has of n parameters at least, whatever it computes.
 
-        Under fsdp2 masters with their moments, what is computed with where it stays, and accumulated gradients.
+        Under fsdp2 masters with the optimizer's state, what is computed with where it stays, and accumulated gradients.
         """
         if self._is_fsdp2:
             precision, shards = self.scenario.precision, count_state_shards(layout)
             params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
             gradients = reduce * n if layout.zero == 1 else min(reduce, params) * n / shards
-            state = 3 * params * n / shards + (compute * n if layout.zero < 3 else 0.0)
+            state = (params + self.scenario.optimizer.state_bytes(params)) * n / shards
+            state += compute * n if layout.zero < 3 else 0.0
             return state + (gradients if phase == 2 else 0.0)
         return (
             memory.parameter_bytes(self.scenario, layout, n)

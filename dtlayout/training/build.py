@@ -44,17 +44,15 @@ def assemble(
     seed: int,
     device_type: str,
     give_weights: Callable[[Sequence[nn.Module], ModelShape, int, str], None] = initialize,
-    mesh: DeviceMesh | None = None,
 ) -> Assembly:
     """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them.
 
-    Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and `device_type`. A `mesh` of an
-    earlier assembly with the same degrees may be used again: each new one costs process groups, which stay.
+    Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and `device_type`.
     """
     plan = make_plan(model, layout, kernels, precision)
     schedule = make_schedule(layout, batch)
     slices = partition(layer_costs(model, batch), layout)
-    mesh = mesh or build_mesh(layout, device_type)
+    mesh = build_mesh(layout, device_type)
     stages = schedule.stages_of(mesh[PP].get_local_rank())
     modules: list[nn.Module] = [build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
     sync = [apply_plan(module, plan, mesh) for module in modules]

@@ -1,22 +1,26 @@
-"""AdamW over all stages of a rank, and the learning rate of each step."""
+"""The optimizer over all stages of a rank, and the learning rate of each step."""
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch
 from torch import nn
 
+from dtlayout.optimizers import Optimizer
 
-def build_optimizer(
-    modules: Sequence[nn.Module], *, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Fused AdamW; only matrices decay. The learning rate comes with each step."""
+
+def build_optimizer(modules: Sequence[nn.Module], settings: Optimizer) -> torch.optim.Optimizer:
+    """torch's optimizer over all parameters; only matrices decay. The learning rate comes with each step."""
     parameters = [p for module in modules for p in module.parameters()]
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
+    module, _, name = settings.torch_class.partition(":")
+    make = getattr(import_module(module), name)
+    built: torch.optim.Optimizer = make([g for g in groups if g["params"]], lr=0.0, **settings.torch_arguments)
+    return built
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

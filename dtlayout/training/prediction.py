@@ -32,6 +32,7 @@ def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Sc
         cluster=cluster,
         engine=engine,
         precision=config.precision,
+        optimizer=config.optimizer,
         document_mask=config.data.document_mask,
     )
 
@@ -62,7 +63,9 @@ def describe_run(config: Config, layout: Layout, kernels: Kernels) -> dict[str, 
         "precision": config.precision,
     }  # fmt: skip
     values = {f"{section}.{key}": entry for section, value in sections.items() for key, entry in asdict(value).items()}
-    found: dict[str, Any] = json.loads(json.dumps({**values, "data.document_mask": config.data.document_mask}))
+    optimizer = {"optimizer.name": config.optimizer.name, "optimizer.state": config.optimizer.state}
+    values |= {"data.document_mask": config.data.document_mask, **optimizer}
+    found: dict[str, Any] = json.loads(json.dumps(values))
     return found
 
 

@@ -106,17 +106,9 @@ class _Run:
             seed=config.train.seed,
             device_type=device.type,
         )
-        o = config.optimizer
-        self.optimizer = build_optimizer(
-            self.assembly.modules, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay
-        )
-        self.step = TrainStep(
-            self.assembly.runtime,
-            self.optimizer,
-            max_norm=o.max_norm,
-            mesh=self.assembly.mesh,
-            aliases=config.model.aliases,
-        )
+        self.optimizer = build_optimizer(self.assembly.modules, config.optimizer)
+        mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, config.model.aliases
+        self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
         self.recorder = KernelRecorder()
         self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
@@ -151,7 +143,9 @@ class _Run:
         dist.broadcast_object_list(newest)  # a shared filesystem may not show every node the same at once
         if newest[0] is None:
             return 0
-        done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, self.config.model)
+        done = load_checkpoint(
+            newest[0], self.assembly.modules, self.optimizer, self.config.model, self.config.optimizer
+        )
         check_steps_left(newest[0], done, self.config.train.steps)
         self.display.say(f"resumed from {newest[0]} after {done} steps")
         for name, (saved, now) in find_changes(read_origin(newest[0]), self.origin).items():
@@ -228,6 +222,7 @@ class _Run:
             self.assembly.modules,
             self.optimizer,
             self.config.model,
+            self.config.optimizer,
             origin=self.origin,
             keep=self.config.checkpoint.keep,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from checkpoint_ranks import State, build, load_each, message_of, refusal, train_and_save, update
+from checkpoint_ranks import ADAMW, State, build, load_each, message_of, refusal, train_and_save, update
 from tiny import SHAPE
 
 from dtlayout.checkpoint import sharded
@@ -21,6 +21,7 @@ from dtlayout.checkpoint.sharded import (
     save_checkpoint,
 )
 from dtlayout.layout import Layout
+from dtlayout.optimizers import SGD, Optimizer
 
 TIED = replace(SHAPE, tied_embeddings=True)
 LAYOUTS = [
@@ -67,26 +68,32 @@ def merge(states: list[State]) -> State:
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "model"),
-    [(Layout(pp=2, dp_shard=2), TIED), (Layout(dp_shard=2, tp=2, zero=2), SHAPE)],
-    ids=["pp2 dp2, tied", "dp2 tp2"],
+    ("saved_as", "model", "settings"),
+    [
+        (Layout(pp=2, dp_shard=2), TIED, ADAMW),
+        (Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW),
+        (Layout(dp_shard=2, tp=2), TIED, SGD()),
+    ],
+    ids=["pp2 dp2, tied", "dp2 tp2", "sgd"],
 )
-def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model):
-    by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1)
+def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model, settings):
+    by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1, settings)
     saved, continued = (merge([states[i] for states in by_rank]) for i in (0, 1))
     (path,) = list_checkpoints(tmp_path)
-    results = ranks4.run(load_each, LAYOUTS, model, path)
+    results = ranks4.run(load_each, LAYOUTS, model, path, settings)
     for i, layout in enumerate(LAYOUTS):
         steps, loaded, after = zip(*(result[i] for result in results), strict=True)
         assert steps == (2, 2, 2, 2), layout
-        assert_equal(merge(list(loaded)), saved, str(layout))
+        assert_equal(merge(list(loaded)), saved, str(layout), settings)
         for name, array in merge(list(after)).items():
             np.testing.assert_allclose(array, continued[name], rtol=1e-5, atol=1e-7, err_msg=f"{layout}: {name}")
 
 
-def assert_equal(loaded: State, saved: State, where: str) -> None:
+def assert_equal(loaded: State, saved: State, where: str, settings: Optimizer) -> None:
     assert loaded.keys() == saved.keys(), where
-    assert len([name for name in saved if name.startswith("exp_avg_sq")]) * 4 == len(saved)
+    kinds = ["parameter", *settings.state, *(["step"] if settings.step_bytes else [])]
+    for kind in kinds:
+        assert len([name for name in saved if name.startswith(f"{kind} ")]) * len(kinds) == len(saved)
     for name, array in saved.items():
         assert np.array_equal(loaded[name], array), f"{where}: {name}"
         assert np.any(array), f"{name}: a state of zeros would prove nothing"
@@ -109,7 +116,7 @@ def test_a_run_without_checkpoints_lists_none(tmp_path):
 def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(tmp_path, monkeypatch, moment):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=2)
+    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
 
     def kill(*_: object, **__: object) -> None:
         raise Killed
@@ -119,11 +126,11 @@ def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_s
             sharded, moment.partition(".")[0], _Stub(getattr(sharded, moment.partition(".")[0]), moment, kill)
         )
         with pytest.raises(Killed):
-            save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, keep=2)
+            save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
-    save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, keep=2)
+    save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001", "step-00000002"]
-    assert load_checkpoint(tmp_path / "step-00000002", assembly.modules, optimizer, SHAPE) == 2
+    assert load_checkpoint(tmp_path / "step-00000002", assembly.modules, optimizer, SHAPE, ADAMW) == 2
 
 
 class _Stub:
@@ -140,7 +147,7 @@ class _Stub:
 def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=1)
+    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1)
 
     def remove_half(path: Path, **_: object) -> None:
         if (path / "tensors").exists():
@@ -149,7 +156,7 @@ def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_
 
     monkeypatch.setattr(sharded, "shutil", _Stub(shutil, "shutil.rmtree", remove_half))
     with pytest.raises(Killed):
-        save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, keep=1)
+        save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
 
 
@@ -162,8 +169,26 @@ def test_a_folder_without_its_state_is_no_checkpoint(path):
 def test_another_model_is_refused_with_what_differs(path):
     wanted = replace(SHAPE, num_layers=2, ffn_size=64, name="other")
     assembly, optimizer = build(Layout(), wanted, seed=2)
-    assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, wanted)) == (
+    assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, wanted, ADAMW)) == (
         f"{path} holds another model: num_layers=4 (config: 2), ffn_size=48 (config: 64); use another train.run_folder"
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("saved", "wanted", "differing"),
+    [
+        (ADAMW, SGD(), "name=adamw (config: sgd), state=['exp_avg', 'exp_avg_sq'] (config: ['momentum_buffer'])"),
+        (SGD(momentum=0.0), SGD(), "state=[] (config: ['momentum_buffer'])"),
+    ],
+    ids=["another", "another state"],
+)
+def test_another_optimizer_is_refused_with_what_differs(tmp_path, saved, wanted, differing):
+    train_and_save(Layout(), SHAPE, tmp_path, num_steps=1, keep=1, settings=saved)
+    (path,) = list_checkpoints(tmp_path)
+    assembly, optimizer = build(Layout(), SHAPE, 2, wanted)
+    assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE, wanted)) == (
+        f"{path} holds another optimizer: {differing}; use another train.run_folder"
     )
 
 
@@ -171,7 +196,7 @@ def test_another_model_is_refused_with_what_differs(path):
 def test_another_name_is_no_other_model(path):
     renamed = replace(SHAPE, name="other")
     assembly, optimizer = build(Layout(), renamed, seed=2)
-    assert load_checkpoint(path, assembly.modules, optimizer, renamed) == 2
+    assert load_checkpoint(path, assembly.modules, optimizer, renamed, ADAMW) == 2
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -181,7 +206,7 @@ def test_a_state_that_cannot_be_read_is_refused(path, content):
     if content is not None:
         (path / "state.json").write_bytes(content)
     assembly, optimizer = build(Layout(), SHAPE, seed=2)
-    message = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE))
+    message = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW))
     assert message is not None
     assert message.startswith(f"{path} cannot be read: ") and message.endswith(
         "; remove it to resume from an older one or from the start"
@@ -193,7 +218,7 @@ def test_a_state_that_cannot_be_read_is_refused(path, content):
 def test_a_state_of_another_form_is_refused(path, state):
     (path / "state.json").write_text(json.dumps(state))
     assembly, optimizer = build(Layout(), SHAPE, seed=2)
-    assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE)) is not None
+    assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW)) is not None
 
 
 def spoil(path: Path, how: str) -> None:
@@ -234,7 +259,7 @@ def test_a_checkpoint_that_cannot_be_written_is_refused(tmp_path):
     update(assembly, optimizer)
     folder = tmp_path / "a file"
     folder.write_text("")
-    message = message_of(lambda: save_checkpoint(folder, 1, assembly.modules, optimizer, SHAPE, keep=1))
+    message = message_of(lambda: save_checkpoint(folder, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1))
     assert message is not None
     assert "cannot be written" in message
 
@@ -247,7 +272,7 @@ def test_a_disk_that_fails_while_tensors_are_written_is_refused(tmp_path, monkey
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
     monkeypatch.setattr("dtlayout.checkpoint.sharded.dcp.save", fail)
-    message = message_of(lambda: save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=1))
+    message = message_of(lambda: save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1))
     assert "No space left on device" in message
     assert list_checkpoints(tmp_path) == []
 
@@ -257,6 +282,6 @@ def test_what_changed_since_a_checkpoint_is_found(tmp_path):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
     path = save_checkpoint(
-        tmp_path, 1, assembly.modules, optimizer, SHAPE, keep=1, origin={"seed": 0, "global_batch": 8}
+        tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1, origin={"seed": 0, "global_batch": 8}
     )
     assert find_changes(read_origin(path), {"seed": 1, "global_batch": 8, "new": 3}) == {"seed": (0, 1)}

@@ -253,6 +253,7 @@ def test_an_engine_with_measured_runs_is_not_called_uncalibrated(capsys):
         ([*LLAMA, "--avoid", "recompute=ful"], "layout.recompute='ful' is unknown"),
         ([*LLAMA, "--why-not", "tp"], "'tp' is no choice"),
         ([*LLAMA, "--engine", "own"], "engine 'own' is unknown"),
+        ([*LLAMA, "--optimizer", "adam"], "optimizer.name='adam' is unknown; use one of adamw, sgd"),
         ([*LLAMA, "--precision", "params=float8"], "precision.params='float8' is unknown"),
         ([*LLAMA, "--precision", "weights=float32"], "precision 'weights' is unknown"),
         ([*LLAMA, "--top", "0"], "--top=0 must be at least 1"),

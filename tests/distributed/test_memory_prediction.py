@@ -9,6 +9,7 @@ from ranks import Ranks
 
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.optimizers import SGD
 from dtlayout.precision import Precision
 from tests.distributed.test_parity import AXES, FAMILY_LAYOUTS, TIED_LAYOUTS
 
@@ -37,6 +38,8 @@ OTHER_CASES = {
     "linear loss, gpipe": Case(AXES["pp4 gpipe"], precision=BF16, kernels=Kernels(loss="linear"), model=WIDE),
     "eager norms": Case(AXES["dp4"], precision=BF16, kernels=EAGER),
     "unequal shards": Case(AXES["zero 3"], precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
+    "momentum": Case(AXES["pp2 tp2"], precision=BF16, optimizer=SGD()),
+    "no momentum": Case(AXES["zero 3"], precision=BF16, optimizer=SGD(momentum=0.0)),
     "large vocabulary": Case(AXES["pp2 tp2"], precision=BF16, model=WIDE),
     "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
     **{

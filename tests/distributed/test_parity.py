@@ -11,6 +11,7 @@ from parity import (
     QWEN2,
     QWEN3,
     SHAPE,
+    SMOOTH,
     TIED,
     Case,
     largest_difference,
@@ -24,6 +25,7 @@ from ranks import Ranks
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
+from dtlayout.optimizers import SGD, Optimizer
 
 AXES = {
     "dp4": Layout(dp_shard=4),
@@ -86,6 +88,13 @@ def difference(ranks: Ranks, case: Case) -> tuple[float, str]:
 @pytest.mark.parametrize("name", AXES)
 def test_every_axis_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
     size, whose = difference(ranks4, Case(AXES[name]))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp"])
+@pytest.mark.parametrize("optimizer", [SMOOTH, SGD(momentum=0.0), SGD(weight_decay=0.1)], ids=str)
+def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
+    size, whose = difference(ranks4, Case(AXES[name], optimizer=optimizer, num_steps=2))
     assert size <= 1e-10, whose
 
 

@@ -15,6 +15,7 @@ from dtlayout.layout import Layout
 from dtlayout.measure.collectives import CollectiveRecorder
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
+from dtlayout.optimizers import SGD
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
@@ -31,6 +32,7 @@ CASES = [
     Case(Layout(pp=2, dp_shard=2, zero=2, schedule="interleaved-1f1b", virtual_stages=3), precision=BF16),
     Case(Layout(pp=4, schedule="gpipe"), precision=BF16, kernels=Kernels(loss="linear")),
     Case(Layout(pp=2, tp=2, micro_batch=4), precision=BF16, model=replace(SHAPE, tied_embeddings=True)),
+    Case(Layout(dp_shard=2, tp=2, zero=2), precision=BF16, optimizer=SGD()),
 ]
 
 
@@ -40,7 +42,7 @@ def measure(case: Case) -> tuple[Footprint, Counter[tuple[str, int]]]:
     A thread of gloo may let go of a buffer late, so of two steps the one with the lower peak counts.
     """
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(assembly.modules, case.optimizer)
     aliases = case.model.aliases
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
     tokens, targets = (rows.clone() for rows in local_rows(case))

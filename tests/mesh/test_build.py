@@ -1,7 +1,12 @@
-"""What a mesh refuses; meshes that work are used by every test on ranks."""
+"""What a mesh refuses and how long it is used; meshes that work are used by every test on ranks."""
+
+import gc
+import weakref
 
 import pytest
+import torch.distributed as dist
 
+from dtlayout.dryrun.world import fake_world
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.mesh.build import build_mesh
@@ -12,3 +17,23 @@ def test_a_layout_of_another_world_size_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InvalidLayout, match="needs 8 ranks, this job has 4; start it with torchrun --nproc-per-node 8"):
         build_mesh(Layout(pp=2, dp_shard=2, tp=2), "cpu")
+
+
+def test_the_same_degrees_get_the_same_mesh_as_long_as_the_process_group_lives() -> None:
+    with fake_world(rank=1, world_size=4):
+        mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu")
+        assert build_mesh(Layout(dp_shard=2, tp=2, zero=3, micro_batch=2), "cpu") is mesh
+        assert build_mesh(Layout(dp_replicate=2, tp=2), "cpu") is not mesh
+        assert build_mesh(Layout(dp_shard=2, tp=2), "meta") is not mesh
+    with fake_world(rank=3, world_size=4):
+        again = build_mesh(Layout(dp_shard=2, tp=2), "cpu")
+        assert (tuple(mesh.get_coordinate()), tuple(again.get_coordinate())) == ((0, 0, 0, 0, 1), (0, 0, 1, 0, 1))
+
+
+def test_a_mesh_goes_with_its_process_group() -> None:
+    with fake_world(rank=0, world_size=2):
+        mesh, group = weakref.ref(build_mesh(Layout(tp=2), "cpu")), weakref.ref(dist.group.WORLD)
+        gc.collect()
+        assert mesh() is not None and group() is not None
+    gc.collect()
+    assert mesh() is None and group() is None

@@ -1,4 +1,4 @@
-"""AdamW over the stages of a rank, and the learning rate of each step."""
+"""The optimizer over the stages of a rank, and the learning rate of each step."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dtlayout.optimizers import AdamW
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 
-HABITS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 class Stage(nn.Module):
@@ -46,10 +47,10 @@ def test_the_learning_rate_stays_at_its_floor_after_the_last_step():
 
 def test_every_parameter_of_every_stage_is_updated_once_and_only_matrices_decay():
     stages = [Stage(1), Stage(2)]
-    optimizer = build_optimizer(stages, **HABITS)
+    optimizer = build_optimizer(stages, ADAMW)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {
-        **{id(stage.matrix): HABITS["weight_decay"] for stage in stages},
+        **{id(stage.matrix): ADAMW.weight_decay for stage in stages},
         **{id(stage.norm): 0.0 for stage in stages},
     }
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
@@ -59,13 +60,13 @@ def test_a_stage_without_matrices_or_without_vectors_has_one_group():
     stage = Stage(1)
     for name in ("matrix", "norm"):
         kept = nn.ParameterList([getattr(stage, name)])
-        assert len(build_optimizer([kept], **HABITS).param_groups) == 1
+        assert len(build_optimizer([kept], ADAMW).param_groups) == 1
 
 
 def test_a_step_is_adamw_by_the_book_at_the_rate_that_was_set_last():
     stage, rates = Stage(3), [0.1, 0.01]
-    optimizer = build_optimizer([stage], **HABITS)
-    parameter, decay = stage.matrix.detach().double().clone(), HABITS["weight_decay"]
+    optimizer = build_optimizer([stage], ADAMW)
+    parameter, decay = stage.matrix.detach().double().clone(), ADAMW.weight_decay
     first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
     for step, rate in enumerate(rates, start=1):
         gradient = parameter * 0.5 + 1

@@ -1,0 +1,72 @@
+"""An optimizer from outside: one file that describes it and one of torch, and everything knows it."""
+
+import json
+
+import pytest
+from extending.lion import Lion
+from launching import read_lines
+from tiny import write_tiny
+
+from dtlayout import launch, optimizers, register_optimizer
+from dtlayout.cli import main
+from dtlayout.config import load_config
+
+LLAMA = ["--model", "llama3.1-8b", "--gpu", "h100-80g-sxm", "--gpus", "16", "--seq-len", "4096", "--global-batch", "64"]
+NUM_PARAMETERS = 8_030_261_248
+
+
+@pytest.fixture(autouse=True)
+def lion(monkeypatch):
+    monkeypatch.setattr(optimizers, "_OPTIMIZERS", dict(optimizers._OPTIMIZERS))
+    assert register_optimizer(Lion) is Lion
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = write_tiny(tmp_path).config
+    path.write_text(path.read_text().replace("[optimizer]\n", '[optimizer]\nname = "lion"\nlookahead = 0.8\n'))
+    return path
+
+
+def answer(capsys, *arguments):
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_configs_name_it_and_its_keys(config, capsys):
+    assert answer(capsys, "check", config)["ok"]
+    assert load_config(config).optimizer == Lion(lr=1e-2, lookahead=0.8)
+    assert main(["check", str(config), "--optimizer.lookahead=2", "--optimizer.beta1=0.9"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "optimizer.beta1 is a key of optimizer.name=adamw; name that, or leave beta1 out",
+        "optimizer.lookahead=2.0 must lie between 0 and 1",
+    ]
+
+
+def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(tmp_path, capsys):
+    fixed = ["--fix", "dp_shard=16", "--fix", "tp=1", "--fix", "pp=1", "--top", "1"]
+    emitted = tmp_path / "emitted.toml"
+    ours = answer(capsys, "recommend", *LLAMA, *fixed, "--optimizer", "lion", "--emit", emitted)
+    theirs = answer(capsys, "recommend", *LLAMA, *fixed)
+    assert (ours["scenario"]["optimizer"], theirs["scenario"]["optimizer"]) == ("lion", "adamw")
+    (lion,), (adamw,) = ours["layouts"], theirs["layouts"]
+    assert lion["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 2 / 16, rel=1e-3)
+    assert adamw["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 8 / 16, rel=1e-3)
+    assert lion["time"]["optimizer"] / adamw["time"]["optimizer"] == pytest.approx((12 + 16 / 16) / (12 + 28 / 16))
+    assert load_config(emitted).optimizer == Lion()
+
+
+def test_a_dry_run_holds_what_is_predicted(config, capsys):
+    document = answer(capsys, "dryrun", config, "--gpu", "cpu", "--world", "2")
+    for rank in document["ranks"]:
+        compared = rank["compared_bytes"]["optimizer"]
+        assert 0 < compared["dry"] == compared["predicted"]
+
+
+def test_two_steps_train_with_it_and_a_checkpoint_holds_its_state(config, tmp_path):
+    assert launch.main([str(config), "--checkpoint.every=1"]) == 0
+    assert len(read_lines(tmp_path / "run")) == 2
+    (first, second) = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert json.loads((second / "state.json").read_text())["optimizer"] == {"name": "lion", "state": ["momentum"]}
+    assert first != second
