@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from dtlayout.costmodel.phase import Part, Phase, changes
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import FLASH_LIKE, Kernels, count_loss_chunks, needs_mask
+from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Kept, Recompute
@@ -146,12 +147,13 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
     width = tokens * model.hidden_size
     shared = t if layout.shards_sequence else 1
     device_type = scenario.cluster.gpu.device_type
-    is_fused = kernels.norm == "fused" and device_type == "cuda"
-    has_norm_kernel = kernels.norm == "liger" or is_fused or kernels.compiles_blocks
-    product = 0 if has_norm_kernel else e if kernels.norm == "eager" else w
+    norm, loss = find_kernel(NormKernel, kernels.norm), find_kernel(LossKernel, kernels.loss)
+    has_norm_kernel = device_type not in norm.separate or kernels.compiles_blocks
+    product = 0 if has_norm_kernel else w if norm.keeps_exact else e
     columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
-    has_mask = scenario.document_mask and needs_mask(kernels.attention, device_type)
-    at_once = 1 if kernels.loss == "eager" else math.ceil(tokens / count_loss_chunks(tokens)) / tokens
+    kernel, swiglu = find_kernel(AttentionKernel, kernels.attention), find_kernel(SwigluKernel, kernels.swiglu)
+    has_mask = scenario.document_mask and kernel.needs_mask(device_type)
+    at_once = 1 if not loss.in_chunks else math.ceil(tokens / count_loss_chunks(tokens)) / tokens
     query, key = width * e / t, tokens * model.num_kv_heads * model.head_dim * e / t
     attention, results, forward_work, backward_work = _attention(scenario, layout, kernels, query, key)
     return Sizes(
@@ -167,18 +169,18 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
         attention=attention,
         attention_results=results,
         mask=tokens * scenario.batch.seq_len * e if has_mask else 0.0,
-        keeps_mask=kernels.attention in FLASH_LIKE,
+        keeps_mask=kernel.keeps_mask,
         forward_work=forward_work,
         backward_work=backward_work,
-        logits=tokens * columns * e * (at_once if kernels.loss == "linear" else 1),
+        logits=tokens * columns * e * (at_once if loss.joins_matmul else 1),
         logit_work=tokens * columns * w * at_once,
-        head_weight=columns * model.hidden_size * e if kernels.loss == "linear" else 0.0,
+        head_weight=columns * model.hidden_size * e if loss.joins_matmul else 0.0,
         is_split=t > 1,
         shards_sequence=layout.shards_sequence,
         casts=e < w,
         has_norm_kernel=has_norm_kernel,
         has_gate=model.gated_ffn,
-        num_ffn=(3 if kernels.swiglu == "liger" or kernels.compiles_blocks else 4) if model.gated_ffn else 2,
+        num_ffn=(3 if kernels.compiles_blocks else swiglu.num_kept) if model.gated_ffn else 2,
         keeps_last=not kernels.compiles_blocks,
     )
 
@@ -196,23 +198,16 @@ def _attention(
     w = max(BYTES[scenario.precision.compute], 4)
     heads = layout.micro_batch * scenario.batch.seq_len / layout.cp * model.num_heads / layout.tp
     scores, copy = heads * scenario.batch.seq_len, w * heads * model.head_dim
-    inputs = query + 2 * key
-    if kernels.attention == "sdpa-efficient":  # which gets keys and values once for every query head
-        return 4 * query + w * heads, query + w * heads, 0.0, 3 * query
-    if kernels.attention in FLASH_LIKE:
-        return inputs + query + w * heads, query + w * heads, 0.0, inputs
-    match kernels.attention:
-        case "flash1":
-            packed = constants.flash1_saved_bytes * heads * model.head_dim
-            return inputs + query + 4 * heads + packed, query + 4 * heads, 0.0, inputs
-        case "sdpa-math":
-            kept = 3 * copy + w * scores + query
-            return kept, w * scores + copy, w * scores + key, max(inputs, 2 * w * scores)
-        case "megatron-softmax":
-            return inputs + query + constants.fused_score_saved_bytes * scores, query, 0.0, inputs
-        case "torch":
-            return inputs + query + constants.score_saved_bytes * scores, query, 0.0, inputs
-    raise AssertionError(f"{kernels.attention} is resolved before anything is predicted")
+    kernel = find_kernel(AttentionKernel, kernels.attention)
+    inputs = query + 2 * (query if kernel.repeats_heads else key)
+    if kernel.copies_exactly:
+        kept = 3 * copy + w * scores + query
+        return kept, w * scores + copy, w * scores + key, max(inputs, 2 * w * scores)
+    saved: float = getattr(constants, kernel.saved) if kernel.saved else 0.0
+    if kernel.holds_scores:
+        return inputs + query + saved * scores, query, 0.0, inputs
+    rows, packed = w * heads, saved * heads * model.head_dim
+    return inputs + query + rows + packed, query + rows, 0.0, inputs
 
 
 @dataclass(frozen=True)

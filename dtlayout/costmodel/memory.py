@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
-from dtlayout.kernels import FLASH_LIKE, Kernels
+from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
@@ -199,10 +200,10 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     shared = t if layout.shards_sequence else 1
     norm_outputs = 2 * e * h / (t if layout.shards_sequence and habits.regathers_inputs else 1)
     norms = 2 * e * h / shared + norm_outputs
-    norm_copies = constants.norm_saved_bytes * h / shared if kernels.norm == "eager" else 0.0
+    norm_copies = constants.norm_saved_bytes * h / shared if find_kernel(NormKernel, kernels.norm).is_eager else 0.0
     projections = e * (2 * h + 2 * kv) / t + habits.rope_saved_bytes * h / t
     scores = score_bytes(scenario, layout, kernels)
-    ffn = e * f * ((3 if kernels.swiglu == "liger" else 4) if model.gated_ffn else 2) / t
+    ffn = e * f * (find_kernel(SwigluKernel, kernels.swiglu).num_kept if model.gated_ffn else 2) / t
     beside = constants.block_saved_bytes * h
     whole = norms + beside + norm_copies + projections + scores + ffn
     recompute = Recompute.parse(layout.recompute)
@@ -214,17 +215,11 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """What attention keeps of each token beside q, k, v and its output: per head a statistic, or a row of scores."""
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
-    row = model.num_heads * scenario.batch.seq_len / t
-    if kernels.attention in FLASH_LIKE:
-        return 4 * model.num_heads / t
-    match kernels.attention:
-        case "flash1":
-            return (4 * model.num_heads + constants.flash1_saved_bytes * model.hidden_size) / t
-        case "megatron-softmax":
-            return constants.fused_score_saved_bytes * row
-        case "torch" | "sdpa-math":
-            return constants.score_saved_bytes * row
-    raise AssertionError(f"{kernels.attention} is resolved before anything is predicted")
+    kernel = find_kernel(AttentionKernel, kernels.attention)
+    saved: float = getattr(constants, kernel.saved) if kernel.saved else 0.0
+    if kernel.holds_scores:
+        return saved * model.num_heads * scenario.batch.seq_len / t
+    return (4 * model.num_heads + saved * model.hidden_size) / t
 
 
 def logit_bytes(scenario: Scenario, layout: Layout) -> float:

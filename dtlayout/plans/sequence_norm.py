@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from dtlayout.ops.norm import NORMS, RMSNorm
+from dtlayout.ops.norm import RMSNorm
 
 
 class SequenceNorm(SequenceParallel):
@@ -26,5 +26,5 @@ class _ShardedRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(x, DTensor) and isinstance(weight, DTensor), "sequence parallelism makes them"
-        local = NORMS[self.kernel](x.to_local(), weight.to_local(grad_placements=[Partial()]), self.eps)
+        local = self.function(x.to_local(), weight.to_local(grad_placements=[Partial()]), self.eps)
         return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
