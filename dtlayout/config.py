@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from dtlayout import toml
 from dtlayout.batch import Batch
 from dtlayout.cluster import Gpu, find_gpu, known_gpus, load_cluster
+from dtlayout.device import Device, expect_device
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
@@ -155,6 +156,11 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
+    @property
+    def device(self) -> Device:
+        """What this will run on, as far as that can be told before torch is asked: `expect_device`."""
+        return expect_device(self.train.device, self.cluster.known_gpu)
+
     def to_toml(self) -> str:
         """A TOML file that loads to this config again."""
         return tomli_w.dumps(_without_none(asdict(self)))
@@ -215,8 +221,12 @@ def parse_config(tables: dict[str, Any]) -> Config:
     return Config(**sections)
 
 
-def check_layout(config: Config, world_size: int) -> Layout:
-    """The config's layout on `world_size` ranks; InvalidLayout with everything that is wrong with it."""
+def check_layout(config: Config, world_size: int, device: Device | None = None) -> Layout:
+    """The config's layout on `world_size` ranks; InvalidLayout with everything that is wrong with it there.
+
+    `device` is where it is to run; without one, what `train.device` says by itself, since an auto is left to torch.
+    """
+    device = device or expect_device(config.train.device, None)
     problems: list[str] = []
     try:
         layout = config.layout.resolve(world_size)
@@ -235,7 +245,7 @@ def check_layout(config: Config, world_size: int) -> Layout:
         problems += error.problems
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
-    problems += config.kernels.problems(config.precision, config.train.device, tp=layout.tp, recompute=layout.recompute)
+    problems += config.kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
     if problems:
         raise InvalidLayout(problems)
     return layout

@@ -1,66 +1,44 @@
 """Kernels: which implementation runs each operation that has several. docs/kernels.md says what runs where."""
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args, get_type_hints
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
+from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
+from dtlayout.kernel import AttentionKernel, Kernel, Package, find_kernel, known_kernels
 from dtlayout.precision import Precision
 
-Attention = Literal[
-    "auto",
-    "sdpa-math",
-    "sdpa-efficient",
-    "sdpa-flash",
-    "sdpa-cudnn",
-    "flash-attn",
-    "fa3",
-    "flash1",
-    "megatron-softmax",
-    "torch",
-]
-FLASH_LIKE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn", "fa3")
-"""Attention that holds no scores, but one number for each row of them."""
-PREDICTED_ONLY = ("flash1", "megatron-softmax", "torch")
-"""Kernels of other engines, which the cost model knows and the trainer does not have."""
-BY_DOCUMENT = ("sdpa-flash", "flash-attn", "fa3")
-"""Attention that on CUDA takes one document after the other."""
-CUDA_ONLY = ("sdpa-efficient", "sdpa-cudnn", "flash-attn", "fa3")
-"""Attention that has no CPU implementation."""
-Norm = Literal["eager", "fused", "liger"]
-Rope = Literal["eager", "liger"]
-SwiGLU = Literal["eager", "liger"]
-Loss = Literal["eager", "chunked", "linear"]
 Compile = Literal["none", "blocks", "loss", "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """A choice for each operation; what it means stands in `dtlayout.ops`."""
+    """A choice for each operation: the name of a record in `dtlayout.kernel`."""
 
-    attention: Attention = "sdpa-flash"
+    attention: str = "sdpa-flash"
     """How scaled_dot_product_attention computes; sdpa-flash is PyTorch's FlashAttention-2 on CUDA, its own on CPU, auto
     the fastest that runs. flash1, megatron-softmax and torch can be predicted, not run."""
-    norm: Norm = "fused"
+    norm: str = "fused"
     """RMSNorm as separate operations (eager), as PyTorch's one operation (fused) or as liger-kernel's."""
-    rope: Rope = "eager"
+    rope: str = "eager"
     """Rotary embedding as separate operations in fp32, or as liger-kernel's."""
-    swiglu: SwiGLU = "eager"
+    swiglu: str = "eager"
     """silu(gate) · up as two operations, or as liger-kernel's."""
-    loss: Loss = "chunked"
+    loss: str = "chunked"
     """Cross-entropy of all logits in fp32 (eager), chunk by chunk of them (chunked), or together with the head's
     matmul, so that no more than a chunk of logits is ever there (linear)."""
     compile: Compile = "none"
     """What torch.compile gets: each block for itself, the loss, or a whole pipeline stage."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(Kernels)
-        problems = [
-            f"kernels.{f.name}={getattr(self, f.name)!r} is unknown; use one of {list(get_args(hints[f.name]))}"
-            for f in fields(self)
-            if getattr(self, f.name) not in get_args(hints[f.name])
-        ]
+        problems = []
+        for name, value in vars(self).items():
+            known = list(get_args(Compile) if name == "compile" else known_kernels(name))
+            known = ["auto", *known] if name == "attention" else known
+            if value not in known:
+                problems.append(f"kernels.{name}={value!r} is unknown; use one of {known}")
         if problems:
             raise InvalidConfig(problems)
 
@@ -69,114 +47,87 @@ class Kernels:
         """Whether torch.compile fuses what is elementwise in a block."""
         return self.compile in ("blocks", "model")
 
-    def resolve(
-        self,
-        precision: Precision,
-        device_type: str,
-        capability: tuple[int, int] | None = None,
-        installed: Collection[str] = (),
-    ) -> tuple["Kernels", str]:
-        """These with a kernel where attention is auto, and why it is that: `choose_attention`.
+    @property
+    def records(self) -> list[Kernel]:
+        """What is known of each of them; nothing of an auto."""
+        chosen = ((name, value) for name, value in vars(self).items() if name != "compile" and value != "auto")
+        return [known_kernels(name)[value] for name, value in chosen]
 
-        A prediction leaves out what only a run knows, the last two.
-        """
+    def resolve(self, precision: Precision, device: Device) -> tuple["Kernels", str]:
+        """These with a kernel where attention is auto, and why it is that: `choose_attention`."""
         if self.attention != "auto":
             return self, "asked for"
-        attention, why = choose_attention(precision, device_type, capability, installed)
+        attention, why = choose_attention(precision, device)
         return replace(self, attention=attention), why
 
-    def check(
-        self,
-        precision: Precision,
-        device_type: str,
-        capability: tuple[int, int] | None = None,
-        *,
-        tp: int = 1,
-        recompute: str = "none",
-    ) -> None:
+    def check(self, precision: Precision, device: Device, *, tp: int = 1, recompute: str = "none") -> None:
         """Raise InvalidConfig with all of `problems`."""
-        if problems := self.problems(precision, device_type, capability, tp=tp, recompute=recompute):
+        if problems := self.problems(precision, device, tp=tp, recompute=recompute):
             raise InvalidConfig(problems)
 
-    def problems(
-        self,
-        precision: Precision,
-        device_type: str,
-        capability: tuple[int, int] | None = None,
-        *,
-        tp: int = 1,
-        recompute: str = "none",
-    ) -> list[str]:
+    def problems(self, precision: Precision, device: Device, *, tp: int = 1, recompute: str = "none") -> list[str]:
         """Every kernel that the trainer lacks, or lacks on this device, in this format or in such a layout.
 
-        A `device_type` of "auto" is not known yet, and refuses only what runs nowhere.
+        What is not known of the device refuses nothing.
         """
-        compute = precision.compute
         problems = []
-        if self.attention in PREDICTED_ONLY:
-            problems.append(
-                f"kernels.attention={self.attention} is a kernel of other engines that can only be predicted; "
-                f"use sdpa-flash or sdpa-math"
-            )
-        if device_type == "cpu":
-            problems += [
-                f"kernels.{name}={kernel} runs on CUDA alone; use kernels.{name}={instead} on the CPU"
-                for name, kernel, instead in self._cuda_only()
-            ]
-        if device_type == "cuda" and self.attention in _BF16_ONLY and compute != "bfloat16":
-            problems.append(
-                f"kernels.attention={self.attention} does not compute in precision.compute={compute} on CUDA; "
-                f"use precision.compute=bfloat16 or kernels.attention=sdpa-math"
-            )
-        if self.attention == "fa3" and capability is not None and capability[0] != _HOPPER:
-            problems.append(
-                f"kernels.attention=fa3 runs on compute capability {_HOPPER}, and this GPU has "
-                f"{capability[0]}.{capability[1]}; use kernels.attention=sdpa-flash"
-            )
-        if self.attention == "sdpa-efficient" and compute == "float64":
-            problems.append(
-                "kernels.attention=sdpa-efficient does not compute in precision.compute=float64; "
-                "use kernels.attention=sdpa-math"
-            )
+        missing = defaultdict[Package, list[str]](list)
+        for kernel in self.records:
+            if not kernel.suits(device, precision.compute):
+                problems.append(_describe_refusal(kernel, precision, device))
+            elif kernel.package and kernel.is_missing(device):
+                missing[kernel.package].append(f"kernels.{kernel.operation}={kernel.name}")
         problems += [
-            f"kernels.{name}=liger computes in fp32 at best, less than precision.compute=float64; "
-            f"use kernels.{name}={instead}"
-            for name, instead in self._liger()
-            if compute == "float64"
+            f"{', '.join(names)}: no package {package.module} here; install it: {package.install}"
+            for package, names in missing.items()
         ]
-        return problems + (self._compile_problems(tp, recompute, device_type) if tp > 1 else [])
+        return problems + (self._compile_problems(precision, device, tp, recompute) if tp > 1 else [])
 
-    def _compile_problems(self, tp: int, recompute: str, device_type: str) -> list[str]:
+    def _compile_problems(self, precision: Precision, device: Device, tp: int, recompute: str) -> list[str]:
         """Where torch.compile fails on what tp splits."""
-        problems = []
         if self.compile == "model":
-            problems.append(
+            return [
                 f"kernels.compile=model cannot trace the embedding that layout.tp={tp} splits over the vocabulary; "
                 f"use kernels.compile=blocks"
-            )
-        runs_attention_again = recompute == "keep-matmuls" and self.attention != "sdpa-math"
-        if self.compile == "blocks" and runs_attention_again and device_type == "cpu":
-            problems.append(
-                f"kernels.compile=blocks cannot keep the random state that layout.recompute=keep-matmuls needs to run "
-                f"kernels.attention={self.attention} again on a CPU beside the mesh of layout.tp={tp}; "
-                f"use layout.recompute=selective or kernels.attention=sdpa-math"
-            )
-        return problems
-
-    def _cuda_only(self) -> list[tuple[str, str, str]]:
-        """Name, kernel, and what runs on the CPU instead."""
-        attention = [("attention", self.attention, "sdpa-flash")] if self.attention in CUDA_ONLY else []
-        return attention + [(name, "liger", instead) for name, instead in self._liger()]
-
-    def _liger(self) -> list[tuple[str, str]]:
-        """Operations that liger-kernel computes, and what else could."""
-        others = (("norm", "fused"), ("rope", "eager"), ("swiglu", "eager"))
-        return [(name, other) for name, other in others if getattr(self, name) == "liger"]
+            ]
+        if self.compile == "blocks" and recompute == "keep-matmuls" and device.type == "cpu":
+            attention = find_kernel(AttentionKernel, self.resolve(precision, device)[0].attention)
+            if not attention.holds_scores:
+                return [
+                    f"kernels.compile=blocks cannot keep the random state that layout.recompute=keep-matmuls needs to "
+                    f"run kernels.attention={self.attention} again on a CPU beside the mesh of layout.tp={tp}; "
+                    f"use layout.recompute=selective or kernels.attention=sdpa-math"
+                ]
+        return []
 
 
-def needs_mask(attention: Attention, device_type: str) -> bool:
-    """Whether a kernel keeps packed documents apart by a mask, S² numbers a sample, and not by their offsets."""
-    return device_type != "cuda" or attention not in BY_DOCUMENT
+def find_alternative(kernel: Kernel, precision: Precision, device: Device) -> str:
+    """What could run there instead: the default, or else the first that needs no package."""
+    known = known_kernels(kernel.operation)
+    default = known[getattr(Kernels(), kernel.operation)]
+    own = [each for each in (default, *known.values()) if each.package is None]
+    return next(each.name for each in own if each.suits(device, precision.compute))
+
+
+def _describe_refusal(kernel: Kernel, precision: Precision, device: Device) -> str:
+    """Why a kernel does not suit a device, and what would."""
+    key, compute = f"kernels.{kernel.operation}", precision.compute
+    asked, other = f"{key}={kernel.name}", f"{key}={find_alternative(kernel, precision, device)}"
+    formats = kernel.formats(device.type)
+    if not kernel.formats():
+        return f"{asked} is a kernel of other engines that can only be predicted; use {other}"
+    if not formats:
+        here, there = ("the CPU", "CUDA") if device.type == "cpu" else ("CUDA", "the CPU")
+        return f"{asked} runs on {there} alone; use {other} on {here}"
+    if compute not in formats:
+        where = " on CUDA" if device.type == "cuda" else ""
+        able = " or ".join(f"precision.compute={each}" for each in formats)
+        return f"{asked} does not compute in precision.compute={compute}{where}; use {able} or {other}"
+    assert device.capability is not None, "no other reason is left"
+    return (
+        f"{asked} runs on compute capability {kernel.capability}, and this GPU has "
+        f"{'.'.join(map(str, device.capability))}; use {other}"
+    )
 
 
 _LOSS_CHUNK = 1024
@@ -188,24 +139,22 @@ def count_loss_chunks(num_tokens: float) -> int:
     return max(2, math.ceil(num_tokens / _LOSS_CHUNK))
 
 
-def choose_attention(
-    precision: Precision, device_type: str, capability: tuple[int, int] | None, installed: Collection[str]
-) -> tuple[Attention, str]:
-    """What attention's auto stands for on a device, and why; `installed` are the kernels whose package is there."""
-    if device_type == "cpu":
+_FASTEST = {
+    "fa3": "made for this GPU, and its package is installed",
+    "sdpa-flash": "PyTorch's FlashAttention-2",
+    "sdpa-efficient": "the one fused kernel that computes in fp32 on CUDA",
+    "sdpa-math": "the one kernel that computes in float64 on CUDA",
+}
+"""What attention's auto may stand for, and why; the fastest first."""
+
+
+def choose_attention(precision: Precision, device: Device) -> tuple[str, str]:
+    """What attention's auto stands for on a device, and why. What is not known of the device is taken to be missing."""
+    if device.type == "cpu":
         return "sdpa-flash", "the CPU's one fused kernel"
-    match precision.compute:
-        case "float64":
-            return "sdpa-math", "the one kernel that computes in float64 on CUDA"
-        case "float32":
-            return "sdpa-efficient", "the one fused kernel that computes in fp32 on CUDA"
-        case "bfloat16" if capability is not None and capability[0] == _HOPPER and "fa3" in installed:
-            return "fa3", "made for this GPU, and its package is installed"
-        case "bfloat16":
-            return "sdpa-flash", "PyTorch's FlashAttention-2"
-
-
-_HOPPER = 9
-"""Compute capability that FlashAttention-3 is made for."""
-_BF16_ONLY = ("sdpa-flash", "sdpa-cudnn", "flash-attn", "fa3")
-"""Attention that takes fp16 and bf16 alone on CUDA."""
+    surely = replace(device, capability=device.capability or (0, 0), packages=device.packages or frozenset())
+    for name, why in _FASTEST.items():
+        kernel = find_kernel(AttentionKernel, name)
+        if kernel.suits(surely, precision.compute) and not kernel.is_missing(surely):
+            return name, why
+    raise AssertionError("the last one runs everywhere")

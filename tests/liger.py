@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtlayout.ops.packages import find_installed
+from dtlayout.kernel import find_packages
 
 _MISSING = [
     reason
     for reason, is_here in (
         ("no CUDA device here", torch.cuda.is_available()),
-        ("liger-kernel is not installed", "liger" in find_installed()),
+        ("liger-kernel is not installed", "liger_kernel" in find_packages()),
     )
     if not is_here
 ]

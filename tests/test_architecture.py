@@ -16,8 +16,8 @@ ROOT = Path(dtlayout.__file__).parent
 LAYERS = {  # lowest first; a module may import its own layer and those above it in this table
     "errors": ["errors"],
     "values": [
-        "model_shape", "batch", "kernels", "precision", "recompute", "layout", "toml", "cluster", "signals", "files",
-        "ranges", "optimizers",
+        "model_shape", "batch", "device", "kernel", "kernels", "precision", "recompute", "layout", "toml", "cluster",
+        "signals", "files", "ranges", "optimizers",
     ],
     "models": ["models.presets", "models.description", "models.families", "models.counting", "models.files"],
     "planning": [

@@ -20,10 +20,11 @@ from benchmarks.gpu.processes import Worker, attempt, measure_all
 from benchmarks.gpu.rows import Prediction, Reached, Row, Trained
 from benchmarks.gpu.training import PRECISION, measure_training
 from dtlayout.cluster import find_gpu
+from dtlayout.device import Device
 from dtlayout.models.counting import count_block_parameters, count_model_flops_per_token
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
-from dtlayout.training.devices import Device, join_ranks
+from dtlayout.training.devices import join_ranks
 
 ROOT = Path(__file__).parents[1]
 CELL = Training(model="debug", seq_len=32, global_batch=16, micro_batch=1)
@@ -78,7 +79,7 @@ def test_every_cell_of_the_gpu_is_legal_and_the_best_kernels_are_predicted_to_fi
     gpu = find_gpu("h200-141g-sxm")
     for cell in GPU.cells(["blocks", "kernels"]):
         assert isinstance(cell, Training)
-        cell.kernels.check(PRECISION, "cuda")
+        cell.kernels.check(PRECISION, Device("cuda"))
         cell.layout.check(cell.shape, cell.batch)
         if cell.variant == "best":
             predicted = predict(cell, gpu)

@@ -29,7 +29,8 @@ from dtlayout.config import (
     parse_config,
 )
 from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.kernels import Attention, Kernels, Norm
+from dtlayout.kernel import known_kernels
+from dtlayout.kernels import Kernels
 from dtlayout.layout import OpenLayout, ScheduleName
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.presets import PRESETS
@@ -145,7 +146,7 @@ def test_all_problems_of_all_sections_come_at_once():
         "train.steps is missing; give it in [train]",
         "layout.tp='2': input should be a valid integer",
         "layout.zero=4: input should be 1, 2 or 3",
-        "kernels.norm='layer': input should be 'eager', 'fused' or 'liger'",
+        "kernels.norm='layer' is unknown; use one of ['eager', 'fused', 'liger']",
         "precision.params=bfloat16 is coarser than precision.compute=float32: the masters would lose what the step "
         "computed; use params=float32 or finer",
         "data is a section: write [data] and its keys below",
@@ -379,6 +380,10 @@ def choices(of: Any) -> Any:
     return st.sampled_from(get_args(of))
 
 
+def names(operation: str) -> Any:
+    return st.sampled_from(list(known_kernels(operation)))
+
+
 degrees = st.integers(1, 64)
 configs = st.builds(
     Config,
@@ -406,7 +411,11 @@ configs = st.builds(
         zero=st.sampled_from([1, 2, 3]),
         recompute=st.sampled_from(["none", "full", "selective", "keep-attention", "every-3"]),
     ),
-    kernels=st.builds(Kernels, attention=choices(Attention), norm=choices(Norm)),
+    kernels=st.builds(
+        Kernels,
+        attention=st.just("auto") | names("attention"),
+        norm=names("norm"),
+    ),
     precision=st.builds(Precision, params=st.just("float64"), compute=choices(Format), reduce=choices(Format)),
     data=st.builds(
         DataConfig,

@@ -9,7 +9,9 @@ import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
 from dtlayout import launch
+from dtlayout.cluster import find_gpu
 from dtlayout.config import load_config
+from dtlayout.device import device_of
 from dtlayout.launch import USAGE, main
 
 
@@ -136,9 +138,8 @@ LARGE = ("--model.hidden_size=8192", "--model.ffn_size=28672", "--model.num_laye
 
 def test_a_layout_far_beyond_the_gpus_memory_is_refused_before_the_data_are_opened(files, capsys, monkeypatch):
     from dtlayout.training import run
-    from dtlayout.training.devices import Device
 
-    monkeypatch.setattr(run, "open_device", lambda *_: Device("cuda", "NVIDIA A100-SXM4-80GB", 312e12))
+    monkeypatch.setattr(run, "open_device", lambda *_: device_of(find_gpu("a100-80g-sxm")))
     arguments = [str(files.config), *LARGE, "--data.source=nowhere/*.txt"]
     assert main(arguments) == 2
     said = capsys.readouterr().err

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dtlayout import errors
 from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError, InvalidConfig, InvalidLayout
-from dtlayout.kernels import Kernels, choose_attention
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.precision import BYTES, Precision
@@ -141,49 +141,3 @@ def test_problems_are_one_line_each(error):
     assert error("alone").problems == ["alone"]
     assert str(error(["first", "second"])) == "first\nsecond"
     assert error(("first", "second")).problems == ["first", "second"]
-
-
-def test_flash_attention_on_cuda_computes_in_bf16_alone():
-    Kernels().check(Precision(compute="bfloat16"), "cuda")
-    Kernels().check(Precision(compute="float32"), "cpu")
-    Kernels(attention="sdpa-math").check(Precision(compute="float32"), "cuda")
-    with pytest.raises(InvalidConfig, match=r"use precision.compute=bfloat16 or kernels.attention=sdpa-math"):
-        Kernels().check(Precision(compute="float32"), "cuda")
-
-
-@pytest.mark.parametrize(
-    ("device_type", "capability", "compute", "installed", "attention"),
-    [
-        ("cpu", None, "float64", (), "sdpa-flash"),
-        ("cpu", None, "bfloat16", ("fa3", "flash-attn"), "sdpa-flash"),
-        ("cuda", (9, 0), "bfloat16", ("fa3",), "fa3"),
-        ("cuda", (9, 0), "bfloat16", ("flash-attn", "liger"), "sdpa-flash"),
-        ("cuda", (8, 0), "bfloat16", ("fa3",), "sdpa-flash"),
-        ("cuda", (10, 0), "bfloat16", ("fa3",), "sdpa-flash"),
-        ("cuda", None, "bfloat16", ("fa3",), "sdpa-flash"),
-        ("cuda", (9, 0), "float32", ("fa3",), "sdpa-efficient"),
-        ("cuda", (9, 0), "float64", ("fa3",), "sdpa-math"),
-    ],
-)
-def test_auto_is_a_kernel_that_runs_there(device_type, capability, compute, installed, attention):
-    precision = Precision(params="float64", compute=compute)
-    found, why = choose_attention(precision, device_type, capability, installed)
-    assert found == attention and why
-    kernels, also_why = Kernels(attention="auto", norm="eager").resolve(precision, device_type, capability, installed)
-    assert (kernels, also_why) == (Kernels(attention=attention, norm="eager"), why)
-    kernels.check(precision, device_type, capability)
-
-
-def test_what_was_asked_for_by_name_stays():
-    kernels = Kernels(attention="sdpa-math")
-    assert kernels.resolve(Precision(), "cuda", (9, 0), ("fa3",))[0] is kernels
-
-
-def test_flash_attention_3_is_for_hopper():
-    kernels, precision = Kernels(attention="fa3"), Precision()
-    kernels.check(precision, "cuda", (9, 0))
-    kernels.check(precision, "cuda")  # where the GPU is not known yet
-    with pytest.raises(
-        InvalidConfig, match=r"compute capability 9, and this GPU has 8\.6; use kernels.attention=sdpa-"
-    ):
-        kernels.check(precision, "cuda", (8, 6))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from benchmarks.gpu.cells import AttentionCall, Ceiling, Copy, Matmul
 from benchmarks.gpu.rows import Reached
+from dtlayout.device import Device, DeviceType
 from dtlayout.kernels import Kernels
 from dtlayout.models.presets import find_preset
 from dtlayout.ops.attention import causal_attention
 from dtlayout.precision import Precision
-from dtlayout.training.devices import Device, find_predicted_gpu
 
 NUM_ROUNDS = 5
 """Their median counts."""
@@ -28,7 +28,7 @@ def measure_ceiling(cell: Ceiling, device: Device) -> Reached:
     prepare: Callable[[Any, str], Operation] = PREPARE[type(cell)]
     seconds = median_s(prepare(cell, device.type), TIMERS[device.type])
     per_second = cell.work / seconds
-    gpu = None if device.type == "cpu" else find_predicted_gpu(device, None)
+    gpu = None if device.type == "cpu" else device.gpu
     best = None if gpu is None else {"TFLOP/s": gpu.peak_flops_per_s, "GB/s": gpu.memory_bytes_per_s}[cell.unit]
     return Reached(median_s=seconds, per_second=per_second, share=per_second / best if best else None)
 
@@ -47,9 +47,9 @@ def prepare_copy(cell: Copy, device_type: str) -> Operation:
     return lambda: target.copy_(source)
 
 
-def prepare_attention(cell: AttentionCall, device_type: str) -> Operation:
+def prepare_attention(cell: AttentionCall, device_type: DeviceType) -> Operation:
     """Forward without autograd's bookkeeping, or backward alone."""
-    Kernels(attention=cell.kernel).check(Precision(), device_type)
+    Kernels(attention=cell.kernel).check(Precision(), Device(device_type))
     model = find_preset(cell.model)
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     # Transposed as the model's own.

@@ -12,7 +12,7 @@ from itertools import chain, product
 from typing import ClassVar, Literal, get_args
 
 from dtlayout.batch import Batch
-from dtlayout.kernels import Attention, Kernels
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_model_flops_per_token
@@ -65,7 +65,7 @@ class AttentionCall:
     unit: ClassVar = "TFLOP/s"
     model: str
     seq_len: int
-    kernel: Attention
+    kernel: str
     direction: Direction
 
     @property
@@ -218,7 +218,7 @@ def ceilings(
         yield Matmul(label="square", m=size, n=size, k=size)
     for num_bytes in copies:
         yield Copy(num_bytes=num_bytes)
-    kernels: tuple[Attention, ...] = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+    kernels: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
     for model, seq_len, kernel, direction in product(attention, num_tokens, kernels, get_args(Direction)):
         yield AttentionCall(model=model, seq_len=seq_len, kernel=kernel, direction=direction)
     for model, tokens in product(models, num_tokens):

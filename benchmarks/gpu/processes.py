@@ -25,8 +25,9 @@ from benchmarks.gpu.rows import Prediction, Reached, Row, Status, Trained
 from benchmarks.gpu.training import measure_training
 from dtlayout.cluster import Gpu
 from dtlayout.costmodel.estimate import HOPELESS_SHARE
+from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
-from dtlayout.training.devices import Device, find_predicted_gpu, join_ranks, open_device
+from dtlayout.training.devices import join_ranks, open_device
 
 LEFT_BEHIND_BYTES = 256 << 20
 """What a cell may leave allocated for the next one: cuBLAS keeps workspaces of some 32 MiB a stream."""
@@ -118,12 +119,11 @@ class Worker:
 def work(suite: Suite, pipe: Connection) -> None:
     """Answer each cell with its row and whether there can be another one."""
     device = open_device(suite.device_type, None)
-    gpu = find_predicted_gpu(device, None)
     join_ranks(device, suite.cell_limit_s)
     goes_on = True
     while goes_on:
         cell = pipe.recv()
-        predicted, why = attempt_prediction(cell, gpu)
+        predicted, why = attempt_prediction(cell, device.gpu)
         row = attempt(cell, partial(measure, device=device, num_steps=suite.num_steps, predicted=predicted))
         row = replace(row, predicted=predicted, not_predicted=why, device=device.name)
         goes_on = is_usable(device)

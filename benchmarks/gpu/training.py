@@ -12,13 +12,13 @@ from torch import Tensor
 from benchmarks.gpu.blocks import assemble_blocks
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Trained
+from dtlayout.device import Device
 from dtlayout.errors import NonFiniteLoss
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.optimizers import AdamW
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
-from dtlayout.training.devices import Device
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 from dtlayout.training.step import StepResult, TrainStep
 
@@ -28,7 +28,7 @@ PRECISION = Precision()
 
 def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     """Build the trainer of a cell and time its steps: a first one, one that notes kernels, then those that count."""
-    cell.kernels.check(PRECISION, device.type, device.capability)
+    cell.kernels.check(PRECISION, device)
     cell.layout.check(cell.shape, cell.batch)
     assembly, inputs, targets = prepare(cell, device.type)
     optimizer = build_optimizer(assembly.modules, AdamW())

@@ -15,10 +15,10 @@ from scipy.optimize import nnls
 
 from dtlayout.calibrate.measured import CollectiveTime, Measured, ProbeTime
 from dtlayout.cluster import Cluster, Gpu, find_gpu
-from dtlayout.costmodel.compute import FLASH
 from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Constants, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.layout import Layout
 from dtlayout.planner.fit import minimise
 from dtlayout.recompute import Recompute
@@ -108,7 +108,7 @@ def _read_kernels(measured: Measured, sheet: Gpu, crowding: float) -> tuple[dict
         flops = sum(3.5 * 2 * t.batch * t.heads * t.seq_len**2 * t.head_dim for t in times)
         alone_s = sum(t.forward_s + t.backward_s for t in times) / crowding
         peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
-        reached[FLASH[kernel]] = flops / alone_s / peak
+        reached[find_kernel(AttentionKernel, kernel).efficiency] = flops / alone_s / peak
     return numbers, {name: _clip(name, value) for name, value in reached.items()}
 
 

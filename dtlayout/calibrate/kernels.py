@@ -10,7 +10,7 @@ from torch import Tensor
 from dtlayout.calibrate.clock import time_alone, time_together
 from dtlayout.calibrate.measured import AttentionTime, MatmulTime
 from dtlayout.errors import KernelError
-from dtlayout.kernels import Attention
+from dtlayout.kernel import AttentionKernel, list_kernels
 from dtlayout.ops.attention import causal_attention
 
 _TOKENS = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
@@ -23,10 +23,6 @@ _ATTENTION = {"cpu": ((2, 4, 128, 32), (1, 8, 512, 64)), "cuda": ((1, 32, 2048, 
 """batch, heads, length and head width."""
 _STREAMED_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _SMALL_OPERATIONS = 200
-KERNELS: dict[str, tuple[Attention, ...]] = {
-    "cpu": ("sdpa-flash",),
-    "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient"),
-}
 FORMATS = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 
 
@@ -41,9 +37,11 @@ def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
 
 
 def measure_attention(device_type: str) -> Iterator[AttentionTime]:
-    """By kernel and length, forward and backward, as far as the device has the kernel."""
+    """By kernel and length, forward and backward: torch's own that hold no scores, as far as the device has them."""
     name = FORMATS[device_type][0]
-    for kernel, (batch, heads, seq_len, head_dim) in product(KERNELS[device_type], _ATTENTION[device_type]):
+    own = [kernel for kernel in list_kernels(AttentionKernel) if kernel.backend and not kernel.package]
+    kernels = [kernel.name for kernel in own if name in kernel.formats(device_type) and not kernel.holds_scores]
+    for kernel, (batch, heads, seq_len, head_dim) in product(kernels, _ATTENTION[device_type]):
         shape = batch, heads, seq_len, head_dim
         q, k, v = (
             torch.randn(shape, device=device_type, dtype=getattr(torch, name), requires_grad=True) for _ in range(3)

@@ -17,6 +17,7 @@ from dtlayout.commands.dryrun_tables import RankTables, Table, list_times
 from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
+from dtlayout.device import device_of
 from dtlayout.dryrun.choose import choose_kernels, default_ranks
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     gpu = choose_gpu(config, options.gpu)
     world = config.layout.smallest_world_size if options.world is None else options.world
-    findings = _rehearse(config, check_layout(config, world), gpu, options)
+    findings = _rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
     if options.json:
         print(json.dumps(_to_document(findings), indent=2, ensure_ascii=False))
     else:

@@ -4,12 +4,15 @@ import argparse
 import json
 from dataclasses import asdict
 
+from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu
 from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.device import device_of
+from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.training.prediction import make_scenario, predicted_kernels
@@ -36,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     gpu = choose_gpu(config, options.gpu)
     engine = find_engine_on(options.engine, gpu)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
-    layout = _check(config, world_size, engine, gpu.device_type)
+    layout = _check(config, world_size, engine, gpu)
     scenario = make_scenario(config, gpu, world_size, engine)
     explanation = explain(scenario, layout, predicted_kernels(config, gpu))
     if options.json:
@@ -46,15 +49,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(config: Config, world_size: int, engine: Engine, device_type: str) -> Layout:
+def _check(config: Config, world_size: int, engine: Engine, gpu: Gpu) -> Layout:
     """The layout on so many ranks; what only our trainer lacks is no problem of another engine."""
     if engine.name == OWN_ENGINE:
-        layout = check_layout(config, world_size)
-        config.kernels.check(config.precision, device_type, tp=layout.tp, recompute=layout.recompute)
-        return layout
+        return check_layout(config, world_size, device_of(gpu))
     layout = config.layout.resolve(world_size)
     layout.check(config.model, config.batch)
-    engine.check_recompute(layout.recompute)
+    if problems := engine.recompute_problems(layout.recompute):
+        raise InvalidLayout(problems)
     return layout
 
 

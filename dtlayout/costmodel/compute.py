@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary
@@ -19,17 +20,6 @@ _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
 """Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
 _FFN_TRAFFIC_BYTES = 12.0
 """Moved by the activation function and its backward for each token and unit of the FFN, over t."""
-
-
-FLASH = {
-    "sdpa-flash": "flash2_efficiency",
-    "flash-attn": "flash2_efficiency",
-    "fa3": "flash3_efficiency",
-    "sdpa-cudnn": "flash3_efficiency",
-    "sdpa-efficient": "efficient_efficiency",
-    "flash1": "flash1_efficiency",
-}
-"""Attention that holds no scores → the constant that says how fast it is."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
     width_traffic = widening * constants.width_traffic_bytes / 4
     norm_traffic = width_traffic + (constants.norm_traffic_bytes / 2 if _has_eager_norms(kernels) else 0.0)
     rope_traffic = constants.rope_traffic_bytes
-    if kernels.rope == "liger" or kernels.compiles_blocks:
+    if find_kernel(RopeKernel, kernels.rope).is_fused or kernels.compiles_blocks:
         rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
     traffic = 0.0
     for operation in describe(scenario.model).block:
@@ -146,7 +136,7 @@ def _launch_s(scenario: Scenario, kernels: Kernels) -> float:
 
 
 def _has_eager_norms(kernels: Kernels) -> bool:
-    return kernels.norm == "eager" and not kernels.compiles_blocks
+    return find_kernel(NormKernel, kernels.norm).is_eager and not kernels.compiles_blocks
 
 
 def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: BlockTime) -> tuple[float, float]:
@@ -185,10 +175,9 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     peak, seq_len = matrix_flops_per_s(scenario), scenario.batch.seq_len
     tokens = tokens_of(scenario, layout)
     flops = 4.0 * tokens * seq_len * model.query_width / t
-    if kernels.attention in FLASH:
+    if not find_kernel(AttentionKernel, kernels.attention).holds_scores:
         forward = flash_s(scenario, kernels.attention, flops)
         return forward, 2.5 * forward
-    assert kernels.attention in ("torch", "sdpa-math", "megatron-softmax"), "auto is resolved before it is predicted"
     fill = constants.matmul_fill
     lengthened = (1 + fill / model.head_width) * (1 + fill / seq_len) ** 2
     matmuls = flops * lengthened / (peak * constants.matmul_efficiency)
@@ -198,7 +187,7 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
 
 def flash_s(scenario: Scenario, attention: str, flops: float) -> float:
     """A flash kernel, which computes the half that the mask leaves of so many FLOPs."""
-    efficiency = getattr(scenario.engine.constants, FLASH[attention])
+    efficiency = getattr(scenario.engine.constants, find_kernel(AttentionKernel, attention).efficiency)
     return flops / 2 / float(matrix_flops_per_s(scenario) * efficiency)
 
 
@@ -209,12 +198,11 @@ def pass_s(scenario: Scenario, moved_bytes: float) -> float:
 
 def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Of forward, moving every score through memory between attention's matmuls."""
-    if kernels.attention in FLASH:
+    kernel = find_kernel(AttentionKernel, kernels.attention)
+    if not kernel.holds_scores:
         return 0.0
     constants, scores = scenario.engine.constants, tokens_of(scenario, layout) * scenario.batch.seq_len
-    is_fused = kernels.attention == "megatron-softmax"
-    traffic = constants.fused_softmax_traffic_bytes if is_fused else constants.softmax_traffic_bytes
-    return pass_s(scenario, traffic * scores * scenario.model.num_heads / layout.tp)
+    return pass_s(scenario, getattr(constants, kernel.traffic) * scores * scenario.model.num_heads / layout.tp)
 
 
 def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
@@ -266,16 +254,16 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     is_replicated = scenario.engine.habits.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
     loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits)
-    adding_s = 0.0
-    if kernels.loss == "linear":
+    adding_s, is_joint = 0.0, find_kernel(LossKernel, kernels.loss).joins_matmul
+    if is_joint:
         weight = model.vocab_size / t * model.hidden_size
         adding_s = pass_s(scenario, count_loss_chunks(tokens) * 2 * size * weight)
     forward_s, backward_s = matmul + loss_s / 2, 2 * matmul + loss_s / 2
     link = tp_link(scenario, layout)
     gather = half_all_reduce_s(tokens * model.vocab_size * size, t, link) if is_replicated else 0.0
     return BlockTime(
-        forward_s=forward_s + (backward_s + adding_s if kernels.loss == "linear" else 0.0),
-        backward_s=0.0 if kernels.loss == "linear" else backward_s,
+        forward_s=forward_s + (backward_s + adding_s if is_joint else 0.0),
+        backward_s=0.0 if is_joint else backward_s,
         forward_tp_s=gather,
         backward_tp_s=2 * half_all_reduce_s(tokens * model.hidden_size * size, t, link),
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from dtlayout import toml
 from dtlayout.cluster import Gpu
-from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.errors import InvalidConfig
 from dtlayout.recompute import Recompute
 
 OWN_ENGINE = "dtlayout"
@@ -214,13 +214,14 @@ class Engine:
         """Whether the engine has this kind of recomputation; none but ours and torchtitan's tells operations apart."""
         return self.habits.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1
 
-    def check_recompute(self, recompute: str) -> None:
-        """Raise InvalidLayout for a kind of recomputation that the engine does not have."""
-        if not self.has_recompute(recompute):
-            raise InvalidLayout(
-                f"layout.recompute={recompute} is nothing that {self.name} has; "
-                f"use selective, which computes attention alone again, or full"
-            )
+    def recompute_problems(self, recompute: str) -> list[str]:
+        """A line for a kind of recomputation that the engine does not have."""
+        if self.has_recompute(recompute):
+            return []
+        return [
+            f"layout.recompute={recompute} is nothing that {self.name} has; "
+            f"use selective, which computes attention alone again, or full"
+        ]
 
     def with_constants(self, **values: float) -> "Engine":
         """The same engine with other constants; InvalidConfig if one is outside its bounds."""

@@ -12,14 +12,13 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 
 from dtlayout.costmodel.fsdp2_blocks import (
-    Sizes,
     block_backward,
     block_forward,
     embedding_backward,
     head_backward,
     head_forward,
-    sizes_of,
 )
+from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
 from dtlayout.costmodel.phase import IDLE, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario

@@ -14,7 +14,8 @@ from functools import lru_cache
 
 from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
-from dtlayout.kernels import FLASH_LIKE, Kernels
+from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
@@ -207,7 +208,8 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     model, habits, constants = scenario.model, scenario.engine.habits, scenario.engine.constants
     e, h, t = activation_size(scenario), model.hidden_size, layout.tp
     shared = t if layout.shards_sequence else 1
-    norm = e + (constants.norm_saved_bytes / 2 if kernels.norm == "eager" else 0.0)
+    is_eager = find_kernel(NormKernel, kernels.norm).is_eager
+    norm = e + (constants.norm_saved_bytes / 2 if is_eager else 0.0)
     scores = score_bytes(scenario, layout, kernels)
     whole = scores + constants.block_saved_bytes * h
     for operation in describe(model).block:
@@ -223,11 +225,10 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
             case SelfAttention():
                 whole += e * (operation.input_width + operation.query_width) / t
             case Activation():
-                num_kept = (2 if kernels.swiglu == "liger" else 3) if operation.gated else 1
+                num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept - 1 if operation.gated else 1
                 whole += e * num_kept * operation.width / t
-    if (
-        "matmuls" in Recompute.parse(layout.recompute).kept
-    ):  # scores alone are computed again (arXiv:2205.05198, sec. 5)
+    recompute = Recompute.parse(layout.recompute)
+    if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)
         return whole, whole - scores
     return whole, e * h / shared
 
@@ -235,17 +236,11 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """What attention keeps of each token beside q, k, v and its output: per head a statistic, or a row of scores."""
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
-    row = model.num_heads * scenario.batch.seq_len / t
-    if kernels.attention in FLASH_LIKE:
-        return 4 * model.num_heads / t
-    match kernels.attention:
-        case "flash1":
-            return (4 * model.num_heads + constants.flash1_saved_bytes * model.query_width) / t
-        case "megatron-softmax":
-            return constants.fused_score_saved_bytes * row
-        case "torch" | "sdpa-math":
-            return constants.score_saved_bytes * row
-    raise AssertionError(f"{kernels.attention} is resolved before anything is predicted")
+    kernel = find_kernel(AttentionKernel, kernels.attention)
+    saved: float = getattr(constants, kernel.saved) if kernel.saved else 0.0
+    if kernel.holds_scores:
+        return saved * model.num_heads * scenario.batch.seq_len / t
+    return (4 * model.num_heads + saved * model.query_width) / t
 
 
 def logit_bytes(scenario: Scenario, layout: Layout) -> float:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster
 from dtlayout.costmodel.engine import Engine
+from dtlayout.device import Device, device_of
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
@@ -44,6 +46,17 @@ class Scenario:
     def is_on_host(self) -> bool:
         """Whether the host computes itself, so that nothing is behind which its own time could hide."""
         return self.cluster.gpu.device_type == "cpu"
+
+    @property
+    def device(self) -> Device:
+        """Where its ranks run."""
+        return device_of(self.cluster.gpu)
+
+
+def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:
+    """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
+    problems = kernels.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
+    return problems + scenario.engine.recompute_problems(layout.recompute)
 
 
 def count_state_shards(layout: Layout) -> int:

@@ -5,22 +5,30 @@ from dataclasses import replace
 from dtlayout.cluster import Gpu
 from dtlayout.config import Config
 from dtlayout.costmodel.estimate import Estimate
+from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels, needs_mask
+from dtlayout.kernel import AttentionKernel, Kernel, find_kernel
+from dtlayout.kernels import Kernels, find_alternative
 from dtlayout.layout import Layout
 from dtlayout.training.prediction import predicted_kernels
+
+
+def has_stand_in(kernel: Kernel) -> bool:
+    """Whether an operator of the CPU keeps what it keeps on CUDA: dryrun/operators.py."""
+    return isinstance(kernel, AttentionKernel) and not kernel.holds_scores
 
 
 def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:
     """Those that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
     kernels, notes = predicted_kernels(config, gpu), []
-    kernels.check(config.precision, gpu.device_type, tp=layout.tp, recompute=layout.recompute)
     problems = [
-        f"kernels.{name}=liger is a Triton kernel, which a dry run cannot execute; use --kernels.{name}={instead}"
-        for name, instead in (("norm", "fused"), ("rope", "eager"), ("swiglu", "eager"))
-        if getattr(kernels, name) == "liger"
+        f"kernels.{kernel.operation}={kernel.name} runs on CUDA alone, and a dry run executes it on no GPU; "
+        f"use --kernels.{kernel.operation}={find_alternative(kernel, config.precision, Device('cpu'))}"
+        for kernel in kernels.records
+        if not kernel.cpu and not has_stand_in(kernel)
     ]
-    if config.data.document_mask and needs_mask(kernels.attention, gpu.device_type):
+    attention = find_kernel(AttentionKernel, kernels.attention)
+    if config.data.document_mask and attention.needs_mask(gpu.device_type):
         problems.append(
             f"data.document_mask makes masks of the data for kernels.attention={kernels.attention}, and a dry run has "
             f"no data; use --data.document_mask=false"

@@ -7,44 +7,34 @@ flash attention, which keeps the same results (q, k, v, the output and one fp32 
 its input and one number a row, as CUDA's kernels do.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlayout.kernels import FLASH_LIKE
+from dtlayout.dryrun.choose import has_stand_in
+from dtlayout.kernel import AttentionKernel, Kernel, NormKernel, list_kernels
 from dtlayout.measure.storages import any_wraps
-from dtlayout.ops.attention import BACKENDS
-from dtlayout.ops.norm import NORMS
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
-@contextmanager
-def operators_of(device_type: str) -> Iterator[None]:
-    """Inside, operators hold what they hold on a device; enter it after whatever counts."""
+def list_stand_ins(device_type: str) -> list[Kernel]:
+    """Kernels that are executed in the place of those of their names, where the device is not the CPU."""
     if device_type == "cpu":
-        with GlooCopies():
-            yield
-        return
-    flash = {kernel: SDPBackend.FLASH_ATTENTION for kernel in BACKENDS if kernel in FLASH_LIKE}
-    with _replaced(BACKENDS, flash), _replaced(NORMS, {"fused": one_kernel_norm}):
-        yield
+        return []
+    flash = [kernel for kernel in list_kernels(AttentionKernel) if has_stand_in(kernel)]
+    norms = [kernel for kernel in list_kernels(NormKernel) if device_type not in kernel.separate]
+    return [
+        *(replace(kernel, backend="FLASH_ATTENTION", function="") for kernel in flash),
+        *(replace(kernel, function=one_kernel_norm) for kernel in norms),
+    ]
 
 
-@contextmanager
-def _replaced(table: dict[K, V], values: dict[K, V]) -> Iterator[None]:
-    before = dict(table)
-    table.update(values)
-    try:
-        yield
-    finally:
-        table.update(before)
+def copies_of(device_type: str) -> AbstractContextManager[Any]:
+    """Inside, collectives copy what they do on a device; enter it after whatever counts."""
+    return GlooCopies() if device_type == "cpu" else nullcontext()
 
 
 def one_kernel_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

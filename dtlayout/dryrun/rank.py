@@ -25,9 +25,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtlayout.batch import Batch
 from dtlayout.config import Config
-from dtlayout.dryrun.operators import operators_of
+from dtlayout.dryrun.operators import copies_of, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.world import fake_tensors, fake_world
+from dtlayout.kernel import kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.measure.collectives import Collective, observe_collective
@@ -66,7 +67,8 @@ def dry_run(
     others. `on_progress` gets the share of the actions that were begun. Takes the process: see [Note: what is real].
     """
     batch = fold(layout, config.batch) if folds else config.batch
-    with fake_world(rank, layout.world_size), fake_tensors() as fake:
+    stand_ins = kernels_replaced(*list_stand_ins(device_type))
+    with fake_world(rank, layout.world_size), fake_tensors() as fake, stand_ins:
 
         def allocate_fake(modules: Sequence[nn.Module], model: ModelShape, seed: int, device_type: str) -> None:
             with fake:
@@ -92,7 +94,7 @@ def dry_run(
             targets = torch.zeros_like(tokens)
             rows = batch.global_batch // layout.dp
             for _ in range(max(1, num_steps)):
-                observer.watch(tokens[:rows], targets[:rows], operators_of(device_type))
+                observer.watch(tokens[:rows], targets[:rows], copies_of(device_type))
     return observer.report(rank, gpus_per_node)
 
 
@@ -136,7 +138,7 @@ class _Observer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def watch(self, tokens: Tensor, targets: Tensor, operators: AbstractContextManager[None]) -> None:
+    def watch(self, tokens: Tensor, targets: Tensor, operators: AbstractContextManager[Any]) -> None:
         """Take one step in a context that exchanges operators."""
         self.work, self.sent = WorkCounter(self._locate), Counter[tuple[Place, Collective]]()
         with self.places, self.tracker, operators:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dtlayout.config import Config
 from dtlayout.dryrun.report import RankReport
+from dtlayout.kernel import Kernel, kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 
@@ -36,7 +37,8 @@ def dry_run_ranks(
         min(len(ranks), os.cpu_count() or 1), processes, _keep_shares, (shares,), max_tasks_per_child=1
     ) as pool:
         waiting = {
-            pool.submit(_dry_run, place, config, layout, kernels, rank, **options) for place, rank in enumerate(ranks)
+            pool.submit(_dry_run, place, kernels.records, config, layout, kernels, rank, **options)
+            for place, rank in enumerate(ranks)
         }
         try:
             while waiting:
@@ -58,11 +60,13 @@ def _keep_shares(shares: MutableSequence[float]) -> None:
     _shares = shares
 
 
-def _dry_run(place: int, *arguments: Any, **options: Any) -> RankReport:
+def _dry_run(place: int, records: list[Kernel], *arguments: Any, **options: Any) -> RankReport:
+    """`records` come along, since one may be registered in the process that asks."""
     from dtlayout.dryrun.rank import dry_run  # not where the reports are read, which needs no torch
 
     def note_progress(share: float) -> None:
         _shares[place] = share
 
     gc.freeze()  # torch's own objects are a million, which every collection would look through
-    return dry_run(*arguments, on_progress=note_progress, **options)
+    with kernels_replaced(*records):
+        return dry_run(*arguments, on_progress=note_progress, **options)

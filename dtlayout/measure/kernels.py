@@ -16,28 +16,18 @@ import torch
 from torch._C._autograd import _KinetoEvent
 from torch.profiler import ProfilerActivity, profile
 
-NAMES = {
-    "attention": {
-        r"^aten::_scaled_dot_product_flash_attention_for_cpu$": "flash",
-        r"\bpytorch_flash::flash_fwd": "flash",
-        r"\bflash::flash_fwd": "flash-attn",
-        r"\bflash::FlashAttnFwdSm90\b": "fa3",
-        r"\bfmha_cutlassF": "efficient",
-        r"^cudnn_generated_fort_native_sdpa(?!.*bprop)": "cudnn",
-        r"^aten::_scaled_dot_product_attention_math$": "math",
-    },
-    "norm": {
-        r"^aten::_fused_rms_norm$": "fused",
-        r"^(_block)?_rms_norm_forward_kernel": "liger",
-    },
-    "rope": {r"^_triton_rope": "liger"},
-    "swiglu": {
-        r"^aten::silu$": "eager",
-        r"^_swiglu_forward_kernel": "liger",
-    },
-}
-"""Operation → pattern of a name in forward → kernel. aten's one operator for flash attention on CUDA is not among them:
-whatever implements it, its name is the same."""
+from dtlayout.kernel import Kernel, list_kernels
+
+
+def list_traces() -> dict[str, dict[str, str]]:
+    """Operation → pattern of a name in forward → kernel, of all kernels that such names tell.
+
+    aten's one operator for flash attention on CUDA is not among them: whatever implements it, its name is the same.
+    """
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for kernel in list_kernels(Kernel):
+        found[kernel.operation] |= dict.fromkeys(kernel.traces, kernel.name.removeprefix("sdpa-"))
+    return {operation: patterns for operation, patterns in found.items() if patterns}
 
 
 class KernelRecorder:
@@ -47,7 +37,7 @@ class KernelRecorder:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {operation: Counter() for operation in NAMES}
+        self.counts: dict[str, Counter[str]] = {operation: Counter() for operation in list_traces()}
         """Operation → kernel → calls."""
 
     @property
@@ -84,7 +74,7 @@ _COMPILING = "(dynamo_timed)"
 
 def _match(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Name, operation and kernel of each name that is a kernel's."""
-    for name, (operation, patterns) in product(names, NAMES.items()):
+    for name, (operation, patterns) in product(names, list_traces().items()):
         yield from ((name, operation, kernel) for pattern, kernel in patterns.items() if re.search(pattern, name))
 
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dtlayout.kernel import AttentionKernel, RopeKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels
 from dtlayout.model_shape import ModelShape
-from dtlayout.ops.attention import causal_attention, prepare_mask
+from dtlayout.ops.attention import bind_attention, prepare_mask
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import Head
-from dtlayout.ops.mlp import SWIGLUS
 from dtlayout.ops.norm import RMSNorm
-from dtlayout.ops.rope import ROPES, RotaryEmbedding
+from dtlayout.ops.rope import RotaryEmbedding
 
 
 class Llama(nn.Module):
@@ -119,8 +119,8 @@ class Attention(nn.Module):
         super().__init__()
         width, bias = shape.hidden_size, shape.qkv_bias
         self.head_width = shape.head_width
-        self.kernel = kernels.attention
-        self.rope = ROPES[kernels.rope]
+        self.attend = bind_attention(find_kernel(AttentionKernel, kernels.attention))
+        self.rope = find_kernel(RopeKernel, kernels.rope).load()
         self.q_proj = nn.Linear(width, shape.query_width, bias=bias, dtype=dtype)
         self.k_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
         self.v_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
@@ -136,7 +136,7 @@ class Attention(nn.Module):
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BHSK, k_BGSK, v_BGSK = (t.transpose(1, 2) for t in (q_BSHK, k_BSGK, v_BSGK))
         q_BHSK, k_BGSK = self.rope(q_BHSK, k_BGSK, cos, sin)
-        out_BHSK = causal_attention(q_BHSK, k_BGSK, v_BGSK, self.kernel, mask)
+        out_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, mask)
         return self.o_proj(out_BHSK.transpose(1, 2).flatten(2))
 
 
@@ -145,7 +145,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype):
         super().__init__()
-        self.swiglu = SWIGLUS[kernels.swiglu]
+        self.swiglu = find_kernel(SwigluKernel, kernels.swiglu).load()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False, dtype=dtype)

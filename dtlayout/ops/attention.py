@@ -3,87 +3,94 @@
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
+    register_flash_attention_impl,
     restore_flash_attention_impl,
     sdpa_kernel,
 )
 
 from dtlayout.errors import KernelError
-from dtlayout.kernels import Attention, needs_mask
-from dtlayout.ops import flash_attn
+from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.ops.documents import Documents, make_mask
+from dtlayout.ops.flash_attn import override_flash
 
-BACKENDS: dict[Attention, SDPBackend] = {
-    "sdpa-math": SDPBackend.MATH,
-    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash-attn": SDPBackend.FLASH_ATTENTION,
-    "fa3": SDPBackend.FLASH_ATTENTION,
-}
-IMPLEMENTATIONS: dict[Attention, str] = {"flash-attn": flash_attn.NAME, "fa3": "FA3"}
-"""What the flash backend has to be for a kernel, where it is not PyTorch's own."""
+register_flash_attention_impl("flash-attn", register_fn=override_flash)
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Queries, keys, values and what keeps documents apart → attention's result."""
 _WIDEST_FLASH = 256
 """Head width up to which there are flash kernels."""
 _REFUSALS = ("No available kernel", "No viable backend")
 """How a backend says that it does not take its inputs."""
 
 
-def causal_attention(
-    q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: Attention, mask: Tensor | None = None
-) -> Tensor:
+def causal_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernel: str, mask: Tensor | None = None) -> Tensor:
     """softmax(q·kᵀ / √K + causal mask)·v, [B, H, S, K]; each of the G key-value heads serves H / G query heads.
 
     With a `mask`, which `prepare_mask` makes, tokens see those of their own document alone.
+    """
+    return bind_attention(find_kernel(AttentionKernel, kernel))(q_BHSK, k_BGSK, v_BGSK, mask)
+
+
+@cache
+def bind_attention(kernel: AttentionKernel) -> Attend:
+    """`causal_attention` with a kernel; one function for each, which torch.compile takes for the same in every block.
 
     Only the named backend is enabled, so that PyTorch cannot fall back to another one: where it does not support the
-    inputs, this is a KernelError. What IMPLEMENTATIONS names runs inside `attention_implementation` alone.
+    inputs, this is a KernelError. What needs another flash implementation runs inside `attention_implementation` alone.
     """
-    assert kernel in BACKENDS, "auto is resolved, and what can only be predicted refused, before a model is built"
-    if mask is not None and not needs_mask(kernel, q_BHSK.device.type):
-        if q_BHSK.shape[-1] > _WIDEST_FLASH:  # flash itself would say it with a traceback
-            raise _refusal(kernel, q_BHSK)
-        from dtlayout.ops.varlen import attend_by_document
+    if kernel.function:
+        return kernel.load()
+    assert kernel.backend, "what can only be predicted is refused before a model is built"
+    backend = getattr(SDPBackend, kernel.backend)
 
-        return attend_by_document(q_BHSK, k_BGSK, v_BGSK, mask)
-    if kernel == "sdpa-efficient":
-        k_BGSK, v_BGSK = repeat_heads(k_BGSK, q_BHSK.shape[1]), repeat_heads(v_BGSK, q_BHSK.shape[1])
-    try:
-        with sdpa_kernel(BACKENDS[kernel]):
-            return F.scaled_dot_product_attention(
-                q_BHSK,
-                k_BGSK,
-                v_BGSK,
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
-            )
-    except RuntimeError as error:
-        if not any(refusal in str(error) for refusal in _REFUSALS):
-            raise
-        raise _refusal(kernel, q_BHSK) from error
+    def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None and not kernel.needs_mask(q_BHSK.device.type):
+            if q_BHSK.shape[-1] > _WIDEST_FLASH:  # flash itself would say it with a traceback
+                raise _refusal(kernel, q_BHSK)
+            from dtlayout.ops.varlen import attend_by_document
+
+            return attend_by_document(q_BHSK, k_BGSK, v_BGSK, mask)
+        if kernel.repeats_heads:
+            k_BGSK, v_BGSK = repeat_heads(k_BGSK, q_BHSK.shape[1]), repeat_heads(v_BGSK, q_BHSK.shape[1])
+        try:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    q_BHSK,
+                    k_BGSK,
+                    v_BGSK,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
+                )
+        except RuntimeError as error:
+            if not any(refusal in str(error) for refusal in _REFUSALS):
+                raise
+            raise _refusal(kernel, q_BHSK) from error
+
+    return attend
 
 
-def _refusal(kernel: Attention, q_BHSK: Tensor) -> KernelError:
+def _refusal(kernel: AttentionKernel, q_BHSK: Tensor) -> KernelError:
     return KernelError(
-        f"kernels.attention={kernel!r} does not run {q_BHSK.dtype} heads of width {q_BHSK.shape[-1]} on "
+        f"kernels.attention={kernel.name!r} does not run {q_BHSK.dtype} heads of width {q_BHSK.shape[-1]} on "
         f"{q_BHSK.device.type}; use kernels.attention='sdpa-math', which runs everything"
     )
 
 
-def prepare_mask(documents: Documents, kernel: Attention, like: Tensor) -> Tensor:
+def prepare_mask(documents: Documents, kernel: str, like: Tensor) -> Tensor:
     """What `causal_attention` needs to keep documents apart, on the device and in the format of `like`.
 
     A mask [B, 1, S, S] or the documents' offsets, as the kernel wants; made once for all layers.
     """
-    if needs_mask(kernel, like.device.type):
+    if find_kernel(AttentionKernel, kernel).needs_mask(like.device.type):
         return make_mask(documents.starts.to(like.device, non_blocking=True), like.dtype)
     return documents.offsets.to(like.device, non_blocking=True)
 
@@ -95,10 +102,10 @@ def repeat_heads(x_BGSK: Tensor, num_heads: int) -> Tensor:
 
 
 @contextmanager
-def attention_implementation(kernel: Attention) -> Iterator[None]:
+def attention_implementation(kernel: str) -> Iterator[None]:
     """Inside, PyTorch's flash backend is the implementation that `kernel` means; afterwards it is its own again."""
-    name = IMPLEMENTATIONS.get(kernel)
-    if name is None:
+    name = find_kernel(AttentionKernel, kernel).flash
+    if not name:
         yield
         return
     try:

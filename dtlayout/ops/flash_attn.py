@@ -13,10 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.nn.attention import register_flash_attention_impl
-
-NAME = "flash-attn"
-"""The implementation's name in `torch.nn.attention`."""
 
 
 @dataclass
@@ -39,9 +35,6 @@ def override_flash(dispatch_key: str = "CUDA") -> Overrides:
     library.impl("_flash_attention_forward", kernels.forward_by_document, dispatch_key)
     library.impl("_flash_attention_backward", kernels.backward_by_document, dispatch_key)
     return Overrides(library)
-
-
-register_flash_attention_impl(NAME, register_fn=override_flash)
 
 
 class _Kernels:

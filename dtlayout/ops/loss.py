@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtlayout.kernels import Loss, count_loss_chunks
+from dtlayout.kernel import LossKernel, find_kernel
+from dtlayout.kernels import count_loss_chunks
 
 IGNORED = -100
 """Target of a token that does not count."""
@@ -69,10 +70,10 @@ def token_losses(
 class Head(nn.Linear):
     """From hidden states to logits [B, S, V], or to the loss where targets come in."""
 
-    def __init__(self, width: int, vocab_size: int, kernel: Loss, dtype: torch.dtype):
+    def __init__(self, width: int, vocab_size: int, kernel: str, dtype: torch.dtype):
         """`kernel` is one of `kernels.loss`."""
         super().__init__(width, vocab_size, bias=False, dtype=dtype)
-        self.kernel = kernel
+        self.function = find_kernel(LossKernel, kernel).load()
         self.columns = Columns()
         self.token_losses: TokenLosses = token_losses
 
@@ -85,19 +86,35 @@ class Head(nn.Linear):
         if targets_BS is None:
             return F.linear(h_BSD, weight_VD)
         targets_T = targets_BS.flatten()
-        if self.kernel == "linear":
-            loss: Tensor = _LinearCrossEntropy.apply(h_BSD.flatten(0, 1), weight_VD, targets_T, self, 1 / num_targets)
-        else:
-            loss = _CrossEntropy.apply(F.linear(h_BSD, weight_VD).flatten(0, 1), targets_T, self, 1 / num_targets)
+        loss: Tensor = self.function(h_BSD.flatten(0, 1), weight_VD, targets_T, self, 1 / num_targets)
         return loss
+
+
+def eager_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
+    """All logits at once."""
+    loss: Tensor = _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, 1)
+    return loss
+
+
+def chunked_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
+    """Logits are all there, their exact softmax chunk by chunk."""
+    loss: Tensor = _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, count_loss_chunks(len(h_TD)))
+    return loss
+
+
+def linear_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
+    """No more than a chunk of logits is ever there."""
+    loss: Tensor = _LinearCrossEntropy.apply(h_TD, weight_VD, targets_T, head, scale)
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Of logits that are there; their gradient lies beside them until forward ends."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
-        num_chunks = count_loss_chunks(len(logits_TV)) if head.kernel == "chunked" else 1
+    def forward(
+        ctx: Any, logits_TV: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float, num_chunks: int
+    ) -> Tensor:
         gradient_TV = torch.empty_like(logits_TV)
         parts = (logits_TV.chunk(num_chunks), targets_T.chunk(num_chunks), gradient_TV.chunk(num_chunks))
         losses = [head.token_losses(x, y, head.columns, scale, dx).sum() for x, y, dx in zip(*parts, strict=True)]
@@ -105,9 +122,9 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_TV,) = ctx.saved_tensors
-        return gradient_TV.mul_(upstream[0]), None, None, None
+        return gradient_TV.mul_(upstream[0]), None, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

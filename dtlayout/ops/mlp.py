@@ -15,6 +15,3 @@ def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     result: Tensor = LigerSiLUMulFunction.apply(gate, up)
     return result
-
-
-SWIGLUS = {"eager": eager_swiglu, "liger": liger_swiglu}

@@ -5,20 +5,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtlayout.errors import KernelError
-from dtlayout.kernels import Norm
+from dtlayout.kernel import NormKernel, find_kernel
 
 
 class RMSNorm(nn.Module):
     """RMSNorm over [..., size]; statistics in fp32 or finer whatever the dtype of x."""
 
-    def __init__(self, size: int, eps: float, kernel: Norm, dtype: torch.dtype):
+    def __init__(self, size: int, eps: float, kernel: str, dtype: torch.dtype):
         super().__init__()
         self.eps = eps
-        self.kernel = kernel
+        self.function = find_kernel(NormKernel, kernel).load()
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return NORMS[self.kernel](x, self.weight, self.eps)
+        result: Tensor = self.function(x, self.weight, self.eps)
+        return result
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,6 +47,3 @@ def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     result: Tensor = LigerRMSNormFunction.apply(ready, weight, eps, 0.0, "llama", False)
     return result
-
-
-NORMS = {"eager": eager_rms_norm, "fused": fused_rms_norm, "liger": liger_rms_norm}

@@ -85,6 +85,3 @@ def liger_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tupl
         q_BHSK.clone(), k_BGSK.clone(), cos[None, :seq_len], sin[None, :seq_len]
     )
     return result
-
-
-ROPES = {"eager": eager_rope, "liger": liger_rope}

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from dtlayout.batch import Batch
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.memory import MemoryEstimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, find_refusals
+from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
-from dtlayout.planner.refusals import find_refusals
 
 LEAST_GAIN = 0.01
 """Share of the step that a change must save to be worth a word; less is within what measured steps vary."""
@@ -34,13 +34,6 @@ _TRADES = (
 _ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 _RECOMPUTE = ("none", "selective", "keep-attention", "every-4", "every-2", "full")
 _MOST_VIRTUAL_STAGES = 8
-_KERNEL_KNOBS = {
-    "norm": ("fused", "eager"),
-    "attention": ("sdpa-flash", "sdpa-cudnn", "sdpa-math"),
-    "loss": ("linear", "chunked", "eager"),
-    "compile": ("blocks", "none"),
-}
-"""Kernels that need no package beside torch."""
 
 
 @dataclass(frozen=True)
@@ -208,12 +201,12 @@ def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
 
 
 def _other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
-    """Each kernel set otherwise, whether the engine has it or not."""
-    for knob, values in _KERNEL_KNOBS.items():
-        for value in values:
-            others = replace(kernels, **{knob: value})  # type: ignore[arg-type]
-            if others != kernels:
-                yield knob, others
+    """Each kernel set otherwise, as far as that needs no package, whether it runs there or not."""
+    own = [(kernel.operation, kernel.name) for kernel in list_kernels(Kernel) if not kernel.package]
+    for knob, value in (*own, ("compile", "blocks"), ("compile", "none")):
+        others = replace(kernels, **{knob: value})  # type: ignore[arg-type]
+        if others != kernels:
+            yield knob, others
 
 
 def _to_change(estimator: Estimator, now: Estimate, knob: str, layout: Layout, kernels: Kernels) -> Change:

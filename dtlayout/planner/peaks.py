@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.fsdp2_blocks import sizes_of
+from dtlayout.costmodel.fsdp2_sizes import sizes_of
 from dtlayout.costmodel.scenario import count_state_shards
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.refusals import find_refusals
 from dtlayout.planner.search import TIE, Search, needed_bytes
-from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, SEARCHED_KERNELS, Space
+from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
 
 GIB = 2**30
 _PARTS = {
@@ -108,7 +108,7 @@ def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels
     named = {**space.fixed, **choices}
     layout = {name: value for name, value in named.items() if name in CHOICES and name not in KERNEL_NAMES}
     asked = Kernels(**{name: value for name, value in named.items() if name in KERNEL_NAMES})
-    kernels, _ = asked.resolve(space.scenario.precision, space.scenario.cluster.gpu.device_type)
+    kernels, _ = asked.resolve(space.scenario.precision, space.scenario.device)
     if layout.get("virtual_stages", 1) > 1:
         layout.setdefault("schedule", "interleaved-1f1b")
     if "dp_shard" not in layout:
@@ -150,7 +150,7 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
     if layout.tp > 1:
         off = not layout.sequence_parallel
         found.append((f"sequence_parallel={str(off).lower()}", replace(layout, sequence_parallel=off), kernels))
-    for name, values in SEARCHED_KERNELS.items():
+    for name, values in searched_kernels().items():
         other = next(value for value in values if value != getattr(kernels, name))
         found.append((f"{name}={other}", layout, replace(kernels, **{name: other})))  # type: ignore[arg-type]
     for name, other_layout, other_kernels in found:

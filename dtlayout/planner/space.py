@@ -19,6 +19,7 @@ cp stays 1, which is all that the trainer takes. What is fixed takes the place o
 """
 
 import difflib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -26,12 +27,12 @@ from itertools import product
 from typing import Any, TypeVar
 
 from dtlayout import toml
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.errors import InvalidConfig
+from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, ScheduleName
 from dtlayout.model_shape import divisors
-from dtlayout.planner.refusals import find_refusals
 from dtlayout.recompute import Recompute
 
 T = TypeVar("T")
@@ -41,12 +42,20 @@ Order = tuple[ScheduleName, int]
 """schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
-SEARCHED_KERNELS = {"attention": ("sdpa-flash", "sdpa-math"), "norm": ("fused", "eager")}
-"""Kernels that a search compares, the fast ones first."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]
 CHOICES: dict[str, type] = {f.name: type(getattr(Layout(), f.name)) for f in fields(Layout)}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
 """What can be fixed or avoided: name → type."""
+
+
+def searched_kernels() -> dict[str, list[str]]:
+    """Kernels that a search compares, by operation; the default before the others."""
+    found = defaultdict[str, list[str]](list)
+    for kernel in list_kernels(Kernel):
+        if kernel.is_searched:
+            found[kernel.operation].append(kernel.name)
+            found[kernel.operation].sort(key=lambda name: name != getattr(Kernels(), kernel.operation))
+    return dict(found)
 
 
 def parse_choice(text: str) -> tuple[str, Any]:
@@ -174,14 +183,11 @@ class Space:
     @cached_property
     def kernels(self) -> list[Kernels]:
         """Those that the trainer has; the fast ones first."""
-        values: dict[str, tuple[str, ...]] = {name: (kernel,) for name, kernel in asdict(Kernels()).items()}
-        values |= SEARCHED_KERNELS
+        values = {name: [kernel] for name, kernel in asdict(Kernels()).items()}
+        values |= searched_kernels()
         chosen = [self.choose(name, found) for name, found in values.items()]
         combinations = [dict(zip(values, each, strict=True)) for each in product(*chosen)]
-        return [
-            Kernels(**each).resolve(self.scenario.precision, self.scenario.cluster.gpu.device_type)[0]  # type: ignore[arg-type]
-            for each in combinations
-        ]
+        return [Kernels(**each).resolve(self.scenario.precision, self.scenario.device)[0] for each in combinations]
 
     @cached_property
     def constant(self) -> dict[str, Any]:

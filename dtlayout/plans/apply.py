@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtlayout.errors import InvalidConfig
+from dtlayout.kernel import AttentionKernel, list_kernels
 from dtlayout.kernels import Compile
 from dtlayout.mesh.axes import TP
 from dtlayout.ops.loss import Head
@@ -142,24 +143,17 @@ def _find_ties(module: nn.Module) -> list[tuple[str, str]]:
     return ties
 
 
-_OPERATIONS: dict[Kept, set[str]] = {
-    "matmuls": {"aten.mm.default", "aten.addmm.default"},
-    "attention": {
-        "aten._scaled_dot_product_flash_attention.default",
-        "aten._scaled_dot_product_flash_attention_for_cpu.default",
-        "aten._scaled_dot_product_efficient_attention.default",
-        "aten._scaled_dot_product_cudnn_attention.default",
-        "aten.bmm.default",  # sdpa-math's two
-        "torch_attn._varlen_attn.default",
-    },
-}
-"""What selective recomputation can keep; by name, since the last is not there before documents come: ops/varlen.py."""
+_MATMULS = {"aten.mm.default", "aten.addmm.default"}
 _REDUCTIONS = {"_c10d_functional.reduce_scatter_tensor.default", "_c10d_functional.all_reduce.default"}
-"""What it always keeps. Not the all-gather: what sequence parallelism shards would lie there whole."""
+"""What selective recomputation always keeps. Not the all-gather: what sequence parallelism shards would lie there
+whole."""
 
 
 def _keep_results(kept: Collection[Kept]) -> tuple[Any, Any]:
-    operations = _REDUCTIONS.union(*(_OPERATIONS[kind] for kind in kept))
+    """By name, since not every operator is there before documents come: ops/varlen.py."""
+    attention = {operator for kernel in list_kernels(AttentionKernel) for operator in kernel.operators}
+    by_kind: dict[Kept, set[str]] = {"matmuls": _MATMULS, "attention": attention}
+    operations = _REDUCTIONS.union(*(by_kind[kind] for kind in kept))
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if str(operation) in operations else CheckpointPolicy.PREFER_RECOMPUTE

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
-from dtlayout.ops.norm import NORMS, RMSNorm
+from dtlayout.ops.norm import RMSNorm
 
 
 class SequenceNorm(SequenceParallel):
@@ -33,10 +33,9 @@ class HeadNorm(ParallelStyle):
 
 class _ShardedRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        assert isinstance(weight, DTensor), "tensor parallelism makes it one"
-        local_weight = weight.to_local(grad_placements=[Partial()])
-        if not isinstance(x, DTensor):
-            return NORMS[self.kernel](x, local_weight, self.eps)
-        local = NORMS[self.kernel](x.to_local(), local_weight, self.eps)
-        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+        assert isinstance(self.weight, DTensor), "tensor parallelism makes it one"
+        weight = self.weight.to_local(grad_placements=[Partial()])
+        local: Tensor = self.function(x.to_local() if isinstance(x, DTensor) else x, weight, self.eps)
+        return (
+            DTensor.from_local(local, x.device_mesh, x.placements, run_check=False) if isinstance(x, DTensor) else local
+        )

@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dtlayout import toml
 from dtlayout.cluster import Gpu, ask_device_names, find_gpu, find_gpu_by_device
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
+from dtlayout.device import expect_device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
@@ -243,12 +244,11 @@ def _to_text(value: Any) -> str:
 
 
 @cache
-def find_trial_gpu(device: str, known: Gpu | None) -> Gpu | None:
+def find_trial_gpu(device: Literal["cpu", "cuda", "auto"], known: Gpu | None) -> Gpu | None:
     """What predictions of a run on this host are for, by `train.device` and what [cluster] names; None if unknown."""
-    if device == "cpu":
-        return known if known and known.name == "cpu" else find_gpu("cpu")
-    if known is not None:
-        return known
+    expected = expect_device(device, known)
+    if expected.type == "cpu" or known is not None:
+        return expected.gpu
     names = ask_device_names()
     if not names:
         return find_gpu("cpu") if device == "auto" else None  # the GPUs of a cluster that this host has no part in

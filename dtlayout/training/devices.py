@@ -1,35 +1,22 @@
-"""The device of this rank, and what it can tell about itself."""
+"""The device of this rank, as torch finds it."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
+from dtlayout.cluster import Gpu
+from dtlayout.device import Device, describe_cpu, describe_gpu
 from dtlayout.errors import InvalidConfig
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where this rank computes."""
-
-    type: str
-    """cpu or cuda."""
-    name: str
-    """What torch calls it."""
-    peak_flops_per_s: float | None
-    """Dense bf16 peak, where a constants file knows it."""
-    capability: tuple[int, int] | None = None
-    """CUDA's compute capability."""
+from dtlayout.kernel import find_packages
 
 
 def open_device(wanted: str, known: Gpu | None) -> Device:
     """The device that `train.device` asks for; on CUDA this rank takes the GPU of its local rank.
 
-    `known` is the type that [cluster] names, None if it is to be asked. A CPU has a peak, and so an MFU, only where
-    that is a GPU to compare it to.
+    `known` is the type that [cluster] names, None if it is to be asked.
     """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -37,27 +24,10 @@ def open_device(wanted: str, known: Gpu | None) -> Device:
             "train.device='cuda', but torch finds no CUDA device here; use train.device='cpu' or 'auto'"
         )
     if wanted == "cpu" or not has_cuda:
-        return Device("cpu", "cpu", known.peak_flops_per_s if known and known.name != "cpu" else None)
+        return replace(describe_cpu(known), packages=find_packages())
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    name = torch.cuda.get_device_name()
-    found = _find_type(name, known)
-    return Device("cuda", name, found.peak_flops_per_s if found else None, torch.cuda.get_device_capability())
-
-
-def find_predicted_gpu(device: Device, known: Gpu | None) -> Gpu | None:
-    """The type that predictions are for: what [cluster] names or the device says it is; None if nobody knows.
-
-    On a CPU it is the CPU: a run there is none of a named GPU, whose name counts for the peak of MFU alone.
-    """
-    if device.type == "cpu":
-        return known if known and known.name == "cpu" else find_gpu("cpu")
-    return _find_type(device.name, known)
-
-
-def _find_type(device_name: str, known: Gpu | None) -> Gpu | None:
-    if known is None:
-        return find_gpu_by_device(device_name)
-    return None if known.name == "cpu" else known
+    device = describe_gpu(torch.cuda.get_device_name(), known, torch.cuda.get_device_capability())
+    return replace(device, packages=find_packages())
 
 
 def join_ranks(device: Device, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ from dtlayout.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -53,7 +54,7 @@ def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
 
 def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
     """A config's kernels on a GPU type as the cost model knows them, without an auto."""
-    return config.kernels.resolve(config.precision, gpu.device_type)[0]
+    return config.kernels.resolve(config.precision, device_of(gpu))[0]
 
 
 def describe_run(config: Config, layout: Layout, kernels: Kernels) -> dict[str, Any]:

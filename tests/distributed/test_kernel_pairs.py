@@ -11,14 +11,16 @@ from parity import Case, compiling_with, largest_difference, merge, run_layout, 
 from ranks import Ranks
 
 from dtlayout.config import check_layout, parse_config
+from dtlayout.device import Device
 from dtlayout.errors import InvalidLayout
-from dtlayout.kernels import Compile, Kernels, Loss
+from dtlayout.kernel import known_kernels
+from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 
 AXES: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa-flash", "sdpa-math"),
     "norm": ("fused", "eager"),
-    "loss": get_args(Loss),
+    "loss": tuple(known_kernels("loss")),
     "compile": get_args(Compile),
     "recompute": ("none", "full", "selective", "keep-attention", "keep-matmuls"),  # every-N: tests of parity
     "zero": (1, 2, 3),
@@ -37,7 +39,7 @@ def is_possible(choice: dict[str, Any]) -> bool:
         return False
     case = to_case(choice)
     layout = case.layout
-    return not case.kernels.problems(case.precision, "cpu", tp=layout.tp, recompute=layout.recompute)
+    return not case.kernels.problems(case.precision, Device("cpu"), tp=layout.tp, recompute=layout.recompute)
 
 
 def pairs_of(choice: dict[str, Any]) -> set[tuple[Any, ...]]:

@@ -1,25 +1,26 @@
 """Causal attention: softmax attention in float64 with exactly the kernel that was asked for."""
 
-from typing import get_args
-
 import pytest
 import torch
 from attention import STARTS, attention_of_each_document, explicit_attention, make_inputs
+from torch.nn.attention import SDPBackend
 
 from dtlayout.errors import KernelError
-from dtlayout.kernels import CUDA_ONLY, PREDICTED_ONLY, Attention, needs_mask
+from dtlayout.kernel import AttentionKernel, find_kernel, find_packages, list_kernels
 from dtlayout.measure.kernels import KernelRecorder
-from dtlayout.ops.attention import BACKENDS, attention_implementation, causal_attention, prepare_mask, repeat_heads
+from dtlayout.ops.attention import attention_implementation, causal_attention, prepare_mask, repeat_heads
 from dtlayout.ops.documents import Documents, make_mask
-from dtlayout.ops.packages import PACKAGES, find_installed
 
+KERNELS = [kernel for kernel in list_kernels(AttentionKernel) if kernel.formats()]
 RAN = {"sdpa-flash": "flash", "sdpa-math": "math"}
 on_cpu = pytest.mark.parametrize("kernel", RAN)
 
 
 def test_every_kernel_but_those_of_other_engines_and_auto_has_a_backend():
-    assert {*BACKENDS, *PREDICTED_ONLY, "auto"} == set(get_args(Attention))
-    assert {*RAN, *CUDA_ONLY} == set(BACKENDS)
+    predicted_only = {kernel.name for kernel in list_kernels(AttentionKernel)} - {kernel.name for kernel in KERNELS}
+    assert predicted_only == {"flash1", "megatron-softmax", "torch"}
+    assert all(kernel.backend in SDPBackend.__members__ for kernel in KERNELS)
+    assert {kernel.name for kernel in KERNELS if kernel.cpu} == set(RAN)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -47,7 +48,7 @@ def test_with_documents_output_and_gradients_are_those_of_each_document_alone(ke
 
 def test_documents_come_as_offsets_to_flash_kernels_on_cuda_and_as_a_mask_to_all_others():
     by_offsets = {
-        (kernel, device) for kernel in BACKENDS for device in ("cpu", "cuda") if not needs_mask(kernel, device)
+        (kernel.name, device) for kernel in KERNELS for device in ("cpu", "cuda") if not kernel.needs_mask(device)
     }
     assert by_offsets == {("sdpa-flash", "cuda"), ("flash-attn", "cuda"), ("fa3", "cuda")}
 
@@ -111,11 +112,12 @@ def test_repeated_heads_are_those_that_grouped_queries_read():
 
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("kernel", BACKENDS)
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in KERNELS])
 def test_on_cuda_each_kernel_is_explicit_softmax_and_no_other_runs(kernel, kv_heads, has_documents):
     if not torch.cuda.is_available():
         pytest.skip(f"{kernel} on CUDA: there is no CUDA device here")
-    if kernel in PACKAGES and kernel not in find_installed():
+    package = find_kernel(AttentionKernel, kernel).package
+    if package and package.module not in find_packages():
         pytest.skip(f"{kernel} on CUDA: its package is not installed")
     if kernel == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("fa3 on CUDA: this GPU is no Hopper")

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import current_flash_attention_impl
 
 from dtlayout.errors import KernelError
+from dtlayout.kernel import AttentionKernel, find_kernel, kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.models.llama import Llama
-from dtlayout.ops import attention
 from dtlayout.ops.attention import attention_implementation, causal_attention, prepare_mask
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.flash_attn import override_flash
@@ -223,10 +224,11 @@ def test_without_causal_mask_no_mask_is_asked_for(on_cpu):
 
 
 @pytest.fixture
-def by_offsets(on_cpu, monkeypatch):
+def by_offsets(on_cpu):
     """Documents come to attention on the CPU as they do to flash kernels on CUDA; the package that computes it."""
-    monkeypatch.setattr(attention, "needs_mask", lambda *_: False)
-    return sys.modules["flash_attn.flash_attn_interface"]
+    kernels = [find_kernel(AttentionKernel, name) for name in ("sdpa-flash", "flash-attn")]
+    with kernels_replaced(*(replace(kernel, offsets=("cpu", "cuda")) for kernel in kernels)):
+        yield sys.modules["flash_attn.flash_attn_interface"]
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False])
@@ -257,9 +259,10 @@ def test_by_offsets_output_and_gradients_are_those_of_each_document_alone(by_off
         ("selective", True, 1),
     ],
 )
-def test_a_model_computes_by_offsets_what_it_does_with_a_mask(by_offsets, recompute, compiles, forwards, monkeypatch):
+def test_a_model_computes_by_offsets_what_it_does_with_a_mask(by_offsets, recompute, compiles, forwards):
     torch._dynamo.reset()
     tokens = torch.arange(18).view(2, 9)
+    by_mask = replace(find_kernel(AttentionKernel, "sdpa-flash"), offsets=())
 
     def train_step(model: Llama) -> dict[str, torch.Tensor]:
         initialize([model], SHAPE, seed=0, device="cpu")
@@ -272,8 +275,8 @@ def test_a_model_computes_by_offsets_what_it_does_with_a_mask(by_offsets, recomp
         prepare_blocks(model, "model.layers.*", Recompute.parse(recompute), compiles=compiles)
         got = train_step(model)
     assert by_offsets.varlen_forwards == forwards * SHAPE.num_layers
-    monkeypatch.undo()
-    expected = train_step(Llama(SHAPE, Kernels(), 9, dtype=torch.float64))
+    with kernels_replaced(by_mask):
+        expected = train_step(Llama(SHAPE, Kernels(), 9, dtype=torch.float64))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 

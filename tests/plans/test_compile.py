@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtlayout.costmodel.fsdp2_blocks import sizes_of
+from dtlayout.costmodel.fsdp2_sizes import sizes_of
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.description import BLOCKS

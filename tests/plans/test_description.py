@@ -11,7 +11,7 @@ from rehearsal import rehearse
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtlayout.costmodel.fsdp2_blocks import sizes_of
+from dtlayout.costmodel.fsdp2_sizes import sizes_of
 from dtlayout.dryrun.report import RankReport
 from dtlayout.dryrun.world import fake_world
 from dtlayout.kernels import Kernels

@@ -1,14 +1,17 @@
 """The device of a rank, and the peak that MFU is measured against."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dtlayout.cluster import find_gpu, known_gpus
+from dtlayout.device import Device, describe_cpu, describe_gpu, expect_device
 from dtlayout.errors import InvalidConfig
-from dtlayout.training.devices import Device, join_ranks, open_device
+from dtlayout.kernel import find_packages
+from dtlayout.training.devices import join_ranks, open_device
 
 
 @pytest.fixture
@@ -36,9 +39,11 @@ def test_cuda_is_refused_where_there_is_none():
 @pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize("wanted", ["auto", "cpu"])
 def test_a_cpu_has_no_peak_unless_a_gpu_is_named(wanted):
-    assert open_device(wanted, None) == open_device(wanted, find_gpu("cpu")) == Device("cpu", "cpu", None)
+    cpu = Device("cpu", "cpu", None, gpu=find_gpu("cpu"), packages=find_packages())
+    assert open_device(wanted, None) == open_device(wanted, find_gpu("cpu")) == cpu
     for name in known_gpus():
-        assert open_device(wanted, find_gpu(name)) == Device("cpu", "cpu", find_gpu(name).peak_flops_per_s)
+        peak = find_gpu(name).peak_flops_per_s
+        assert open_device(wanted, find_gpu(name)) == replace(cpu, peak_flops_per_s=peak)
 
 
 def test_the_cpu_is_taken_where_it_is_asked_for_although_there_is_cuda(taken):
@@ -52,14 +57,54 @@ def test_the_cpu_is_taken_where_it_is_asked_for_although_there_is_cuda(taken):
 )
 def test_a_rank_takes_the_gpu_of_its_local_rank_and_the_peak_of_its_name(taken, monkeypatch, wanted, gpu, peak):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert open_device(wanted, gpu and find_gpu(gpu)) == Device("cuda", "NVIDIA H100 80GB HBM3", peak, (9, 0))
-    assert taken == [3]
+    found = open_device(wanted, gpu and find_gpu(gpu))
+    assert replace(found, gpu=None, packages=None) == Device("cuda", "NVIDIA H100 80GB HBM3", peak, (9, 0))
+    assert found.packages == find_packages() and taken == [3]
 
 
 @pytest.mark.usefixtures("taken")
 def test_a_gpu_that_no_constants_file_knows_has_no_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce GTX 970")
-    assert open_device("auto", None) == Device("cuda", "NVIDIA GeForce GTX 970", None, (9, 0))
+    found = Device("cuda", "NVIDIA GeForce GTX 970", None, (9, 0), packages=find_packages())
+    assert open_device("auto", None) == found
+
+
+@pytest.mark.parametrize(
+    ("device", "known", "name"),
+    [
+        (describe_cpu(None), None, "cpu"),
+        (describe_cpu(find_gpu("a100-80g-sxm")), "a100-80g-sxm", "cpu"),
+        (describe_gpu("NVIDIA H100 80GB HBM3", None, (9, 0)), None, "h100-80g-sxm"),
+        (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("a100-80g-sxm"), (9, 0)), "a100-80g-sxm", "a100-80g-sxm"),
+        (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("cpu"), (9, 0)), "cpu", None),
+        (describe_gpu("NVIDIA GeForce GTX 970", None, None), None, None),
+    ],
+)
+def test_predictions_are_for_the_device_that_runs(device, known, name):
+    assert (device.gpu.name if device.gpu else None) == name
+    if known in known_gpus():
+        assert device.peak_flops_per_s == find_gpu(known).peak_flops_per_s
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "device_type", "gpu"),
+    [
+        ("auto", None, "auto", None),
+        ("auto", "a100-80g-sxm", "cuda", "a100-80g-sxm"),
+        ("auto", "cpu", "cpu", "cpu"),
+        ("cuda", None, "cuda", None),
+        ("cuda", "h100-80g-sxm", "cuda", "h100-80g-sxm"),
+        ("cuda", "cpu", "cuda", None),
+        ("cpu", None, "cpu", "cpu"),
+        ("cpu", "h100-80g-sxm", "cpu", "cpu"),
+    ],
+)
+def test_what_is_expected_is_what_the_config_says_and_an_auto_the_gpu_that_it_names(wanted, known, device_type, gpu):
+    expected = expect_device(wanted, known and find_gpu(known))
+    assert (expected.type, expected.gpu.name if expected.gpu else None) == (device_type, gpu)
+    assert expected.packages is None
+    is_named = expected.type == "cuda" and known in known_gpus()
+    assert expected.capability == (find_gpu(known).capability if is_named else None)
 
 
 def test_without_torchrun_a_process_is_a_world_of_its_own(monkeypatch):

@@ -18,7 +18,6 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
 from dtlayout.precision import Precision
-from dtlayout.training.devices import Device, find_predicted_gpu
 from dtlayout.training.prediction import describe, predict, refuse_hopeless, to_predicted
 
 A100 = find_gpu("a100-80g-sxm")
@@ -85,22 +84,6 @@ def make_config(*, force: bool = False, **layout: object) -> Config:
             "train": {"steps": 1, "force": force},
         }
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("device", "wanted", "name"),
-    [
-        (Device("cpu", "cpu", None), None, "cpu"),
-        (Device("cpu", "cpu", 312e12), "a100-80g-sxm", "cpu"),
-        (Device("cuda", "NVIDIA H100 80GB HBM3", 989e12), None, "h100-80g-sxm"),
-        (Device("cuda", "NVIDIA H100 80GB HBM3", 312e12), "a100-80g-sxm", "a100-80g-sxm"),
-        (Device("cuda", "NVIDIA H100 80GB HBM3", None), "cpu", None),
-        (Device("cuda", "NVIDIA GeForce GTX 970", None), None, None),
-    ],
-)
-def test_the_prediction_is_for_the_device_that_runs(device, wanted, name):
-    found = find_predicted_gpu(device, wanted and find_gpu(wanted))
-    assert (found.name if found else None) == name
 
 
 def test_an_unknown_gpu_has_no_prediction_and_refuses_nothing():

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from dtlayout.config import parse_config
+from dtlayout.device import Device
 from dtlayout.errors import CheckpointError, InvalidConfig, KernelError
+from dtlayout.kernel import find_packages
 from dtlayout.layout import Layout
 from dtlayout.signals import StopRequest
 from dtlayout.training import run
-from dtlayout.training.devices import Device
 from dtlayout.training.run import check_attention, check_steps_left
 
 
@@ -39,9 +40,9 @@ def test_a_kernel_that_is_not_here_is_refused_before_ranks_join(monkeypatch, nam
             "train": {"steps": 1},
         }
     )  # fmt: skip
-    monkeypatch.setattr(run, "open_device", lambda *_: Device("cuda", "a GPU", None, (8, 0)))
+    monkeypatch.setattr(run, "open_device", lambda *_: Device("cuda", "a GPU", None, (8, 0), packages=find_packages()))
     monkeypatch.setattr(run, "join_ranks", lambda *_: pytest.fail("ranks joined"))
-    monkeypatch.setattr("dtlayout.ops.packages.find_spec", lambda module: None)
+    monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: None)
     with pytest.raises(InvalidConfig, match=reason) as caught:
         run.train(config, Layout(), StopRequest())
     assert len(caught.value.problems) == 1

@@ -1,0 +1,277 @@
+"""Bytes of the tensors of a block, the head and the embedding, from the operations of `models.description`.
+
+Legend: T tokens of a microbatch on one cp rank, h hidden, q width of all query heads, a heads, s sequence, t = tp; e
+bytes of the compute format, w of the exact one (fp32 or finer) in which norms, RoPE and the loss compute. To be read
+with models/llama.py and ops/*.py. fsdp2_blocks.py says when they come and go.
+
+[Note: what a compiled block keeps]
+torch.compile sees forward and backward together and keeps what is cheapest to go on from: the results of matmuls and
+attention and what they read, one number a token for each norm, and the result of o instead of the second norm's input.
+It computes silu(gate) again. Its norms are so as if one kernel did them. `tests/plans/test_compile.py` counts.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.kernels import Kernels, count_loss_chunks
+from dtlayout.layout import Layout
+from dtlayout.models.description import Activation, Description, Linear, Norm, Operation, SelfAttention
+from dtlayout.models.families import describe
+from dtlayout.precision import BYTES
+from dtlayout.recompute import Kept, Recompute
+
+
+@dataclass(frozen=True)
+class NormBytes:
+    """Bytes of a norm's tensors."""
+
+    gradient: float
+    """Of its output and of its input, each, in the compute format."""
+    exact: float
+    """As much in the exact format."""
+    input: float
+    """What it keeps of its input: that itself, or an exact copy."""
+    rest: float
+    """What it keeps beside it: one number for each row and, as separate operations, input · scale."""
+
+    @property
+    def kept(self) -> float:
+        """All that it keeps."""
+        return self.input + self.rest
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one microbatch's tensors on one rank."""
+
+    description: Description
+    """The operations whose tensors they are."""
+    element: float
+    """One element a token in the compute format, T·e."""
+    exact_element: float
+    """The same in the exact format, T·w."""
+    tp: int
+    """Ranks that share what lies inside a branch."""
+    shared: int
+    """Ranks that share the residual stream outside of branches: t under sequence parallelism."""
+    regathers: bool
+    """Whether the matmuls that read it keep their share alone, and gather it again in backward."""
+    has_norm_kernel: bool
+    """Whether a norm is one kernel."""
+    product_element: float
+    """What a norm of separate operations keeps of input · scale: one element a token."""
+    attention: float
+    """What attention keeps, its output included."""
+    attention_results: float
+    """What of it are results of kernels that selective recomputation keeps, instead of q and k."""
+    mask: float
+    """What keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
+    keeps_mask: bool
+    """Whether attention keeps it for its backward."""
+    forward_work: float
+    """What its forward needs beside what it keeps, when it is fullest."""
+    backward_work: float
+    """What its backward needs beside that: gradients of q, k and v, or of scores."""
+    logits: float
+    """As many as are there at once, in the compute format; their gradient is as large."""
+    logit_work: float
+    """What the loss needs beside them, when it is fullest: their exponentials in the exact format."""
+    head_weight: float
+    """The head's weight, and its gradient; 0 where that is not computed in forward."""
+    num_gated_kept: int
+    """Tensors that a gated activation keeps beside its result: what it reads and, if it is not computed again, silu."""
+    keeps_last: bool
+    """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
+
+    @cached_property
+    def whole(self) -> float:
+        """Hidden states, T·h·e."""
+        return self.element * self.description.final_norm.width
+
+    @cached_property
+    def share(self) -> float:
+        """That part of them which lies outside of branches."""
+        return self.whole / self.shared
+
+    @cached_property
+    def norm_output(self) -> float:
+        """What matmuls keep of hidden states that they read."""
+        return self.share if self.regathers else self.whole
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tp splits matmuls."""
+        return self.tp > 1
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether it splits the hidden states between them too."""
+        return self.shared > 1
+
+    @property
+    def casts(self) -> bool:
+        """Whether the compute format is not the exact one."""
+        return self.element < self.exact_element
+
+    @property
+    def keeps_stream(self) -> bool:
+        """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
+        return self.has_norm_kernel or not self.casts
+
+    @property
+    def loss(self) -> float:
+        """What the loss holds at its fullest moment beside the final norm and what that keeps."""
+        early = self.head_weight + self.whole if self.head_weight else 0.0
+        return early + 2 * self.logits + self.logit_work
+
+    @cached_property
+    def block(self) -> float:
+        """What a block keeps."""
+        return sum(map(self.kept_by, self.description.block))
+
+    @cached_property
+    def in_attention(self) -> float:
+        """What a block's forward holds while attention runs: the stream, projections, and what is kept until then."""
+        held = self.share + self.attention + self.forward_work
+        for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
+            held += self.kept_by(operation)
+            if isinstance(operation, Linear):
+                held += self.result_of(operation)
+            elif isinstance(operation, Norm) and operation.is_of_heads and self.keeps_stream:
+                held -= self.split(operation.width)  # a projection, which is there anyway
+        return held
+
+    @cached_property
+    def last_branch(self) -> float:
+        """What a block keeps after its last norm."""
+        after = takewhile(lambda each: not isinstance(each, Norm), reversed(self.description.block))
+        return sum(map(self.kept_by, after))
+
+    @cached_property
+    def matmul_results(self) -> list[float]:
+        """Of each matmul of a block, in order."""
+        return [self.result_of(each) for each in self.description.block if isinstance(each, Linear)]
+
+    def split(self, width: int) -> float:
+        """A tensor inside a branch with so many elements a token, over t."""
+        return self.element * width / self.tp
+
+    def norm(self, norm: Norm) -> NormBytes:
+        """A norm of the residual stream, or of heads."""
+        ranks = self.tp if norm.is_of_heads else self.shared
+        width, num_rows = norm.width / ranks, max(1, norm.num_heads) / ranks
+        compute, exact = self.element * width, self.exact_element * width
+        rest = self.product_element * width + self.exact_element * num_rows
+        return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
+
+    def result_of(self, matmul: Linear) -> float:
+        """What a matmul makes: its share of the outputs, or a term of the sum that closes a branch."""
+        return self.split(matmul.outputs) if matmul.style == "colwise" else self.whole
+
+    def kept_by(self, operation: Operation) -> float:
+        """What an operation keeps for its backward that no other one keeps."""
+        match operation:
+            case Norm():
+                return self.norm(operation).kept
+            case Linear(keeps_input=True):
+                return self.norm_output if operation.style == "colwise" else self.split(operation.inputs)
+            case SelfAttention():
+                return self.attention
+            case Activation():
+                return self.count_kept(operation) * self.split(operation.width)
+        return 0.0
+
+    def count_kept(self, activation: Activation) -> int:
+        """Tensors that an activation keeps beside its result."""
+        return self.num_gated_kept if activation.gated else 1
+
+    def kept(self, recompute: Recompute, layer: int) -> float:
+        """What a block leaves for its backward: everything, its input, or also results that are kept.
+
+        With anything kept, under tp so are the sums that close a branch; with matmuls also each rank's term of them.
+        """
+        if not recompute.covers(layer):
+            return self.block
+        num_sums = self.description.num_branches - (not self.keeps_last)
+        sums = num_sums * self.share if self.is_split and recompute.is_selective else 0.0
+        matmuls = sum(self.matmul_results) - (0.0 if self.keeps_last else self.matmul_results[-1])
+        kept: dict[Kept, float] = {"matmuls": matmuls, "attention": self.attention_results}
+        return self.share + sums + sum(kept[kind] for kind in recompute.kept)
+
+    def recomputed(self, recompute: Recompute, layer: int) -> float:
+        """What comes to what a block has kept when it is computed again, up to the last thing that backward needs.
+
+        What it needs of the matmuls' results is there already, and the others are let go on the way.
+        """
+        if not recompute.covers(layer):
+            return 0.0
+        again = self.block - (self.share if self.keeps_stream else 0.0)
+        saved: dict[Kept, float] = {"matmuls": sum(self.matmul_results[:-1]), "attention": self.attention_results}
+        return again - sum(saved[kind] for kind in recompute.kept)
+
+
+def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
+    """The sizes of a layout, [Note: what a compiled block keeps]. On CPU no kernel of PyTorch does a whole norm."""
+    model, habits, t = scenario.model, scenario.engine.habits, layout.tp
+    e = BYTES[scenario.precision.compute]
+    w = max(e, 4)
+    tokens = layout.micro_batch * scenario.batch.seq_len / layout.cp
+    device_type = scenario.cluster.gpu.device_type
+    norm, loss = find_kernel(NormKernel, kernels.norm), find_kernel(LossKernel, kernels.loss)
+    kernel, swiglu = find_kernel(AttentionKernel, kernels.attention), find_kernel(SwigluKernel, kernels.swiglu)
+    has_norm_kernel = device_type not in norm.separate or kernels.compiles_blocks
+    columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
+    has_mask = scenario.document_mask and kernel.needs_mask(device_type)
+    at_once = math.ceil(tokens / count_loss_chunks(tokens)) / tokens if loss.in_chunks else 1
+    query, key = tokens * model.query_width * e / t, tokens * model.kv_width * e / t
+    attention, results, forward_work, backward_work = _attention(scenario, layout, kernels, query, key)
+    return Sizes(
+        description=describe(model),
+        element=tokens * e,
+        exact_element=tokens * w,
+        tp=t,
+        shared=t if layout.shards_sequence else 1,
+        regathers=habits.regathers_inputs,
+        has_norm_kernel=has_norm_kernel,
+        product_element=0.0 if has_norm_kernel else tokens * (w if norm.keeps_exact else e),
+        attention=attention,
+        attention_results=results,
+        mask=tokens * scenario.batch.seq_len * e if has_mask else 0.0,
+        keeps_mask=kernel.keeps_mask,
+        forward_work=forward_work,
+        backward_work=backward_work,
+        logits=tokens * columns * e * (at_once if loss.joins_matmul else 1),
+        logit_work=tokens * columns * w * at_once,
+        head_weight=columns * model.hidden_size * e if loss.joins_matmul else 0.0,
+        num_gated_kept=2 if kernels.compiles_blocks else swiglu.num_kept - 1,
+        keeps_last=not kernels.compiles_blocks,
+    )
+
+
+def _attention(
+    scenario: Scenario, layout: Layout, kernels: Kernels, query: float, key: float
+) -> tuple[float, float, float, float]:
+    """What attention keeps, what of it selective recomputation keeps, and the work space of forward and of backward.
+
+    Flash: q, k, v, the output and a number a row. sdpa-math: exact copies of q, k and v, each for every query head, and
+    the softmax; results of its two matmuls are exact. Forward has also the scores with the mask, and k as it was, but
+    no output yet; backward the gradients of softmax and scores.
+    """
+    model, constants = scenario.model, scenario.engine.constants
+    w = max(BYTES[scenario.precision.compute], 4)
+    heads = layout.micro_batch * scenario.batch.seq_len / layout.cp * model.num_heads / layout.tp
+    scores, copy = heads * scenario.batch.seq_len, w * heads * model.head_width
+    kernel = find_kernel(AttentionKernel, kernels.attention)
+    inputs = query + 2 * (query if kernel.repeats_heads else key)
+    if kernel.copies_exactly:
+        kept = 3 * copy + w * scores + query
+        return kept, w * scores + copy, w * scores + key, max(inputs, 2 * w * scores)
+    saved: float = getattr(constants, kernel.saved) if kernel.saved else 0.0
+    if kernel.holds_scores:
+        return inputs + query + saved * scores, query, 0.0, inputs
+    rows, packed = w * heads, saved * heads * model.head_width
+    return inputs + query + rows + packed, query + rows, 0.0, inputs

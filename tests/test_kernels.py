@@ -1,0 +1,228 @@
+"""A kernel is one record: where it does not run it is refused with what does, and anybody may add one."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtlayout.cluster import known_gpus
+from dtlayout.costmodel.engine import BOUNDS
+from dtlayout.device import Device, device_of
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernel import (
+    AttentionKernel,
+    Kernel,
+    NormKernel,
+    find_kernel,
+    find_packages,
+    kernels_replaced,
+    known_kernels,
+    list_kernels,
+    register_kernel,
+)
+from dtlayout.kernels import Kernels, choose_attention, find_alternative
+from dtlayout.precision import Precision
+
+PACKAGES = {kernel.package for kernel in list_kernels(Kernel) if kernel.package}
+CPU, CUDA = Device("cpu"), Device("cuda")
+HERE = Device("cuda", packages=frozenset())
+"""A GPU without any package."""
+
+
+def test_flash_attention_on_cuda_computes_in_bf16_alone():
+    Kernels().check(Precision(compute="bfloat16"), CUDA)
+    Kernels().check(Precision(compute="float32"), CPU)
+    Kernels(attention="sdpa-math").check(Precision(compute="float32"), CUDA)
+    with pytest.raises(InvalidConfig, match=r"use precision.compute=bfloat16 or kernels.attention=sdpa-math"):
+        Kernels().check(Precision(compute="float32"), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "capability", "compute", "modules", "attention"),
+    [
+        ("cpu", None, "float64", (), "sdpa-flash"),
+        ("cpu", None, "bfloat16", ("flash_attn_interface", "flash_attn"), "sdpa-flash"),
+        ("cuda", (9, 0), "bfloat16", ("flash_attn_interface",), "fa3"),
+        ("cuda", (9, 0), "bfloat16", ("flash_attn", "liger_kernel"), "sdpa-flash"),
+        ("cuda", (8, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
+        ("cuda", (10, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
+        ("cuda", None, "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
+        ("cuda", (9, 0), "bfloat16", None, "sdpa-flash"),
+        ("cuda", (9, 0), "float32", ("flash_attn_interface",), "sdpa-efficient"),
+        ("cuda", (9, 0), "float64", ("flash_attn_interface",), "sdpa-math"),
+    ],
+)
+def test_auto_is_a_kernel_that_runs_there(device_type, capability, compute, modules, attention):
+    precision = Precision(params="float64", compute=compute)
+    packages = None if modules is None else frozenset(modules)
+    device = Device(device_type, capability=capability, packages=packages)
+    found, why = choose_attention(precision, device)
+    assert found == attention and why
+    kernels, also_why = Kernels(attention="auto", norm="eager").resolve(precision, device)
+    assert (kernels, also_why) == (Kernels(attention=attention, norm="eager"), why)
+    kernels.check(precision, device)
+
+
+def test_what_was_asked_for_by_name_stays():
+    kernels = Kernels(attention="sdpa-math")
+    device = Device("cuda", capability=(9, 0), packages=frozenset({"flash_attn_interface"}))
+    assert kernels.resolve(Precision(), device)[0] is kernels
+
+
+def test_flash_attention_3_is_for_hopper():
+    kernels, precision = Kernels(attention="fa3"), Precision()
+    kernels.check(precision, Device("cuda", capability=(9, 0)))
+    kernels.check(precision, CUDA)  # where the GPU is not known yet
+    with pytest.raises(
+        InvalidConfig, match=r"compute capability 9, and this GPU has 8\.6; use kernels.attention=sdpa-"
+    ):
+        kernels.check(precision, Device("cuda", capability=(8, 6)))
+
+
+def test_a_kernel_for_one_generation_of_gpus_is_refused_on_a_named_gpu_of_another():
+    kernels = Kernels(attention="fa3")
+    for gpu in known_gpus().values():
+        problems = kernels.problems(Precision(), device_of(gpu))
+        assert bool(problems) == (gpu.capability is not None and gpu.capability[0] != 9), gpu.name
+
+
+@given(
+    kernel=st.sampled_from(list_kernels(Kernel)),
+    compute=st.sampled_from(["float64", "float32", "bfloat16"]),
+    device=st.sampled_from([Device(), CPU, CUDA, HERE, *map(device_of, known_gpus().values())]),
+)
+def test_what_is_advised_instead_of_a_kernel_runs_there(kernel, compute, device):
+    precision = Precision(params="float64", compute=compute)
+
+    def problems_with(name: str) -> list[str]:
+        defaults = {"attention": "sdpa-math", "norm": "eager"}
+        return Kernels(**{**defaults, kernel.operation: name}).problems(precision, device)
+
+    problems = problems_with(kernel.name)
+    assert len(problems) <= 1
+    for problem in problems:
+        other = find_alternative(kernel, precision, device)
+        assert other != kernel.name and not problems_with(other)
+        if "no package" not in problem:
+            assert f"kernels.{kernel.operation}={other}" in problem
+
+
+def test_a_kernel_that_no_device_has_in_this_format_is_refused_before_the_device_is_known():
+    precision = Precision(params="float64", compute="float64")
+    (problem,) = Kernels(attention="flash-attn").problems(precision, Device())
+    assert problem == (
+        "kernels.attention=flash-attn does not compute in precision.compute=float64; "
+        "use precision.compute=bfloat16 or kernels.attention=sdpa-flash"
+    )
+    (problem,) = Kernels(norm="liger").problems(precision, Device())
+    assert problem.endswith("use precision.compute=float32 or precision.compute=bfloat16 or kernels.norm=fused")
+    (problem,) = Kernels(attention="torch").problems(Precision(), Device())
+    assert "can only be predicted; use kernels.attention=sdpa-flash" in problem
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        (
+            Kernels(attention="flash-attn"),
+            "kernels.attention=flash-attn: no package flash_attn here; install it: pip install 'dtlayout[flash-attn]'",
+        ),
+        (
+            Kernels(attention="fa3"),
+            "kernels.attention=fa3: no package flash_attn_interface here; install it: python setup.py install, in the "
+            "folder hopper of https://github.com/Dao-AILab/flash-attention",
+        ),
+        (
+            Kernels(norm="liger", rope="liger", swiglu="liger"),
+            "kernels.norm=liger, kernels.rope=liger, kernels.swiglu=liger: no package liger_kernel here; install it: "
+            "pip install 'dtlayout[liger]'",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else None,
+)
+def test_a_missing_package_is_one_line_with_its_command(kernels, expected):
+    with pytest.raises(InvalidConfig) as caught:
+        kernels.check(Precision(), HERE)
+    assert str(caught.value) == expected and caught.value.exit_code == 2
+    kernels.check(Precision(), CUDA)  # where nobody has looked
+
+
+def test_each_missing_package_has_its_line():
+    problems = Kernels(attention="fa3", swiglu="liger").problems(Precision(), HERE)
+    assert [problem.partition(":")[0] for problem in problems] == ["kernels.attention=fa3", "kernels.swiglu=liger"]
+
+
+def test_what_is_there_and_what_nobody_asked_for_is_no_problem(monkeypatch):
+    Kernels().check(Precision(), HERE)
+    monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: object() if module == "flash_attn" else None)
+    assert find_packages() == {"flash_attn"}
+    Kernels(attention="flash-attn").check(Precision(), Device("cuda", packages=find_packages()))
+
+
+def test_looking_for_a_package_does_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for package in PACKAGES:
+        (tmp_path / f"{package.module}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_packages() == {package.module for package in PACKAGES}
+
+
+def test_every_extra_of_the_commands_exists():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for package in PACKAGES:
+        extra = package.install.partition("[")[2].partition("]")[0]
+        assert not extra or f"\n{extra} = [" in text
+
+
+@pytest.mark.parametrize("kernel", list_kernels(Kernel), ids=lambda kernel: f"{kernel.operation}-{kernel.name}")
+def test_each_record_runs_somewhere_or_is_priced_and_names_constants_that_exist(kernel):
+    assert kernel.formats() == () or kernel.function or kernel.backend
+    if isinstance(kernel, AttentionKernel):
+        assert bool(kernel.efficiency) != bool(kernel.traffic)
+        assert {kernel.efficiency, kernel.traffic, kernel.saved} - {""} <= BOUNDS.keys()
+
+
+def test_every_kernel_that_docs_kernels_names_is_there_and_runs_where_the_table_says():
+    lines = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text().splitlines()
+    rows = [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    rows = rows[2 : rows.index(next(row for row in rows if row[0] == "compile"))]
+    short = {"float64": "float64", "float32": "fp32", "bfloat16": "bf16"}
+    operations: list[str] = []
+    documented = set()
+    for key, value, _, cpu, cuda in rows:
+        operations = [name.strip("` ") for name in key.split(",")] if key else operations
+        for operation, name in ((o, n.strip("` ")) for o in operations for n in value.split(",") if n != "auto"):
+            documented.add((operation, name))
+            kernel = known_kernels(operation)[name]
+            for cell, formats in ((cpu, kernel.cpu), (cuda, kernel.cuda)):
+                if cell == "every format":
+                    assert len(formats) == 3, name
+                else:
+                    assert {f for f, word in short.items() if word in cell.split(";")[0]} == set(formats), name
+    assert documented == {(kernel.operation, kernel.name) for kernel in list_kernels(Kernel)}
+
+
+MINE = NormKernel(name="mine", function="dtlayout.ops.norm:eager_rms_norm", cuda=())
+
+
+def test_a_kernel_that_is_registered_is_a_choice_and_its_name_is_taken():
+    with kernels_replaced():  # so that it is gone afterwards
+        register_kernel(MINE)
+        assert Kernels(norm="mine").problems(Precision(), CPU) == []
+        (problem,) = Kernels(norm="mine").problems(Precision(), CUDA)
+        assert problem == "kernels.norm=mine runs on the CPU alone; use kernels.norm=fused on CUDA"
+        for name in ("mine", "eager", "auto"):
+            with pytest.raises(InvalidConfig, match=f"kernels.norm={name} is there already; give yours another name"):
+                register_kernel(NormKernel(name=name))
+    with pytest.raises(InvalidConfig, match=r"kernels\.norm='mine' is unknown; use one of"):
+        Kernels(norm="mine")
+
+
+def test_a_function_is_given_or_named():
+    assert find_kernel(NormKernel, "eager").load().__name__ == "eager_rms_norm"
+    assert NormKernel(name="mine", function=len).load() is len
+
+
+def test_every_field_of_kernels_but_compile_is_an_operation():
+    assert {f.name for f in fields(Kernels)} - {"compile"} == {kernel.operation for kernel in list_kernels(Kernel)}
