@@ -83,6 +83,11 @@ class Layout:
         return self.pp * self.virtual_stages
 
     @property
+    def is_pipelined(self) -> bool:
+        """Whether stages lie on several ranks."""
+        return self.pp > 1
+
+    @property
     def shards_sequence(self) -> bool:
         """Whether sequence parallelism has an effect."""
         return self.sequence_parallel and self.tp > 1

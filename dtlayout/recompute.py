@@ -55,3 +55,11 @@ class Recompute:
     def covers(self, layer: int) -> bool:
         """Whether this block, counted from 0 over the whole model, is recomputed."""
         return self.every > 0 and layer % self.every == self.every - 1
+
+    def count(self, layers: range) -> int:
+        """How many of these blocks are recomputed.
+
+        >>> Recompute.parse("every-2").count(range(3, 8))
+        3
+        """
+        return layers.stop // self.every - layers.start // self.every if self.every else 0

@@ -6,8 +6,10 @@ from dtlayout.cluster import Cluster, Gpu
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import count_stage_parameters, estimate_ranks
+from dtlayout.costmodel.parts import StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.update import update_times
+from dtlayout.recompute import Recompute
 
 
 def predict(cell: Training, gpu: Gpu) -> Prediction:
@@ -31,7 +33,8 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     """A stage without embedding and head, of which there is no layout: its work, its update and the step's rest."""
     stage, layout = cell.stage, cell.layout
     (memory,) = estimate_ranks(estimator.scenario, layout, cell.kernels, [stage], [0])
-    work = estimator.stage_work(stage, layout, cell.kernels)
+    stage_class = StageClass.of(stage, Recompute.parse(layout.recompute))
+    work = estimator.stage_work(stage_class, part_of(layout, StageLayout), cell.kernels)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
     update_s = sum(update_times(estimator.scenario, layout, n, len(stage.layers), m, work.forward_s, work.backward_s))
     step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)

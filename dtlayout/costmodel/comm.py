@@ -83,7 +83,7 @@ def message_link(scenario: Scenario, layout: Layout) -> Link:
 
 def message_s(scenario: Scenario, layout: Layout, size_bytes: float) -> float:
     """One microbatch's hidden states from a stage to the next, or their gradient back; 0 without a pipeline."""
-    if layout.pp == 1:
+    if not layout.is_pipelined:
         return 0.0
     link = message_link(scenario, layout)
     return size_bytes / link.bytes_per_s + link.latency_s

@@ -274,5 +274,5 @@ def host_s(scenario: Scenario, layout: Layout) -> float:
     constants = scenario.engine.constants
     if layout.tp == 1:
         return constants.layer_host_s
-    waits = layout.pp > 1 and message_link(scenario, layout).crosses_nodes
+    waits = layout.is_pipelined and message_link(scenario, layout).crosses_nodes
     return constants.layer_host_tp_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

@@ -11,8 +11,9 @@ from math import prod
 
 from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
 from dtlayout.costmodel.compute import flash_s, host_s, matmul_s, pass_s
-from dtlayout.costmodel.estimate import Estimator, StageWork, TimeEstimate
+from dtlayout.costmodel.estimate import Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.stage_work import StageWork
 from dtlayout.costmodel.update import hidden_share
 from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.kernels import Kernels

@@ -7,26 +7,23 @@ evaluations. Their sum is a lower bound of the rank's need: the need itself wher
 the same blocks are one group: of a group the first rank, which warms up longest, holds most.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from math import inf
 from operator import mul
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.fsdp2_sizes import sizes_of
-from dtlayout.costmodel.scenario import count_state_shards
+from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
+from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, StateLayout, part_of
+from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import in_flight_peaks
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
-
-T = TypeVar("T")
-StageClass = tuple[int, int, bool, bool]
-"""Blocks, those of them that are recomputed, embedding, head: stages of one class take the same time."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,6 @@ class RankGroup:
 
     ranks: tuple[int, ...]
     """The ranks, first to last."""
-    chunks: tuple[StageSlice, ...]
-    """The stages of the first of them."""
     classes: tuple[StageClass, ...]
     """Of each chunk."""
     before: tuple[tuple[StageClass, int], ...]
@@ -49,16 +44,14 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a pipeline, and which of its ranks are alike; `Peaks` keeps one of a kind, told apart by id."""
+    """The stages of a pipeline, and which of its ranks are alike."""
 
-    slices: tuple[StageSlice, ...]
-    """Stage by stage."""
     classes: tuple[StageClass, ...]
-    """Of each."""
+    """Stage by stage."""
+    kinds: tuple[StageClass, ...]
+    """The different ones of them."""
     groups: tuple[RankGroup, ...]
     """Of all ranks."""
-    examples: tuple[tuple[StageSlice, ...], tuple[StageClass, ...]]
-    """A stage of each class, and the classes."""
 
 
 class BlockBytes(NamedTuple):
@@ -74,108 +67,74 @@ class BlockBytes(NamedTuple):
     """Logits and what the loss makes of them."""
 
 
-def group_stages(slices: Sequence[StageSlice], pp: int, recompute: Recompute) -> Stages:
+def group_stages(estimator: Estimator, pipeline: PipelineLayout) -> Stages:
     """Put the ranks of a pipeline into groups."""
-    classes = tuple((len(s.layers), sum(map(recompute.covers, s.layers)), s.embedding, s.head) for s in slices)
+    recompute = Recompute(pipeline.recompute_every)
+    classes = tuple([StageClass.of(stage, recompute) for stage in estimator.stages(pipeline)])
     ranks: dict[tuple[StageClass, ...], list[int]] = {}
-    for rank in range(pp):
-        ranks.setdefault(classes[rank::pp], []).append(rank)
+    for rank in range(pipeline.pp):
+        ranks.setdefault(classes[rank :: pipeline.pp], []).append(rank)
     groups = []
     for group, members in ranks.items():
         above = classes[: members[-1]]
         counts = tuple((c, above.count(c)) for c in dict.fromkeys(above))
-        recomputes, has_head = any(c[1] for c in group), any(c[3] for c in group)
-        chunks = tuple(slices[members[0] :: pp])
-        groups.append(RankGroup(tuple(members), chunks, group, counts, recomputes, has_head))
-    examples = dict(zip(reversed(classes), reversed(slices), strict=True))
-    return Stages(tuple(slices), classes, tuple(groups), (tuple(examples.values()), tuple(examples)))
+        recomputes, has_head = any(c.num_recomputed for c in group), any(c.head for c in group)
+        groups.append(RankGroup(tuple(members), group, counts, recomputes, has_head))
+    return Stages(classes, tuple(dict.fromkeys(classes)), tuple(groups))
 
 
 class Peaks:
     """Peak bytes of many layouts of one scenario."""
 
     def __init__(self, estimator: Estimator):
-        """`estimator` says how the model is cut."""
+        """`estimator` says how the model is cut; parts.py, [Note: results that are remembered]."""
         self.estimator = estimator
         self.scenario = estimator.scenario
         self._is_fsdp2 = self.scenario.engine.habits.sharding == "fsdp2"
-        self._known: dict[Hashable, Any] = {}
+        self.stages = cache(partial(group_stages, estimator))
+        """The stages of a PipelineLayout in groups."""
+        self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(sizes_of, self.scenario))))
+        """What blocks and head hold of a microbatch, from a StageLayout and kernels."""
+        self._in_flight = cache(lambda pipeline, m: _count_blocks(pipeline, self.stages(pipeline), m))
+        self._sizes = cache(partial(_count_sizes, self.scenario))
+        self._least_states = cache(self._find_least_states)
 
-    def stages(self, layout: Layout) -> Stages:
-        """The stages of a layout in groups."""
-        recompute = self.remember(layout.recompute, lambda: Recompute.parse(layout.recompute))
-        key = ("stages", layout.pp, layout.num_stages, layout.stage_layers, recompute.every)
-        return self.remember(key, lambda: group_stages(self.estimator.stages(layout), layout.pp, recompute))
-
-    def block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
-        """What blocks and head hold of a microbatch."""
-        key = ("block", layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute)
-        return self.remember((*key, kernels), lambda: self._block_bytes(layout, kernels))
-
-    def _block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
-        if not self._is_fsdp2:
-            tokens = memory.tokens_of(self.scenario, layout)
-            whole, kept = memory.block_bytes_per_token(self.scenario, layout, kernels)
-            logits = memory.logit_bytes(self.scenario, layout)
-            return BlockBytes(tokens * whole, tokens * kept, tokens * (whole - kept), logits)
-        size, recompute = sizes_of(self.scenario, layout, kernels), Recompute.parse(layout.recompute)
-        kept = size.kept(recompute, recompute.every - 1) if recompute.every else size.block
-        # A backward begins where most is in flight, with a block that is surely recomputed only if all are.
-        again = size.recomputed(recompute, 0) if recompute.every == 1 else 0.0
-        # So does the loss, if there is one chunk alone.
-        logits = size.loss if layout.virtual_stages == 1 else 0.0
-        return BlockBytes(size.block, kept, again, logits)
-
-    def held_bytes(self, layout: Layout, kernels: Kernels, stages: Stages, m: int) -> tuple[float, ...]:
+    def held_bytes(self, block: BlockBytes, pipeline: PipelineLayout, m: int) -> tuple[float, ...]:
         """What each group of ranks holds at least beside its state."""
-        block = self.block_bytes(layout, kernels)
-        blocks = self.remember(("blocks", layout.schedule, m, id(stages)), lambda: _count_blocks(layout, stages, m))
         held = []
-        for group, moments in zip(stages.groups, blocks, strict=True):
+        for group, moments in zip(self.stages(pipeline).groups, self._in_flight(pipeline, m), strict=True):
             in_flight = max([n * block.whole + covered * block.kept for n, covered in moments])
             again = block.again if group.recomputes else 0.0
-            logits = block.logits if group.has_head else 0.0
+            logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
             held.append(in_flight + (max(again, logits) if self._is_fsdp2 else again + logits))
         return tuple(held)
 
-    def state_bytes(self, layouts: Sequence[Layout], stages: Stages, phase: int) -> list[tuple[float, ...]]:
-        """For each of several layouts with these stages what each group of ranks has at least whatever it computes.
+    def state_bytes(
+        self, ways: tuple[StateLayout, ...], pipeline: PipelineLayout, tp: int, phase: int
+    ) -> list[tuple[float, ...]]:
+        """For each way to share the state what each group of ranks has at least whatever it computes.
 
-        `phase` is the `gradient_phase` of the schedule that they share, whatever these examples say.
+        `phase` is the `gradient_phase` of the pipeline's schedule.
         """
-        if not layouts:
-            return []
+        sizes = [self.sizes(group, tp) for group in self.stages(pipeline).groups]
+        return list(zip(*[self._least_states(ways, *size, phase) for size in sizes], strict=True))
+
+    def _find_least_states(self, ways: tuple[Layout, ...], n: float, unit: float, phase: int) -> list[float]:
         overhead = self.scenario.engine.constants.overhead_bytes
-        ways = tuple([(layout.dp_shard, layout.dp_replicate, layout.zero) for layout in layouts])
-        by_group = []
-        for group in stages.groups:
-            size = self.sizes(layouts[0], group)
-            key = (layouts[0].tp, layouts[0].pp, ways, phase, size)
-            if key not in self._known:
-                self._known[key] = [overhead + self.least_state_bytes(layout, *size, phase) for layout in layouts]
-            by_group.append(self._known[key])
-        return list(zip(*by_group, strict=True))
+        return [overhead + self.least_state_bytes(way, n, unit, phase) for way in ways]
 
-    def sizes(self, layout: Layout, group: RankGroup) -> tuple[float, float]:
+    def sizes(self, group: RankGroup, tp: int) -> tuple[float, float]:
         """Parameters of a rank, and of its largest unit."""
+        return self._sizes(group.classes, tp)
 
-        def count() -> tuple[float, float]:
-            model = self.scenario.model
-            n = sum(memory.count_stage_parameters(model, chunk, layout.tp) for chunk in group.chunks)
-            return n, memory.largest_unit(model, group.chunks, layout.tp)
-
-        return self.remember(("sizes", layout.tp, id(group)), count)
-
-    def exact(
-        self, layout: Layout, kernels: Kernels, stages: Stages, allowed_bytes: float = inf
-    ) -> tuple[float, float]:
+    def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
         """What the fullest rank needs, and its peak; no rank is looked at after one that needs more than allowed."""
         ranks: Iterable[memory.MemoryEstimate]
         if not self._is_fsdp2:
             ranks = self.estimator.memory(layout, kernels)
         else:
-            firsts = [group.ranks[0] for group in stages.groups]
-            ranks = memory.estimate_ranks(self.scenario, layout, kernels, stages.slices, firsts)
+            firsts = [group.ranks[0] for group in self.stages(PipelineLayout.of(layout)).groups]
+            ranks = memory.estimate_ranks(self.scenario, layout, kernels, self.estimator.stages(layout), firsts)
         needed = peak = 0.0
         for rank in ranks:
             needed, peak = max(needed, rank.needed), max(peak, rank.total)
@@ -202,12 +161,26 @@ class Peaks:
             + memory.gathered_bytes(self.scenario, layout, n, unit)
         )
 
-    def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What was computed for this key before, or is now."""
-        if key not in self._known:
-            self._known[key] = compute()
-        found: T = self._known[key]
-        return found
+
+def _count_sizes(scenario: Scenario, classes: tuple[StageClass, ...], tp: int) -> tuple[float, float]:
+    chunks = [each.example for each in classes]
+    n = sum([memory.count_stage_parameters(scenario.model, chunk, tp) for chunk in chunks])
+    return n, memory.largest_unit(scenario.model, chunks, tp)
+
+
+def _count_block_bytes(
+    scenario: Scenario, size_of: Callable[[BlockLayout, Kernels], Sizes], layout: Layout, kernels: Kernels
+) -> BlockBytes:
+    if scenario.engine.habits.sharding != "fsdp2":
+        tokens = memory.tokens_of(scenario, layout)
+        whole, kept = memory.block_bytes_per_token(scenario, layout, kernels)
+        logits = memory.logit_bytes(scenario, layout)
+        return BlockBytes(tokens * whole, tokens * kept, tokens * (whole - kept), logits)
+    size, recompute = size_of(part_of(layout, BlockLayout), kernels), Recompute.parse(layout.recompute)
+    kept = size.kept(recompute, recompute.every - 1) if recompute.every else size.block
+    # A backward begins where most is in flight, with a block that is surely recomputed only if all are.
+    again = size.recomputed(recompute, 0) if recompute.every == 1 else 0.0
+    return BlockBytes(size.block, kept, again, size.loss)
 
 
 def gradient_phase(layout: Layout, m: int) -> int:

@@ -21,10 +21,10 @@ cp stays 1, which is all that the trainer takes. What is fixed takes the place o
 import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dtlayout import toml
 from dtlayout.costmodel.scenario import Scenario, find_refusals
@@ -36,8 +36,6 @@ from dtlayout.model_shape import divisors
 from dtlayout.recompute import Recompute
 
 T = TypeVar("T")
-Sharding = tuple[int, int]
-"""dp_shard and zero."""
 Order = tuple[ScheduleName, int]
 """schedule and virtual_stages."""
 
@@ -92,6 +90,17 @@ def _parse_value(text: str) -> Any:
         return toml.loads(f"value = {text}")["value"]
     except toml.TOMLDecodeError:
         return text
+
+
+class Sharding(NamedTuple):
+    """How data-parallel ranks share the state."""
+
+    dp_shard: int
+    zero: int
+
+    def of(self, layout: Layout) -> Layout:
+        """The layout with its state shared this way."""
+        return replace(layout, dp_shard=self.dp_shard, dp_replicate=layout.dp // self.dp_shard, zero=self.zero)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ class Space:
         return [(schedule, v) for schedule, v in found if schedule in schedules and v in stages]
 
     def shardings(self, tp: int, dp: int) -> list[Sharding]:
-        """dp_shard and zero, the least sharded first."""
+        """Ways to share the state, the least sharded first."""
         per_node = self.scenario.cluster.gpus_per_node
         groups = {1, dp}
         group = max(1, per_node // tp)
@@ -162,7 +171,7 @@ class Space:
         shards = [n for n in self.choose("dp_shard", sorted(groups)) if dp % n == 0]
         shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
         shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
-        return [(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
+        return [Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
 
     @cached_property
     def micro_batches(self) -> list[int]:
@@ -216,12 +225,12 @@ class Space:
     def layouts(self) -> Iterator[tuple[Layout, Kernels]]:
         """All of them one by one, legal or not: slow, for tests and small worlds."""
         for tp, pp, dp in self.degrees:
-            for (schedule, v), micro_batch, sp, recompute, (shard, zero), kernels in product(
+            for (schedule, v), micro_batch, sp, recompute, sharding, kernels in product(
                 self.orders(pp), self.micro_batches, self.sequence_parallel(tp), self.recompute,
                 self.shardings(tp, dp), self.kernels,
             ):  # fmt: skip
                 layout = Layout(
-                    tp=tp, pp=pp, dp_shard=shard, dp_replicate=dp // shard, zero=zero, micro_batch=micro_batch,  # type: ignore[arg-type]
-                    schedule=schedule, virtual_stages=v, sequence_parallel=sp, recompute=recompute, **self.constant,
+                    tp=tp, pp=pp, dp_shard=dp, micro_batch=micro_batch, schedule=schedule, virtual_stages=v,
+                    sequence_parallel=sp, recompute=recompute, **self.constant,
                 )  # fmt: skip
-                yield layout, kernels
+                yield sharding.of(layout), kernels

@@ -165,7 +165,7 @@ def test_components_add_up(case):
         assert rank.needed == pytest.approx(rank.total - rank.run_ahead)
     assert found.peak_bytes == max(rank.total for rank in found.memory)
     m = max(1, layout.num_microbatches(scenario.batch))
-    work = [estimator.stage_work(stage, layout, kernels) for stage in estimator.stages(layout)]
+    work = estimator.work(layout, kernels)
     for w in work:
         parts = w.compute_s + w.recompute_s + w.tp_s + w.pp_s + w.host_s
         assert w.forward_s + w.backward_s == pytest.approx(parts)

@@ -1,5 +1,6 @@
 """The least that a layout needs, from shared parts, is what the cost model says or less."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,11 +10,11 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine, known_engines
 from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.parts import PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.model_shape import ModelShape
 from dtlayout.planner.peaks import Peaks, gradient_phase, group_stages
 from dtlayout.planner.space import Space
-from dtlayout.recompute import Recompute
 
 FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention": ["sdpa-math"]}
 DEEP = ModelShape(
@@ -34,14 +35,14 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
     peaks = Peaks(estimator)
     legal = [pair for pair in Space(scenario, avoided=FEWER).layouts() if pair[0].is_legal(model, scenario.batch)]
     for layout, kernels in Random(0).sample(legal, 80):
-        stages, m = peaks.stages(layout), layout.num_microbatches(scenario.batch)
-        held = peaks.held_bytes(layout, kernels, stages, m)
-        (state,) = peaks.state_bytes([layout], stages, gradient_phase(layout, m))
+        pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(scenario.batch)
+        held = peaks.held_bytes(peaks.block_bytes(part_of(layout, StageLayout), kernels), pipeline, m)
+        (state,) = peaks.state_bytes((part_of(layout, StateLayout),), pipeline, layout.tp, gradient_phase(layout, m))
         every_rank = estimator.memory(layout, kernels)
         needed = max(rank.needed for rank in every_rank)
-        assert peaks.exact(layout, kernels, stages) == (needed, max(rank.total for rank in every_rank)), layout
+        assert peaks.exact(layout, kernels) == (needed, max(rank.total for rank in every_rank)), layout
         for allowed in (needed, 0.99 * needed):
-            assert (peaks.exact(layout, kernels, stages, allowed)[0] > allowed) == (needed > allowed), layout
+            assert (peaks.exact(layout, kernels, allowed)[0] > allowed) == (needed > allowed), layout
         least = max(map(sum, zip(held, state, strict=True)))
         assert least <= needed * (1 + 1e-12), layout
         if scenario.engine.habits.sharding == "distributed-optimizer":
@@ -58,7 +59,7 @@ def test_ranks_with_the_same_stages_are_one_group():
         )
     )
     layout = next(pair[0] for pair in Space(estimator.scenario).layouts() if pair[0].pp == 8)
-    stages = group_stages(estimator.stages(layout), 8, Recompute.parse("full"))
+    stages = group_stages(estimator, PipelineLayout.of(replace(layout, recompute="full")))
     assert sorted(rank for group in stages.groups for rank in group.ranks) == list(range(8))
     assert all(group.recomputes for group in stages.groups)
     assert [group.has_head for group in stages.groups].count(True) == 1

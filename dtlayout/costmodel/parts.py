@@ -1,0 +1,110 @@
+"""Parts of a layout and of its stages: all that a result reads which many layouts share.
+
+[Note: results that are remembered]
+Many layouts have the same blocks, stages and states, so `Estimator` and `planner.peaks` compute those once. What they
+remember is a function of nothing but its arguments (`functools.cache`), and these arguments are the whole key: a
+function that is written for a `Layout` gets the part of it that is named here, with the same attributes and no others.
+A formula that begins to read more fails at once, naming what its part lacks, and no result can depend on something that
+is not in its key. `tests/costmodel/test_parts.py` holds that each part has what is read and nothing beside.
+"""
+
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
+
+from dtlayout.layout import Layout, ScheduleName
+from dtlayout.pipelining.partition import StageSlice
+from dtlayout.recompute import Recompute
+
+
+class BlockLayout(NamedTuple):
+    """What one microbatch's time in a block and in the head depends on."""
+
+    tp: int
+    cp: int
+    micro_batch: int
+    shards_sequence: bool
+    is_pipelined: bool
+    world_size: int
+
+
+class StageLayout(NamedTuple):
+    """What one microbatch's time in a stage depends on, and the bytes that it holds there."""
+
+    tp: int
+    cp: int
+    micro_batch: int
+    shards_sequence: bool
+    is_pipelined: bool
+    world_size: int
+    recompute: str
+
+
+class CutLayout(NamedTuple):
+    """What the cut into stages depends on."""
+
+    num_stages: int
+    stage_layers: tuple[int, ...]
+
+
+class PipelineLayout(NamedTuple):
+    """What the stages of a pipeline and the microbatches in flight depend on, beside how many of these there are."""
+
+    pp: int
+    schedule: ScheduleName
+    virtual_stages: int
+    stage_layers: tuple[int, ...]
+    recompute_every: int
+    """Each `recompute_every`-th block is computed again; 0 is none."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "PipelineLayout":
+        """That of a layout."""
+        every = Recompute.parse(layout.recompute).every
+        return cls(layout.pp, layout.schedule, layout.virtual_stages, layout.stage_layers, every)
+
+    @property
+    def num_stages(self) -> int:
+        """Pieces that the model is cut into."""
+        return self.pp * self.virtual_stages
+
+
+class StateLayout(NamedTuple):
+    """What parameters, gradients and optimizer state depend on, beside how many parameters there are."""
+
+    pp: int
+    dp: int
+    dp_shard: int
+    cp: int
+    zero: int
+
+
+class StageClass(NamedTuple):
+    """All of a stage that its work and its parameters depend on: stages of one class are alike."""
+
+    num_layers: int
+    """Blocks."""
+    num_recomputed: int
+    """Those of them that are computed again."""
+    embedding: bool
+    """Whether it turns tokens into vectors."""
+    head: bool
+    """Whether it holds the final norm, the head and the loss."""
+
+    @classmethod
+    def of(cls, stage: StageSlice, recompute: Recompute) -> "StageClass":
+        """The class of a stage."""
+        return cls(len(stage.layers), recompute.count(stage.layers), stage.embedding, stage.head)
+
+    @property
+    def example(self) -> StageSlice:
+        """A stage with as many blocks and the same ends; its blocks are counted from 0."""
+        return StageSlice(0, range(self.num_layers), self.embedding, self.head)
+
+
+P = TypeVar("P", BlockLayout, StageLayout, CutLayout, StateLayout)
+_READ = {part: attrgetter(*part._fields) for part in (BlockLayout, StageLayout, CutLayout, StateLayout)}
+
+
+def part_of(layout: Any, part: type[P]) -> P:
+    """The part of a layout, or of another part that has all of its attributes."""
+    return part._make(_READ[part](layout))

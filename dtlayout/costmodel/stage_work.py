@@ -1,0 +1,92 @@
+"""What one microbatch costs on one stage: its blocks, what is computed again, its ends, the host and messages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dtlayout.costmodel.comm import message_s
+from dtlayout.costmodel.compute import BlockTime, recompute_time
+from dtlayout.costmodel.memory import activation_size, tokens_of
+from dtlayout.costmodel.parts import BlockLayout, StageClass, part_of
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.recompute import Recompute
+
+TimeOf = Callable[[BlockLayout, Kernels], BlockTime]
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Seconds of one microbatch on one stage, by what they are spent on and by direction."""
+
+    compute_s: float
+    """Forward and backward, each FLOP once."""
+    recompute_s: float
+    """Forward again."""
+    tp_s: float
+    """Waiting for tp."""
+    pp_s: float
+    """Waiting for a message to have gone, where that blocks."""
+    host_s: float
+    """Waiting for the host."""
+    forward_s: float
+    """All of forward."""
+    backward_s: float
+    """All of backward."""
+
+
+def stage_work(
+    scenario: Scenario, block_of: TimeOf, head_of: TimeOf, stage: StageClass, layout: Layout, kernels: Kernels
+) -> StageWork:
+    """The work of a stage; `block_of` and `head_of` time a block without recomputation, and the head."""
+    block = block_of(part_of(layout, BlockLayout), kernels)
+    num_layers, covered = stage.num_layers, stage.num_recomputed
+    again_s, again_tp_s = (covered * each for each in recompute_time(scenario, layout, kernels, block))
+    forward_s, backward_s = num_layers * block.forward_s, num_layers * block.backward_s
+    forward_tp_s, backward_tp_s = num_layers * block.forward_tp_s, num_layers * block.backward_tp_s + again_tp_s
+    host_forward_s, host_backward_s = _host_s(scenario, stage, layout, block)
+    if not scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
+        gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
+        waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
+        host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
+    if stage.head:
+        head = head_of(part_of(layout, BlockLayout), kernels)
+        forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
+        forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
+    sending_s = send_s(scenario, layout) if scenario.engine.habits.blocking_messages else 0.0
+    send_forward_s = 0.0 if stage.head else sending_s
+    send_backward_s = 0.0 if stage.embedding else sending_s
+    return StageWork(
+        compute_s=forward_s + backward_s,
+        recompute_s=again_s,
+        tp_s=forward_tp_s + backward_tp_s,
+        pp_s=send_forward_s + send_backward_s,
+        host_s=host_forward_s + host_backward_s,
+        forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
+        backward_s=backward_s + backward_tp_s + again_s + host_backward_s + send_backward_s,
+    )
+
+
+def send_s(scenario: Scenario, layout: Layout) -> float:
+    """One microbatch's hidden states on their way to the next stage, or their gradient on its way back."""
+    split = layout.tp if layout.shards_sequence or scenario.engine.habits.scatters_messages else 1
+    size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
+    return message_s(scenario, layout, size / split)
+
+
+def _host_s(scenario: Scenario, stage: StageClass, layout: Layout, block: BlockTime) -> tuple[float, float]:
+    """The host's time for one microbatch on a stage, forward and backward.
+
+    Backward has twice the operations of forward, beside those that it does again. On a GPU only blocks count: the
+    head's long kernels leave the host time enough.
+    """
+    constants, is_tp = scenario.engine.constants, layout.tp > 1
+    both_s, messages_s = stage.num_layers * block.host_s, 0.0
+    if scenario.is_on_host:
+        both_s += (stage.head + stage.embedding) / 2 * constants.head_host_s
+        messages_s = ((not stage.head) + (not stage.embedding)) * constants.message_host_s  # one sent, one received
+    if Recompute.parse(layout.recompute).is_selective:
+        again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s
+    else:
+        again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
+    return both_s / 3 + messages_s, both_s * 2 / 3 + messages_s + stage.num_recomputed * again_s

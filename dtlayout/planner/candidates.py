@@ -1,0 +1,179 @@
+"""Candidates: what is left of a space when all is gone that is not legal, has slower kernels or surely does not fit.
+
+A *candidate* is all of a layout but how its data-parallel ranks share the state (`space.Sharding`): whatever that is,
+its stages do the same work, and hold the same beside their state. Its *variants* are the ways that may fit.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from math import inf
+from operator import add, attrgetter
+from typing import Literal, NamedTuple
+
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.planner.peaks import Peaks, Stages, gradient_phase
+from dtlayout.planner.space import Pipeline, Sharding, Space
+
+Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "shared otherwise", "ranked"]
+"""What became of a layout; "bounded" may fit, but is slower by its lower bound alone, "slower" was simulated, and
+"shared otherwise" differs from a ranked one in nothing but kernels and how its ranks share the state."""
+
+
+class State(NamedTuple):
+    """Parameters, gradients and optimizer of each group of ranks."""
+
+    num_parameters: tuple[float, ...]
+    """Parameters of a rank."""
+    ways: tuple[tuple[Sharding, tuple[float, ...]], ...]
+    """Least bytes, for each way to share them."""
+    least: tuple[float, ...]
+    """The least in any of them."""
+
+
+class Variant(NamedTuple):
+    """One way to share a candidate's state."""
+
+    sharding: Sharding
+    """The way."""
+    least_bytes: float
+    """What the fullest rank needs at least."""
+
+
+class Candidate(NamedTuple):
+    """Layouts that differ in nothing but how their ranks share the state."""
+
+    place: int
+    """Of its layout among all that are legal: candidates of one place differ in their kernels."""
+    layout: Layout
+    """With its state shared in some way."""
+    part: StageLayout
+    """What its work depends on."""
+    kernels: Kernels
+    """Its kernels."""
+    num_microbatches: int
+    """In a step."""
+    stages: Stages
+    """Its pipeline's."""
+    num_parameters: tuple[float, ...]
+    """Of a rank of each group of these."""
+    variants: list[Variant]
+    """Those that may fit."""
+
+
+@dataclass
+class LeftOut:
+    """What became of layouts that are no candidates."""
+
+    counts: Counter[Reason] = field(default_factory=Counter)
+    """How many, by reason."""
+    least_bytes: float = inf
+    """Of those that don't fit, the least that any needs at least."""
+    smallest: tuple[Layout, Kernels] | None = None
+    """The layout that needs it."""
+
+
+class Candidates:
+    """Finds the candidates of one space; what layouts share is computed once."""
+
+    def __init__(self, space: Space, estimator: Estimator, peaks: Peaks, allowed_bytes: float):
+        """A rank may hold `allowed_bytes`."""
+        self.space, self.estimator, self.peaks, self.allowed_bytes = space, estimator, peaks, allowed_bytes
+        self.examples = cache(self._find_examples)
+        """Every way to share the state at some tp and pp, with a layout of these degrees that does."""
+        self._kernels, self._undominated = cache(self._find_kernels), cache(self._find_undominated)
+        self._states = cache(self._find_states)
+
+    def find(self, left_out: LeftOut) -> Iterator[Candidate]:
+        """All of them; the others are counted."""
+        space, place = self.space, 0
+        for tp, pp, dp in space.degrees:
+            num_shardings = len(space.shardings(tp, dp))
+            num_kernels = sum(len(self._kernels(tp, recompute)) for recompute in space.recompute)
+            num_each = len(space.recompute) * num_shardings * len(space.kernels)
+            tensor = [sp for sp in space.sequence_parallel(tp) if space.allows_tensor(tp, sp)]
+            num_tensor = len(space.sequence_parallel(tp))
+            for (schedule, v), micro_batch in product(space.orders(pp), space.micro_batches):
+                is_legal = tensor and space.allows_pipeline(Pipeline(pp, schedule, v, dp, micro_batch))
+                num_legal = len(tensor) * num_shardings * num_kernels if is_legal else 0
+                left_out.counts["not legal"] += num_tensor * num_each - num_legal
+                if not num_legal:
+                    continue
+                for sp, recompute in product(tensor, space.recompute):
+                    layout = Layout(
+                        tp=tp, pp=pp, dp_shard=dp, schedule=schedule, virtual_stages=v, micro_batch=micro_batch,
+                        sequence_parallel=sp, recompute=recompute, **space.constant,
+                    )  # fmt: skip
+                    best = self._undominated(part_of(layout, StageLayout))
+                    num_slower = len(self._kernels(tp, recompute)) - len(best)
+                    left_out.counts["slower kernels"] += num_slower * num_shardings
+                    for kernels in best:
+                        if candidate := self.make(layout, kernels, left_out, place):
+                            yield candidate
+                    place += 1
+
+    def make(self, layout: Layout, kernels: Kernels, left_out: LeftOut, place: int = 0) -> Candidate | None:
+        """The candidate of a legal layout; None if none of its variants can fit."""
+        part, pipeline = part_of(layout, StageLayout), PipelineLayout.of(layout)
+        m = layout.num_microbatches(self.space.scenario.batch)
+        held = self.peaks.held_bytes(self.peaks.block_bytes(part, kernels), pipeline, m)
+        state = self._states(pipeline, layout.tp, gradient_phase(layout, m))
+        allowed, known = self.allowed_bytes, left_out.least_bytes
+        if max(map(add, held, state.least), default=inf) > max(allowed, known):  # in any way, and by more than another
+            left_out.counts["does not fit"] += len(state.ways)
+            return None
+        variants = [Variant(sharding, max(map(add, held, least))) for sharding, least in state.ways]
+        fitting = [v for v in variants if v.least_bytes <= allowed]
+        left_out.counts["does not fit"] += len(variants) - len(fitting)
+        if len(fitting) < len(variants):
+            smallest = min((v for v in variants if v.least_bytes > allowed), key=attrgetter("least_bytes"))
+            if smallest.least_bytes < known:
+                left_out.least_bytes, left_out.smallest = smallest.least_bytes, (smallest.sharding.of(layout), kernels)
+        if not fitting:
+            return None
+        return Candidate(place, layout, part, kernels, m, self.peaks.stages(pipeline), state.num_parameters, fitting)
+
+    def _find_examples(self, tp: int, pp: int) -> dict[Sharding, Layout]:
+        cp = self.space.constant.get("cp", 1)
+        dp = self.space.scenario.cluster.num_gpus // (cp * tp * pp)
+        plain = Layout(tp=tp, pp=pp, cp=cp, dp_shard=dp)
+        return {sharding: sharding.of(plain) for sharding in self.space.shardings(tp, dp)}
+
+    def _find_states(self, pipeline: PipelineLayout, tp: int, phase: int) -> State:
+        examples = self.examples(tp, pipeline.pp)
+        parts = tuple([part_of(example, StateLayout) for example in examples.values()])
+        least = self.peaks.state_bytes(parts, pipeline, tp, phase)
+        num_parameters = tuple([self.peaks.sizes(group, tp)[0] for group in self.peaks.stages(pipeline).groups])
+        return State(
+            num_parameters, tuple(zip(examples, least, strict=True)), tuple(map(min, zip(*least, strict=True)))
+        )
+
+    def _find_kernels(self, tp: int, recompute: str) -> list[Kernels]:
+        return [kernels for kernels in self.space.kernels if self.space.allows_kernels(kernels, tp, recompute)]
+
+    def _find_undominated(self, part: StageLayout) -> list[Kernels]:
+        """Kernels but those that are no faster in any direction than others, and keep no less, in the same layout."""
+        kernels = self._kernels(part.tp, part.recompute)
+        if len(kernels) < 2:
+            return kernels
+        costs = []
+        for k in kernels:
+            block = self.estimator.block(part_of(part, BlockLayout), k)
+            head = self.estimator.head(part_of(part, BlockLayout), k)
+            waits = max(0.0, block.host_s - block.forward_s - block.backward_s)
+            sizes = self.peaks.block_bytes(part, k)
+            costs.append((block.forward_s, block.backward_s, head.forward_s + head.backward_s, *sizes, waits))
+        return [
+            k
+            for i, (k, own) in enumerate(zip(kernels, costs, strict=True))
+            if not any(
+                other[-1] == 0.0 and all(o <= mine for o, mine in zip(other[:-1], own[:-1], strict=True))
+                and (j < i or other != own)
+                for j, other in enumerate(costs) if j != i
+            )
+        ]  # fmt: skip
