@@ -60,8 +60,11 @@ class Kernel:
 
     def suits(self, device: Device, compute: Format) -> bool:
         """Whether it runs there in this format, as far as the device is known; its package may be missing."""
-        major = device.capability[0] if device.capability and self.capability else self.capability
-        return compute in self.formats(device.type) and major == self.capability
+        return compute in self.formats(device.type) and not self.is_for_others(device)
+
+    def is_for_others(self, device: Device) -> bool:
+        """Whether it is made for another generation of GPUs than this one is known to be of."""
+        return bool(device.capability) and self.capability not in (None, device.capability[0])
 
     def is_missing(self, device: Device) -> bool:
         """Whether it is known to lack its package."""
