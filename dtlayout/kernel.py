@@ -111,6 +111,13 @@ class AttentionKernel(Kernel):
     keeps_mask: bool = True
     """Whether its backward reads the mask."""
 
+    def __post_init__(self) -> None:
+        if bool(self.efficiency) == bool(self.traffic):
+            raise InvalidConfig(
+                f"kernels.attention={self.name} needs one constant that prices it; "
+                f"name efficiency, or traffic where it holds scores"
+            )
+
     @property
     def holds_scores(self) -> bool:
         """Whether S² scores of each head are in memory."""

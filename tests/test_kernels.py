@@ -217,6 +217,14 @@ def test_a_kernel_that_is_registered_is_a_choice_and_its_name_is_taken():
         Kernels(norm="mine")
 
 
+@pytest.mark.parametrize("constants", [{}, {"efficiency": "flash2_efficiency", "traffic": "softmax_traffic_bytes"}])
+def test_attention_without_a_price_or_with_two_is_refused(constants):
+    with pytest.raises(
+        InvalidConfig, match=r"kernels\.attention=mine needs one constant that prices it; name efficiency"
+    ):
+        AttentionKernel(name="mine", **constants)
+
+
 def test_a_function_is_given_or_named():
     assert find_kernel(NormKernel, "eager").load().__name__ == "eager_rms_norm"
     assert NormKernel(name="mine", function=len).load() is len
