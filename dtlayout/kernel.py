@@ -55,8 +55,9 @@ class Kernel:
 
     def formats(self, device_type: str = "auto") -> tuple[Format, ...]:
         """Number formats in which it computes on such a device; on any, where that is auto."""
-        both = tuple(dict.fromkeys((*self.cpu, *self.cuda)))
-        return {"cpu": self.cpu, "cuda": self.cuda, "auto": both}[device_type]
+        if device_type == "auto":
+            return tuple(dict.fromkeys((*self.cpu, *self.cuda)))
+        return self.cpu if device_type == "cpu" else self.cuda
 
     def suits(self, device: Device, compute: Format) -> bool:
         """Whether it runs there in this format, as far as the device is known; its package may be missing."""

@@ -54,7 +54,7 @@ class Kernels:
         return [known_kernels(name)[value] for name, value in chosen]
 
     def resolve(self, precision: Precision, device: Device) -> tuple["Kernels", str]:
-        """These with the fastest kernel that runs there where attention is auto, and why it is that.
+        """The choices with attention's auto replaced by the fastest kernel that runs there, and why it is that one.
 
         What is not known of the device is taken to be missing.
         """
