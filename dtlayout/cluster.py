@@ -63,8 +63,8 @@ class Gpu:
     """Start of a message between nodes, for each hop."""
     gpus_per_node: int
     """GPUs that share a node's links."""
-    capability: tuple[int, int] | None = None
-    """CUDA's compute capability; None where there is no CUDA."""
+    capability: tuple[int, ...] = ()
+    """CUDA's compute capability, major and minor; empty where there is none."""
     peak_fp32_flops_per_s: float | None = None
     """The same as the peak for matrices in fp32; None where nobody measured it, and then they count as bf16."""
     ranks_at_once: float = math.inf
@@ -199,16 +199,14 @@ def load_cluster(path: str | Path) -> Cluster:
 def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
     """The GPU type of a parsed constants file; InvalidConfig with every problem, each under the file's name."""
     problems = _unknown_keys(tables, ("gpu", "device_names", "capability", *_NUMBERS))
-    problems += [f"{key} is missing" for key in ("gpu", "device_names", *_NUMBERS) if key not in tables]
+    problems += [f"{key} is missing" for key in ("gpu", "device_names", "capability", *_NUMBERS) if key not in tables]
     present = [name for name in _NUMBERS if name in tables]
     problems += [line for name in present for line in _number_problems(name, tables[name], _NUMBERS[name][1])]
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
     numbers = {name: tables[name] for name in _NUMBERS}
-    names, capability = tuple(tables["device_names"]), tables.get("capability")
-    return Gpu(
-        name=tables["gpu"], device_names=names, capability=capability and tuple(capability), **_gpu_fields(numbers)
-    )
+    names, capability = tuple(tables["device_names"]), tuple(tables["capability"])
+    return Gpu(name=tables["gpu"], device_names=names, capability=capability, **_gpu_fields(numbers))
 
 
 @cache

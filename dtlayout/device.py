@@ -18,8 +18,8 @@ class Device:
     """What torch calls it."""
     peak_flops_per_s: float | None = None
     """Dense bf16 peak that MFU is measured against; a CPU's is that of the GPU that [cluster] names, if it does."""
-    capability: tuple[int, int] | None = None
-    """CUDA's compute capability; None if it is not known."""
+    capability: tuple[int, ...] = ()
+    """CUDA's compute capability, major and minor; empty if it is not known."""
     gpu: Gpu | None = None
     """The type that predictions are for, the CPU included; None if its numbers are not known."""
     packages: frozenset[str] | None = None
@@ -51,7 +51,7 @@ def describe_cpu(known: Gpu | None) -> Device:
     return Device("cpu", "cpu", known.peak_flops_per_s, gpu=find_gpu("cpu"))
 
 
-def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, int] | None) -> Device:
+def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> Device:
     """A GPU that torch calls `name`: of the type that [cluster] names, else of the one that reports itself so."""
     gpu = find_gpu_by_device(name) if known is None else known if known.device_type == "cuda" else None
     return Device("cuda", name, gpu.peak_flops_per_s if gpu else None, capability, gpu)

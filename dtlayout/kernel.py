@@ -55,13 +55,17 @@ class Kernel:
 
     def formats(self, device_type: str = "auto") -> tuple[Format, ...]:
         """Number formats in which it computes on such a device; on any, where that is auto."""
-        both = tuple(dict.fromkeys((*self.cpu, *self.cuda)))
-        return {"cpu": self.cpu, "cuda": self.cuda, "auto": both}[device_type]
+        if device_type == "auto":
+            return tuple(dict.fromkeys((*self.cpu, *self.cuda)))
+        return self.cpu if device_type == "cpu" else self.cuda
 
     def suits(self, device: Device, compute: Format) -> bool:
         """Whether it runs there in this format, as far as the device is known; its package may be missing."""
-        major = device.capability[0] if device.capability and self.capability else self.capability
-        return compute in self.formats(device.type) and major == self.capability
+        return compute in self.formats(device.type) and not self.is_for_others(device)
+
+    def is_for_others(self, device: Device) -> bool:
+        """Whether it is made for another generation of GPUs than this one is known to be of."""
+        return bool(device.capability) and self.capability not in (None, device.capability[0])
 
     def is_missing(self, device: Device) -> bool:
         """Whether it is known to lack its package."""
@@ -107,6 +111,13 @@ class AttentionKernel(Kernel):
     """Whether it gets keys and values once for every query head."""
     keeps_mask: bool = True
     """Whether its backward reads the mask."""
+
+    def __post_init__(self) -> None:
+        if bool(self.efficiency) == bool(self.traffic):
+            raise InvalidConfig(
+                f"kernels.attention={self.name} needs one constant that prices it; "
+                f"name efficiency, or traffic where it holds scores"
+            )
 
     @property
     def holds_scores(self) -> bool:

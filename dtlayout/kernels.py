@@ -54,11 +54,20 @@ class Kernels:
         return [known_kernels(name)[value] for name, value in chosen]
 
     def resolve(self, precision: Precision, device: Device) -> tuple["Kernels", str]:
-        """These with a kernel where attention is auto, and why it is that: `choose_attention`."""
+        """The choices with attention's auto replaced by the fastest kernel that runs there, and why it is that one.
+
+        What is not known of the device is taken to be missing.
+        """
         if self.attention != "auto":
             return self, "asked for"
-        attention, why = choose_attention(precision, device)
-        return replace(self, attention=attention), why
+        if device.type == "cpu":
+            return replace(self, attention="sdpa-flash"), "the CPU's one fused kernel"
+        surely = replace(device, capability=device.capability or (0, 0), packages=device.packages or frozenset())
+        for name, why in _FASTEST.items():
+            kernel = find_kernel(AttentionKernel, name)
+            if kernel.suits(surely, precision.compute) and not kernel.is_missing(surely):
+                return replace(self, attention=name), why
+        raise AssertionError("the last one runs everywhere")
 
     def check(self, precision: Precision, device: Device, *, tp: int = 1, recompute: str = "none") -> None:
         """Raise InvalidConfig with all of `problems`."""
@@ -119,15 +128,12 @@ def _describe_refusal(kernel: Kernel, precision: Precision, device: Device) -> s
     if not formats:
         here, there = ("the CPU", "CUDA") if device.type == "cpu" else ("CUDA", "the CPU")
         return f"{asked} runs on {there} alone; use {other} on {here}"
-    if compute not in formats:
-        where = " on CUDA" if device.type == "cuda" else ""
-        able = " or ".join(f"precision.compute={each}" for each in formats)
-        return f"{asked} does not compute in precision.compute={compute}{where}; use {able} or {other}"
-    assert device.capability is not None, "no other reason is left"
-    return (
-        f"{asked} runs on compute capability {kernel.capability}, and this GPU has "
-        f"{'.'.join(map(str, device.capability))}; use {other}"
-    )
+    if kernel.is_for_others(device):
+        had = ".".join(map(str, device.capability))
+        return f"{asked} runs on compute capability {kernel.capability}, and this GPU has {had}; use {other}"
+    where = " on CUDA" if device.type == "cuda" else ""
+    able = " or ".join(f"precision.compute={each}" for each in formats)
+    return f"{asked} does not compute in precision.compute={compute}{where}; use {able} or {other}"
 
 
 _LOSS_CHUNK = 1024
@@ -146,15 +152,3 @@ _FASTEST = {
     "sdpa-math": "the one kernel that computes in float64 on CUDA",
 }
 """What attention's auto may stand for, and why; the fastest first."""
-
-
-def choose_attention(precision: Precision, device: Device) -> tuple[str, str]:
-    """What attention's auto stands for on a device, and why. What is not known of the device is taken to be missing."""
-    if device.type == "cpu":
-        return "sdpa-flash", "the CPU's one fused kernel"
-    surely = replace(device, capability=device.capability or (0, 0), packages=device.packages or frozenset())
-    for name, why in _FASTEST.items():
-        kernel = find_kernel(AttentionKernel, name)
-        if kernel.suits(surely, precision.compute) and not kernel.is_missing(surely):
-            return name, why
-    raise AssertionError("the last one runs everywhere")

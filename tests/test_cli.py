@@ -111,6 +111,36 @@ def test_what_is_legal_but_hardly_meant_is_noted(files, capsys, overrides, world
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--kernels.attention=fa3"], "kernels.attention=fa3 runs on compute capability 9, and this GPU has 8.0; use"),
+        (["--precision.compute=float32"], "sdpa-flash does not compute in precision.compute=float32 on CUDA; use"),
+        (["--world", "4"], "layout dp4 mb1 zero1 is predicted to need "),
+        (
+            ["--cluster.gpu=cpu", "--kernels.norm=liger"],
+            "kernels.norm=liger runs on CUDA alone; use kernels.norm=fused",
+        ),
+        (
+            ["--train.device=cpu", "--kernels.norm=liger"],
+            "kernels.norm=liger runs on CUDA alone; use kernels.norm=fused",
+        ),
+    ],
+)
+def test_what_the_gpu_that_a_config_names_cannot_run_is_refused_before_there_is_one(capsys, arguments, problem):
+    assert main(["check", str(ROOT / "configs" / "llama-13b-64xa100.toml"), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert problem in line
+
+
+def test_a_package_that_is_not_here_is_noted_since_the_run_may_be_elsewhere(capsys, monkeypatch):
+    monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: None)
+    config = str(ROOT / "configs" / "llama-13b-64xa100.toml")
+    assert main(["check", config, "--world", "64", "--kernels.attention=flash-attn", "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith("kernels.attention=flash-attn: no package flash_attn here; install it: ")
+
+
 def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
     assert main(["prepare", str(files.config), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

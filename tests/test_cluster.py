@@ -115,9 +115,10 @@ def test_the_cpu_can_be_predicted_with_but_is_no_gpu_that_mfu_knows():
 def test_every_number_is_plausible(name):
     gpu = find_gpu(name)
     measured = {"peak_fp32_flops_per_s", "ranks_at_once", "prediction_error", "reached"}  # of users' machines alone
-    assert set(RANGES) == {f.name for f in fields(Gpu)} - {"name", "device_names"} - measured
+    assert set(RANGES) == {f.name for f in fields(Gpu)} - {"name", "device_names", "capability"} - measured
     outside = {key: getattr(gpu, key) for key, (low, high) in RANGES.items() if not low <= getattr(gpu, key) <= high}
     assert outside == {}
+    assert [type(part) for part in gpu.capability] == ([] if name in ("cpu", "mi300x-192g") else [int, int])
     assert (type(gpu.memory_bytes), type(gpu.gpus_per_node)) == (int, int)
     assert gpu.link_latency_s <= gpu.network_latency_s
     assert gpu.network_bytes_per_s <= gpu.link_bytes_per_s <= gpu.memory_bytes_per_s

@@ -22,7 +22,7 @@ from dtlayout.kernel import (
     list_kernels,
     register_kernel,
 )
-from dtlayout.kernels import Kernels, choose_attention, find_alternative
+from dtlayout.kernels import Kernels, find_alternative
 from dtlayout.precision import Precision
 
 PACKAGES = {kernel.package for kernel in list_kernels(Kernel) if kernel.package}
@@ -42,13 +42,13 @@ def test_flash_attention_on_cuda_computes_in_bf16_alone():
 @pytest.mark.parametrize(
     ("device_type", "capability", "compute", "modules", "attention"),
     [
-        ("cpu", None, "float64", (), "sdpa-flash"),
-        ("cpu", None, "bfloat16", ("flash_attn_interface", "flash_attn"), "sdpa-flash"),
+        ("cpu", (), "float64", (), "sdpa-flash"),
+        ("cpu", (), "bfloat16", ("flash_attn_interface", "flash_attn"), "sdpa-flash"),
         ("cuda", (9, 0), "bfloat16", ("flash_attn_interface",), "fa3"),
         ("cuda", (9, 0), "bfloat16", ("flash_attn", "liger_kernel"), "sdpa-flash"),
         ("cuda", (8, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
         ("cuda", (10, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
-        ("cuda", None, "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
+        ("cuda", (), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
         ("cuda", (9, 0), "bfloat16", None, "sdpa-flash"),
         ("cuda", (9, 0), "float32", ("flash_attn_interface",), "sdpa-efficient"),
         ("cuda", (9, 0), "float64", ("flash_attn_interface",), "sdpa-math"),
@@ -58,10 +58,8 @@ def test_auto_is_a_kernel_that_runs_there(device_type, capability, compute, modu
     precision = Precision(params="float64", compute=compute)
     packages = None if modules is None else frozenset(modules)
     device = Device(device_type, capability=capability, packages=packages)
-    found, why = choose_attention(precision, device)
-    assert found == attention and why
-    kernels, also_why = Kernels(attention="auto", norm="eager").resolve(precision, device)
-    assert (kernels, also_why) == (Kernels(attention=attention, norm="eager"), why)
+    kernels, why = Kernels(attention="auto", norm="eager").resolve(precision, device)
+    assert kernels == Kernels(attention=attention, norm="eager") and why
     kernels.check(precision, device)
 
 
@@ -85,7 +83,7 @@ def test_a_kernel_for_one_generation_of_gpus_is_refused_on_a_named_gpu_of_anothe
     kernels = Kernels(attention="fa3")
     for gpu in known_gpus().values():
         problems = kernels.problems(Precision(), device_of(gpu))
-        assert bool(problems) == (gpu.capability is not None and gpu.capability[0] != 9), gpu.name
+        assert bool(problems) == (gpu.capability != () and gpu.capability[0] != 9), gpu.name
 
 
 @given(
@@ -217,6 +215,14 @@ def test_a_kernel_that_is_registered_is_a_choice_and_its_name_is_taken():
                 register_kernel(NormKernel(name=name))
     with pytest.raises(InvalidConfig, match=r"kernels\.norm='mine' is unknown; use one of"):
         Kernels(norm="mine")
+
+
+@pytest.mark.parametrize("constants", [{}, {"efficiency": "flash2_efficiency", "traffic": "softmax_traffic_bytes"}])
+def test_attention_without_a_price_or_with_two_is_refused(constants):
+    with pytest.raises(
+        InvalidConfig, match=r"kernels\.attention=mine needs one constant that prices it; name efficiency"
+    ):
+        AttentionKernel(name="mine", **constants)
 
 
 def test_a_function_is_given_or_named():

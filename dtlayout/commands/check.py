@@ -2,10 +2,11 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from dtlayout.commands.arguments import add_config
 from dtlayout.config import Config, check_layout, load_config
+from dtlayout.kernel import find_packages
 from dtlayout.layout import Layout
 from dtlayout.mesh.ranks import crosses_node
 from dtlayout.models.counting import count_parameters
@@ -26,7 +27,11 @@ def run(options: argparse.Namespace) -> int:
     """Print what the config would do, or refuse it."""
     config = load_config(options.config, options.overrides)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
-    layout = check_layout(config, world_size)
+    layout = check_layout(config, world_size, config.device)
+    if options.world is not None and config.device.gpu is not None:
+        from dtlayout.training.prediction import refuse_hopeless  # only now: it imports the cost model
+
+        refuse_hopeless(config, layout, config.device.gpu)
     notes = _find_notes(config, layout)
     if options.json:
         document = {"ok": True, "world_size": world_size, "layout": asdict(layout), "notes": notes}
@@ -62,4 +67,5 @@ def _find_notes(config: Config, layout: Layout) -> list[str]:
         notes.append(f"tp={layout.tp} crosses nodes of {gpus} GPUs, and tp talks most; keep tp <= {gpus}")
     if layout.zero > 1 and layout.dp_shard == 1:
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
-    return notes
+    here = replace(config.device, packages=find_packages())  # the run may be elsewhere
+    return notes + config.kernels.problems(config.precision, here, tp=layout.tp, recompute=layout.recompute)

@@ -1,6 +1,7 @@
 """Scenario: what stays the same while layouts are compared, and how an engine cuts its model into stages for one."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster
@@ -47,7 +48,7 @@ class Scenario:
         """Whether the host computes itself, so that nothing is behind which its own time could hide."""
         return self.cluster.gpu.device_type == "cpu"
 
-    @property
+    @cached_property
     def device(self) -> Device:
         """Where its ranks run."""
         return device_of(self.cluster.gpu)

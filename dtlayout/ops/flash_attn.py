@@ -38,7 +38,10 @@ def override_flash(dispatch_key: str = "CUDA") -> Overrides:
 
 
 class _Kernels:
-    """The signatures of aten around the package's functions, which want [B, S, H, K]."""
+    """The signatures of aten around the package's functions, which want [B, S, H, K].
+
+    The dispatcher leaves out arguments at the end that have their default; only those of `forward` have any.
+    """
 
     def __init__(self, interface: Any):
         self.interface = interface
@@ -69,25 +72,8 @@ class _Kernels:
         lengths = q_BHSK.shape[2], k_BGSK.shape[2]
         return out_BHSK, log_sums_BHS, None, None, *lengths, rng_state, unused, debug_mask
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q_BHSK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        out_BHSK: Tensor,
-        log_sums_BHS: Tensor,
-        _starts_q: Tensor | None,
-        _starts_k: Tensor | None,
-        _max_q: int,
-        _max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        rng_state: Tensor,
-        _unused: Tensor,
-        *,
-        scale: float | None = None,
-    ) -> tuple[Tensor, ...]:
+    def backward(self, *arguments: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+        grad_out, q_BHSK, k_BGSK, v_BGSK, out_BHSK, log_sums_BHS, *_, dropout_p, is_causal, rng_state, _ = arguments
         gradients = tuple(torch.empty_like(t) for t in (q_BHSK, k_BGSK, v_BGSK))
         self.interface._flash_attn_backward(
             *(t.transpose(1, 2) for t in (grad_out, q_BHSK, k_BGSK, v_BGSK, out_BHSK)),
@@ -102,22 +88,8 @@ class _Kernels:
         )
         return gradients
 
-    def forward_by_document(
-        self,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        v_TGK: Tensor,
-        offsets_q: Tensor | None,
-        offsets_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        *,
-        scale: float | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
+    def forward_by_document(self, *arguments: Any, scale: float | None = None, **_: Any) -> tuple[Tensor, ...]:
+        q_THK, k_TGK, v_TGK, offsets_q, offsets_k, max_q, max_k, dropout_p, is_causal, return_debug_mask = arguments
         assert offsets_q is not None, "samples of one length go through scaled_dot_product_attention"
         out_THK, log_sums_HT, debug_mask, rng_state = self.interface._flash_attn_varlen_forward(
             *(q_THK, k_TGK, v_TGK, offsets_q, offsets_k, max_q, max_k, dropout_p, _scale(q_THK, scale)),
@@ -127,30 +99,12 @@ class _Kernels:
         )
         return out_THK, log_sums_HT, rng_state, rng_state.new_zeros(()), debug_mask
 
-    def backward_by_document(
-        self,
-        grad_out: Tensor,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        v_TGK: Tensor,
-        out_THK: Tensor,
-        log_sums_HT: Tensor,
-        offsets_q: Tensor,
-        offsets_k: Tensor,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        _rng_state: Tensor,
-        _unused: Tensor,
-        *,
-        scale: float | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
+    def backward_by_document(self, *arguments: Any, scale: float | None = None, **_: Any) -> tuple[Tensor, ...]:
+        grad_out, q_THK, k_TGK, v_TGK, out_THK, log_sums_HT, *documents, dropout_p, is_causal, _, _ = arguments
         gradients = tuple(torch.empty_like(t) for t in (q_THK, k_TGK, v_TGK))
         self.interface._flash_attn_varlen_backward(
             *(grad_out, q_THK, k_TGK, v_TGK, out_THK, log_sums_HT, *gradients),
-            *(offsets_q, offsets_k, max_q, max_k, dropout_p, _scale(q_THK, scale)),
+            *(*documents, dropout_p, _scale(q_THK, scale)),
             causal=is_causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_UNUSED,

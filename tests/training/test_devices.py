@@ -77,7 +77,7 @@ def test_a_gpu_that_no_constants_file_knows_has_no_peak(monkeypatch):
         (describe_gpu("NVIDIA H100 80GB HBM3", None, (9, 0)), None, "h100-80g-sxm"),
         (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("a100-80g-sxm"), (9, 0)), "a100-80g-sxm", "a100-80g-sxm"),
         (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("cpu"), (9, 0)), "cpu", None),
-        (describe_gpu("NVIDIA GeForce GTX 970", None, None), None, None),
+        (describe_gpu("NVIDIA GeForce GTX 970", None, ()), None, None),
     ],
 )
 def test_predictions_are_for_the_device_that_runs(device, known, name):
@@ -104,7 +104,7 @@ def test_what_is_expected_is_what_the_config_says_and_an_auto_the_gpu_that_it_na
     assert (expected.type, expected.gpu.name if expected.gpu else None) == (device_type, gpu)
     assert expected.packages is None
     is_named = expected.type == "cuda" and known in known_gpus()
-    assert expected.capability == (find_gpu(known).capability if is_named else None)
+    assert expected.capability == (find_gpu(known).capability if is_named else ())
 
 
 def test_without_torchrun_a_process_is_a_world_of_its_own(monkeypatch):
