@@ -10,6 +10,7 @@ from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.models.counting import count_parameters
+from dtlayout.optimizers import AdamW
 from dtlayout.planner.reasons import GIB, Verdict, describe_difference
 from dtlayout.planner.search import SearchResult
 from dtlayout.planner.sizing import ScaleRow
@@ -108,9 +109,10 @@ def _describe_scenario(scenario: Scenario) -> list[str]:
     known = "" if engine.is_calibrated else f", uncalibrated: no run of it on {engine.gpu} is known"
     per_node = cluster.gpus_per_node
     nodes = f" in nodes of {per_node}" if cluster.num_gpus > per_node > 1 else ""
+    updated = "" if scenario.optimizer == AdamW() else f", updated by {scenario.optimizer.name}"
     return [
         f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {cluster.num_gpus} x "
-        f"{cluster.gpu.name}{nodes}; {batch.global_batch} sequences of {batch.seq_len} tokens a step",
+        f"{cluster.gpu.name}{nodes}; {batch.global_batch} sequences of {batch.seq_len} tokens a step{updated}",
         f"engine {engine.name}{known}; predicted speeds are good to about {engine.error:.0%}",
         *describe_records(cluster.records),
     ]

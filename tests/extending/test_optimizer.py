@@ -50,6 +50,8 @@ def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(tmp_path, capsy
     ours = answer(capsys, "recommend", *LLAMA, *fixed, "--optimizer", "lion", "--emit", emitted)
     theirs = answer(capsys, "recommend", *LLAMA, *fixed)
     assert (ours["scenario"]["optimizer"], theirs["scenario"]["optimizer"]) == ("lion", "adamw")
+    assert main(["recommend", *LLAMA, *fixed, "--optimizer", "lion"]) == 0
+    assert "tokens a step, updated by lion\n" in capsys.readouterr().out
     (lion,), (adamw,) = ours["layouts"], theirs["layouts"]
     assert lion["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 2 / 16, rel=1e-3)
     assert adamw["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 8 / 16, rel=1e-3)

@@ -13,6 +13,7 @@ from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.parts import PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.model_shape import ModelShape
+from dtlayout.optimizers import SGD, AdamW
 from dtlayout.planner.peaks import Peaks, gradient_phase, group_stages
 from dtlayout.planner.space import Space
 
@@ -23,13 +24,16 @@ DEEP = ModelShape(
 
 
 @pytest.mark.parametrize("engine", known_engines())
-@pytest.mark.parametrize("model", [SHAPE, DEEP], ids=lambda model: model.name)
-def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, model):
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [(SHAPE, AdamW()), (DEEP, AdamW()), (DEEP, SGD())], ids=["tiny", "deep", "deep sgd"]
+)
+def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, model, optimizer):
     scenario = Scenario(
         model=model,
         batch=Batch(global_batch=16, seq_len=512),
         cluster=Cluster(gpu=find_gpu("h100-80g-sxm"), num_gpus=16, gpus_per_node=4),
         engine=find_engine(engine, "h100-80g-sxm"),
+        optimizer=optimizer,
     )
     estimator = Estimator(scenario)
     peaks = Peaks(estimator)

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dtlayout.optimizers import AdamW
+from dtlayout.measure.memory import StorageTracker
+from dtlayout.measure.work import WorkCounter
+from dtlayout.optimizers import SGD, AdamW
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 
 ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -54,6 +56,26 @@ def test_every_parameter_of_every_stage_is_updated_once_and_only_matrices_decay(
         **{id(stage.norm): 0.0 for stage in stages},
     }
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+
+
+SETTINGS = [AdamW(), SGD(), SGD(momentum=0.0), SGD(weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd", "no momentum", "sgd that decays"])
+def test_a_later_update_keeps_and_moves_what_is_said_of_it(settings):
+    stage = nn.ParameterList([torch.randn(64, 64)])
+    optimizer = build_optimizer([stage], settings)
+    (parameter,) = stage.parameters()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    counter = WorkCounter(lambda: None)
+    with StorageTracker([stage], [optimizer], observers=[counter.observe]) as tracker:
+        optimizer.step()
+    moved = sum(what.moved_bytes * count for (_, what), count in counter.counts.items())
+    assert moved == pytest.approx(parameter.numel() * settings.update_bytes, rel=1e-3)
+    assert tracker.current.optimizer == parameter.numel() * settings.state_bytes(4) + settings.step_bytes
+    state = {name for name in optimizer.state[parameter] if name != "step"}
+    assert state == set(settings.state)
 
 
 def test_a_stage_without_matrices_or_without_vectors_has_one_group():
