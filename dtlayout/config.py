@@ -23,6 +23,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.presets import PRESETS
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, find_schedule
 from dtlayout.precision import Precision
 
 _RANGES: dict[str, Callable[[float], bool]] = {
@@ -275,6 +276,9 @@ def check_layout(config: Config, world_size: int) -> Layout:
         nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
         problems.append(config.layout.describe_misfit(world_size, nearest or [smallest]))
     problems += layout.problems(config.model, config.batch)
+    if find_schedule(layout.schedule).splits_backward:
+        what = f"schedule={layout.schedule} splits backwards, which can be predicted, not trained"
+        problems.append(f"{what}; use schedule={DEFAULT_SCHEDULE}")
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     problems += config.kernels.problems(config.precision, config.train.device, tp=layout.tp, recompute=layout.recompute)

@@ -10,7 +10,6 @@ the same blocks are one group: of a group the first rank, which warms up longest
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from operator import mul
 from typing import Any, NamedTuple, TypeVar
 
 from dtlayout.costmodel import memory
@@ -20,7 +19,9 @@ from dtlayout.costmodel.scenario import count_state_shards
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.timing import in_flight_peaks
+from dtlayout.pipelining.placement import Placement
+from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
@@ -74,18 +75,18 @@ class BlockBytes(NamedTuple):
     """Logits and what the loss makes of them."""
 
 
-def group_stages(slices: Sequence[StageSlice], pp: int, recompute: Recompute) -> Stages:
+def group_stages(slices: Sequence[StageSlice], placement: Placement, recompute: Recompute) -> Stages:
     """Put the ranks of a pipeline into groups."""
     classes = tuple((len(s.layers), sum(map(recompute.covers, s.layers)), s.embedding, s.head) for s in slices)
     ranks: dict[tuple[StageClass, ...], list[int]] = {}
-    for rank in range(pp):
-        ranks.setdefault(classes[rank::pp], []).append(rank)
+    for rank in range(placement.num_ranks):
+        ranks.setdefault(placement.take(classes, rank), []).append(rank)
     groups = []
     for group, members in ranks.items():
         above = classes[: members[-1]]
         counts = tuple((c, above.count(c)) for c in dict.fromkeys(above))
         recomputes, has_head = any(c[1] for c in group), any(c[3] for c in group)
-        chunks = tuple(slices[members[0] :: pp])
+        chunks = placement.take(slices, members[0])
         groups.append(RankGroup(tuple(members), chunks, group, counts, recomputes, has_head))
     examples = dict(zip(reversed(classes), reversed(slices), strict=True))
     return Stages(tuple(slices), classes, tuple(groups), (tuple(examples.values()), tuple(examples)))
@@ -104,8 +105,8 @@ class Peaks:
     def stages(self, layout: Layout) -> Stages:
         """The stages of a layout in groups."""
         recompute = self.remember(layout.recompute, lambda: Recompute.parse(layout.recompute))
-        key = ("stages", layout.pp, layout.num_stages, layout.stage_layers, recompute.every)
-        return self.remember(key, lambda: group_stages(self.estimator.stages(layout), layout.pp, recompute))
+        key = ("stages", layout.placement, layout.stage_layers, recompute.every)
+        return self.remember(key, lambda: group_stages(self.estimator.stages(layout), layout.placement, recompute))
 
     def block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
         """What blocks and head hold of a microbatch."""
@@ -212,18 +213,18 @@ class Peaks:
 def gradient_phase(layout: Layout, m: int) -> int:
     """0: one microbatch, nothing accumulates; 2: gradients of all stages are there when most is in flight; else 1.
 
-    That is a round after every stage had its first backward; for interleaved-1f1b five rounds are enough.
+    They are where a step repeats itself, whose last microbatch alone does something else.
     """
-    warm_up = {"gpipe": m, "1f1b": layout.pp, "interleaved-1f1b": 5 * layout.pp}[layout.schedule]
-    return 0 if m == 1 else 2 if m > warm_up else 1
+    enough = find_schedule(layout.schedule).enough
+    repeats = enough is not None and m + 1 >= enough(layout.pp, layout.virtual_stages)
+    return 0 if m == 1 else 2 if repeats else 1
 
 
-def _count_blocks(layout: Layout, stages: Stages, m: int) -> list[set[tuple[int, int]]]:
+def _count_blocks(layout: Layout, stages: Stages, m: int) -> list[set[tuple[float, float]]]:
     """For each group, at its fullest moments, blocks in flight that keep all and that are recomputed."""
-    peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
     found = []
     for group in stages.groups:
         whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
-        moments = peaks[group.ranks[0]]
-        found.append({(sum(map(mul, moment, whole)), sum(map(mul, moment, covered))) for moment in moments})
+        moments = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, group.ranks[0])
+        found.append(set(zip(weigh_moments(moments, whole), weigh_moments(moments, covered), strict=True)))
     return found
