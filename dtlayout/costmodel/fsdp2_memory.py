@@ -30,7 +30,7 @@ from dtlayout.pipelining.actions import RELEASE, Action, Kind, result_of
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT
-from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
@@ -55,7 +55,7 @@ def fullest_bytes(
     to_stage = _StageMaker(scenario, layout, kernels)
     for rank in ranks:
         own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
-        rows = _order(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
+        rows = _rows(find_schedule(layout.schedule), layout.placement, m, rank)
         places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
         message = changes((_B, own[0].size.share))
         phases = [own[step[0]].play(step).times(count) if step else message for step, count in places]
@@ -73,7 +73,7 @@ def action_bytes(
     own = [to_stage(chunk) for chunk in placement.take(stages, rank)]
     held = sum(sequence(stage.state for stage in own).left)
     yield None, held, held
-    for action, step, leaves_message in _steps(layout.schedule, placement, m, rank):
+    for action, step, leaves_message in _steps(find_schedule(layout.schedule), placement, m, rank):
         phase = own[step[0]].play(step)
         before, held = held, held + sum(phase.left) + leaves_message * own[0].size.share
         yield action, before + sum(phase.fullest), held
@@ -91,18 +91,18 @@ def token_bytes(scenario: Scenario, layout: Layout) -> float:
     return _TOKEN_BYTES * scenario.batch.num_tokens / (layout.dp * layout.cp)
 
 
-def _steps(schedule: str, placement: Placement, m: int, rank: int) -> Iterator[tuple[Action, _Step, bool]]:
+def _steps(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> Iterator[tuple[Action, _Step, bool]]:
     """A rank's actions as steps of its stages, and whether a message is left that has not gone.
 
     Those are the first ones to each neighbour.
     """
-    actions = find_schedule(schedule).order(placement, rank, m)
+    actions = schedule.order(placement, rank, m)
     last = {action.stage: action for action in actions if action.kind in RELEASE}
     begun: set[tuple[bool, int]] = set()
     num_sent = Counter[int]()
     for action in actions:
         chunk, kind = placement.chunk_of(action.stage), action.kind
-        step = (chunk, kind, (kind is Kind.FORWARD, chunk) not in begun, action == last[action.stage])
+        step = (chunk, kind, (kind is Kind.FORWARD, chunk) not in begun, action == last.get(action.stage))
         if kind is not Kind.BACKWARD_INPUT:
             begun.add((kind is Kind.FORWARD, chunk))
         receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
@@ -113,22 +113,21 @@ def _steps(schedule: str, placement: Placement, m: int, rank: int) -> Iterator[t
 
 
 @lru_cache(maxsize=256)
-def _order(schedule: str, p: int, v: int, m: int, rank: int) -> list[tuple[_Step | None, int]]:
+def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> list[tuple[_Step | None, int]]:
     """The steps of a rank, each with how often it is done in a row; None is a message that has not gone.
 
     Of a long step a part is enough, see `PipelineSchedule`.
     """
-    played = find_schedule(schedule)
-    shorter = min(m, _PLAYED_IN_ROWS) if played.is_breadth_first else played.shorten(p, v, m)
+    shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else schedule.shorten(placement, m)
     rows: list[tuple[_Step | None, int]] = []
-    for _, step, leaves_message in _steps(schedule, played.place(p, v), shorter, rank):
+    for _, step, leaves_message in _steps(schedule, placement, shorter, rank):
         if rows and rows[-1][0] == step:
             rows[-1] = (step, rows[-1][1] + 1)
         else:
             rows.append((step, 1))
         if leaves_message:
             rows.append((None, 1))
-    if played.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
+    if schedule.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
         longest = {step: place for place, (step, _) in enumerate(rows) if step and not step[2] and not step[3]}
         for step, place in longest.items():
             rows[place] = (step, rows[place][1] + m - shorter)

@@ -44,8 +44,8 @@ class PipelineSchedule:
     whole_rounds: bool = False
     """Whether p must divide the microbatches."""
 
-    enough: Callable[[int, int], int] | None = None
-    """From p and v, microbatches that show all that there is: a longer step holds no more and repeats what these do.
+    enough: Callable[[Placement], int] | None = None
+    """Microbatches that show all that there is: a longer step holds no more and repeats what these do.
 
     None where more microbatches hold more, or where nobody knows: a long step is then played whole.
     """
@@ -65,9 +65,9 @@ class PipelineSchedule:
         """For each rank its forwards and backwards in their order."""
         return [self.order(placement, rank, num_microbatches) for rank in range(placement.num_ranks)]
 
-    def shorten(self, p: int, v: int, m: int) -> int:
+    def shorten(self, placement: Placement, m: int) -> int:
         """Microbatches of the shortest step that holds as much as one of m, and repeats nothing."""
-        return min(m, self.enough(p, v)) if self.enough else m
+        return min(m, self.enough(placement)) if self.enough else m
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -107,14 +107,14 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
     return [*forwards[:warm_up], *(action for pair in pairs for action in pair), *backwards[steady:]]
 
 
-def _two_more_than_ranks(p: int, v: int) -> int:
+def _two_more_than_ranks(placement: Placement) -> int:
     """All in flight, one more, and the last: a microbatch in the middle changes nothing."""
-    return p + 2
+    return placement.num_ranks + 2
 
 
-def _three_rounds(p: int, v: int) -> int:
+def _three_rounds(placement: Placement) -> int:
     """After two every stage has had a backward, and all are in flight again."""
-    return 3 * p
+    return 3 * placement.num_ranks
 
 
 _SCHEDULES = {

@@ -137,9 +137,9 @@ def in_flight_peaks(
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
     (((4, 1), (1, 1)), ((3, 1), (2, 1)))
     """
-    p, v, m = num_ranks, virtual_stages, num_microbatches
-    played = _check_sizes(schedule, p, v, m)
-    return _in_flight_peaks(played, p, v, played.shorten(p, v, m), rank)
+    played = _check_sizes(schedule, num_ranks, virtual_stages, num_microbatches)
+    placement = played.place(num_ranks, virtual_stages)
+    return _in_flight_peaks(played, placement, played.shorten(placement, num_microbatches), rank)
 
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
@@ -158,14 +158,15 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
 
 
 @lru_cache(maxsize=1024)
-def _in_flight_peaks(schedule: PipelineSchedule, p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
-    return schedule.fast.in_flight(p, v, m, rank) if schedule.fast else count_in_flight(schedule, p, v, m, rank)
+def _in_flight_peaks(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> tuple[Moment, ...]:
+    if schedule.fast:
+        return schedule.fast.in_flight(placement.num_ranks, placement.virtual_stages, m, rank)
+    return count_in_flight(schedule, placement, m, rank)
 
 
-def count_in_flight(schedule: PipelineSchedule, p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
+def count_in_flight(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> tuple[Moment, ...]:
     """What `in_flight_peaks` gives, by playing the actions of a rank."""
-    placement = schedule.place(p, v)
-    counts, grows = [0] * v, False
+    counts, grows = [0] * placement.virtual_stages, False
     moments = set()
     for action in schedule.order(placement, rank, m):
         if action.kind is Kind.FORWARD:

@@ -175,8 +175,10 @@ class Peaks:
         if not self._is_fsdp2:
             ranks = self.estimator.memory(layout, kernels)
         else:
-            firsts = [group.ranks[0] for group in stages.groups]
-            ranks = memory.estimate_ranks(self.scenario, layout, kernels, stages.slices, firsts)
+            # Of a schedule that nobody looked at it is not known that the first rank of a group holds most.
+            num_looked_at = 1 if find_schedule(layout.schedule).fast else None
+            members = [rank for group in stages.groups for rank in group.ranks[:num_looked_at]]
+            ranks = memory.estimate_ranks(self.scenario, layout, kernels, stages.slices, members)
         needed = peak = 0.0
         for rank in ranks:
             needed, peak = max(needed, rank.needed), max(peak, rank.total)
@@ -216,7 +218,7 @@ def gradient_phase(layout: Layout, m: int) -> int:
     They are where a step repeats itself, whose last microbatch alone does something else.
     """
     enough = find_schedule(layout.schedule).enough
-    repeats = enough is not None and m + 1 >= enough(layout.pp, layout.virtual_stages)
+    repeats = enough is not None and m + 1 >= enough(layout.placement)
     return 0 if m == 1 else 2 if repeats else 1
 
 

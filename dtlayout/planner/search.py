@@ -29,6 +29,7 @@ from dtlayout.costmodel.update import update_times
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.planner.peaks import Peaks, RankGroup, StageClass, Stages, gradient_phase
 from dtlayout.planner.space import Order, Pipeline, Sharding, Space
 
@@ -396,7 +397,7 @@ def _share(layout: Layout, sharding: Sharding) -> Layout:
 
 def _bound_group_s(skeleton: _Skeleton, group: RankGroup, delay_s: float) -> float:
     """`timing.lower_bound` of a group: its last rank is busy while the first microbatch is down there and back."""
-    work = skeleton.work
-    away_s = sum(n * (work[c].forward_s + work[c].backward_s) for c, n in group.before)
+    work, comes_back = skeleton.work, not find_schedule(skeleton.layout.schedule).splits_backward
+    away_s = sum(n * (work[c].forward_s + comes_back * work[c].backward_s) for c, n in group.before)
     busy_s = sum(work[c].forward_s + work[c].backward_s for c in group.classes)
-    return away_s + 2 * delay_s * group.ranks[-1] + skeleton.m * busy_s
+    return away_s + (1 + comes_back) * delay_s * group.ranks[-1] + skeleton.m * busy_s

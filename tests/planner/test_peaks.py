@@ -58,7 +58,7 @@ def test_ranks_with_the_same_stages_are_one_group():
         )
     )
     layout = next(pair[0] for pair in Space(estimator.scenario).layouts() if pair[0].pp == 8)
-    stages = group_stages(estimator.stages(layout), 8, Recompute.parse("full"))
+    stages = group_stages(estimator.stages(layout), layout.placement, Recompute.parse("full"))
     assert sorted(rank for group in stages.groups for rank in group.ranks) == list(range(8))
     assert all(group.recomputes for group in stages.groups)
     assert [group.has_head for group in stages.groups].count(True) == 1
