@@ -20,6 +20,8 @@ _HOMES = {
     "Plan": "dtlayout.plans.plan",
     "make_plan": "dtlayout.plans.plan",
     "make_schedule": "dtlayout.pipelining.schedule",
+    "PipelineSchedule": "dtlayout.pipelining.schedules",
+    "register_schedule": "dtlayout.pipelining.schedules",
     "layer_costs": "dtlayout.pipelining.partition",
     "partition": "dtlayout.pipelining.partition",
     "Llama": "dtlayout.models.llama",

@@ -7,18 +7,19 @@ lists everything that is wrong with a layout at once, each problem in one line w
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from math import gcd
-from typing import Any, Literal, get_args
+from math import gcd, inf
+from typing import Any, Literal
 
 from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.model_shape import ModelShape, divisors
+from dtlayout.pipelining.placement import Placement
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, PipelineSchedule, find_schedule, known_schedules
 from dtlayout.recompute import Recompute
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _POSITIVE = (*AXES, "micro_batch", "virtual_stages")
-_ALLOWED: dict[str, tuple[Any, ...]] = {"schedule": get_args(ScheduleName), "zero": (1, 2, 3)}
+_NO_VIRTUAL_STAGES: dict[str, Any] = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,10 @@ class Layout:
     """Shard the residual stream and the norms over tp along the sequence; without effect at tp = 1."""
     micro_batch: int = 1
     """Sequences in one forward of one data-parallel rank."""
-    schedule: ScheduleName = "1f1b"
-    """Order of forwards and backwards in the pipeline."""
+    schedule: str = DEFAULT_SCHEDULE
+    """Order of forwards and backwards in the pipeline, one of `pipelining.schedules`."""
     virtual_stages: int = 1
-    """Stages on each pipeline rank; above 1 only with interleaved-1f1b."""
+    """Stages on each pipeline rank; above 1 only with a schedule that takes them."""
     stage_layers: tuple[int, ...] = ()
     """Blocks of each stage, first to last; empty shares them out by cost."""
     zero: Literal[1, 2, 3] = 1
@@ -57,9 +58,10 @@ class Layout:
         problems += [f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks"] * (
             min(self.stage_layers, default=1) < 1
         )
-        for name, allowed in _ALLOWED.items():
+        choices: dict[str, list[Any]] = {"schedule": [s.name for s in known_schedules()], "zero": [1, 2, 3]}
+        for name, allowed in choices.items():
             if values[name] not in allowed:
-                problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {list(allowed)}")
+                problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {allowed}")
         try:
             Recompute.parse(self.recompute)
         except InvalidConfig as error:
@@ -86,6 +88,11 @@ class Layout:
     def is_pipelined(self) -> bool:
         """Whether stages lie on several ranks."""
         return self.pp > 1
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which stage."""
+        return find_schedule(self.schedule).place(self.pp, self.virtual_stages)
 
     @property
     def shards_sequence(self) -> bool:
@@ -232,20 +239,13 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
 
 def _check_pipeline(layout: Layout, model: ModelShape) -> list[_Broken]:
     pp, v, layers, stage_layers = layout.pp, layout.virtual_stages, model.num_layers, layout.stage_layers
-    no_virtual_stages: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1}
     broken = []
     if layout.num_stages > layers:
         repairs: list[dict[str, Any]] = [{"virtual_stages": fewer} for fewer in range(min(v, layers // pp), 1, -1)]
-        repairs += [no_virtual_stages] * (v > 1) + [{"pp": fewer} for fewer in range(layers // v, 0, -1)]
+        repairs += [_NO_VIRTUAL_STAGES] * (v > 1) + [{"pp": fewer} for fewer in range(layers // v, 0, -1)]
         what = f"pp={pp} * virtual_stages={v} makes {layout.num_stages} stages, more than num_layers={layers}"
         broken.append(_Broken("stages", what, repairs))
-    interleaved = layout.schedule == "interleaved-1f1b"
-    if interleaved and (pp == 1 or v == 1):
-        what = f"schedule=interleaved-1f1b needs pp > 1 and virtual_stages > 1, but pp={pp} and virtual_stages={v}"
-        broken.append(_Broken("interleaved", what, [{"virtual_stages": 2}, no_virtual_stages]))
-    if not interleaved and v > 1:
-        what = f"virtual_stages={v} has no meaning for schedule={layout.schedule}"
-        broken.append(_Broken("virtual", what, [{"virtual_stages": 1}, {"schedule": "interleaved-1f1b"}]))
+    broken += _check_virtual_stages(layout, find_schedule(layout.schedule))
     by_cost: dict[str, Any] = {"stage_layers": ()}
     if stage_layers and len(stage_layers) != layout.num_stages:
         what = (
@@ -261,16 +261,31 @@ def _check_pipeline(layout: Layout, model: ModelShape) -> list[_Broken]:
     return broken
 
 
+def _check_virtual_stages(layout: Layout, schedule: PipelineSchedule) -> list[_Broken]:
+    pp, v = layout.pp, layout.virtual_stages
+    least, most = schedule.least_virtual_stages, schedule.most_virtual_stages
+    if schedule.takes(pp, v):
+        return []
+    if most == 1:
+        others = [{"schedule": other.name} for other in known_schedules() if other.takes(pp, v)]
+        what = f"virtual_stages={v} has no meaning for schedule={layout.schedule}"
+        return [_Broken("virtual", what, [{"virtual_stages": 1}, *others])]
+    number = f"= {least}" if least == most else f"> {least - 1}" if most == inf else f"from {least} to {most}"
+    needs = "pp > 1 and " * (least > 1) + f"virtual_stages {number}"
+    what = f"schedule={layout.schedule} needs {needs}, but pp={pp} and virtual_stages={v}"
+    return [_Broken("virtual", what, [{"virtual_stages": int(min(max(v, least), most))}, _NO_VIRTUAL_STAGES])]
+
+
 def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     """The global batch makes whole microbatches, as many as the schedule needs."""
     pp, size, unit = layout.pp, batch.global_batch, layout.dp * layout.micro_batch
-    m = layout.num_microbatches(batch)
-    lacks_microbatches = layout.schedule == "1f1b" and m < pp
-    has_odd_microbatches = layout.schedule == "interleaved-1f1b" and m % pp > 0
-    if not (size % unit or lacks_microbatches or has_odd_microbatches):
+    m, schedule = layout.num_microbatches(batch), find_schedule(layout.schedule)
+    least = schedule.least_rounds * pp
+    has_odd_microbatches = schedule.whole_rounds and m % pp > 0
+    if not (size % unit or m < least or has_odd_microbatches):
         return []
-    # Every schedule is content with some number of microbatches at most pp away from m, or from pp.
-    near = range(max(1, m - pp) * unit, (max(m, pp) + pp + 1) * unit, unit)
+    # Every schedule is content with some number of microbatches at most pp away from m, or from what it needs at least.
+    near = range(max(1, m - pp) * unit, (max(m, pp, least) + pp + 1) * unit, unit)
     batches = ({"global_batch": n} for n in _nearest(size, near))
     smaller = ({"micro_batch": n} for n in _nearest(layout.micro_batch, divisors(size)))
     if size % unit:
@@ -278,14 +293,14 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
             f"global_batch={size} is not a multiple of dp * micro_batch = {layout.dp} * {layout.micro_batch} = {unit}"
         )
         return [_Broken("multiple", what, chain(smaller, batches))]
-    what = f"global_batch={size} with dp={layout.dp} and micro_batch={layout.micro_batch} gives {m}"
-    if lacks_microbatches:
-        fewer = ({"pp": n} for n in range(m, 0, -1))
-        what = f"schedule=1f1b needs at least pp={pp} microbatches, but {what}"
-        return [_Broken("microbatches", what, chain(smaller, batches, fewer))]
-    what = f"schedule=interleaved-1f1b needs a multiple of pp={pp} microbatches, but {what}"
-    plain = {"schedule": "1f1b", "virtual_stages": 1}
-    return [_Broken("microbatches", what, chain(smaller, batches, [plain]))]
+    times = f"{schedule.least_rounds} * " if schedule.least_rounds > 1 else ""
+    needs = f"at least {times}pp={pp}" if m < least else f"a multiple of pp={pp}"
+    what = (
+        f"schedule={layout.schedule} needs {needs} microbatches, but global_batch={size} with dp={layout.dp} and "
+        f"micro_batch={layout.micro_batch} gives {m}"
+    )
+    fewer = ({"pp": n} for n in range(min(m, pp - 1), 0, -1) if m < least)
+    return [_Broken("microbatches", what, chain(smaller, batches, fewer, [_NO_VIRTUAL_STAGES] * has_odd_microbatches))]
 
 
 def _check_axes(layout: Layout) -> list[_Broken]:

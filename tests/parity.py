@@ -10,6 +10,7 @@ from functools import partial, partialmethod
 
 import numpy as np
 import torch
+from outside import V_GPIPE, registered
 from torch import Tensor
 
 from dtlayout.batch import Batch
@@ -129,6 +130,12 @@ def run_layout(case: Case) -> Outcome | None:
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, _to_numpy(gradients), _to_numpy(parameters))
+
+
+def run_in_a_v(case: Case) -> Outcome | None:
+    """As `run_layout`, with a schedule whose stages lie in a V."""
+    with registered(V_GPIPE):
+        return run_layout(case)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "values": [
         "model_shape", "batch", "device", "kernel", "kernels", "precision", "recompute", "layout", "toml", "cluster",
         "signals", "files", "ranges", "optimizers",
+        "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.schedules",
     ],
     "models": ["models.presets", "models.description", "models.families", "models.counting", "models.files"],
     "planning": [

@@ -19,8 +19,10 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.sharing import time_shared_pipeline
-from dtlayout.pipelining.timing import PipelineTime, StageTimes, time_pipeline
+from dtlayout.pipelining.timing import PipelineTime, time_pipeline
+from dtlayout.pipelining.waves import StageTimes
 from dtlayout.recompute import Recompute
 
 HOPELESS_SHARE = 1.25
@@ -181,7 +183,7 @@ class Estimator:
         pipeline = self.play(layout, m, work, delay_s)
         fixed_s = self.fixed_s(m, peak_bytes)
         ranks = [
-            _split_time(rank, work[rank :: layout.pp], m, pipeline, *update, fixed_s)
+            _split_time(rank, layout.placement.take(work, rank), m, pipeline, *update, fixed_s)
             for rank, update in updates.items()
         ]
         return max(ranks, key=lambda time: time.total)
@@ -190,23 +192,25 @@ class Estimator:
         """No step of this layout is shorter: the busiest rank's own work, without bubble, reduction and update."""
         work = self.work(layout, kernels)
         m = max(1, layout.num_microbatches(self.scenario.batch))
-        return m * max(sum(w.forward_s + w.backward_s for w in work[r :: layout.pp]) for r in range(layout.pp))
+        ranks = (layout.placement.take(work, rank) for rank in range(layout.pp))
+        return m * max(sum(w.forward_s + w.backward_s for w in own) for own in ranks)
 
     def update_s(self, rank: int, layout: Layout, m: int, work: Sequence[StageWork]) -> tuple[float, float]:
         """Exposed data-parallel communication and the optimizer of a pipeline rank, seconds."""
-        chunks = self.stages(layout)[rank :: layout.pp]
+        chunks, own = layout.placement.take(self.stages(layout), rank), layout.placement.take(work, rank)
         n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
-        own = work[rank :: layout.pp]
         forward_s, backward_s = sum(w.forward_s for w in own), sum(w.backward_s for w in own)
         num_layers = sum(len(chunk.layers) for chunk in chunks)
         return update_times(self.scenario, layout, n, num_layers, m, forward_s, backward_s)
 
     def play(self, layout: Layout, m: int, work: Sequence[StageWork], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""
+        splits_backward = find_schedule(layout.schedule).splits_backward
         times = StageTimes(
             forward_s=tuple(w.forward_s for w in work),
             backward_s=tuple(w.backward_s for w in work),
             message_s=(delay_s,) * (len(work) - 1),
+            backward_weight_s=tuple(w.weight_s for w in work) if splits_backward else (),
         )
         at_once = self.scenario.cluster.ranks_at_once / (layout.world_size / layout.pp)
         order = (layout.schedule, layout.pp, layout.virtual_stages, m, times)

@@ -20,25 +20,28 @@ from dtlayout.costmodel.fsdp2_blocks import (
 )
 from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
-from dtlayout.costmodel.phase import IDLE, Bytes, Part, Phase, changes, fullest_of, sequence
+from dtlayout.costmodel.phase import IDLE, NOTHING, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
+from dtlayout.pipelining.actions import RELEASE, Action, Kind, result_of
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.schedule import Action, Kind, make_order
+from dtlayout.pipelining.placement import Placement
+from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT
+from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
 _P, _A, _B = Part.PARAMETERS, Part.ACTIVATIONS, Part.BUFFERS
 _TOKEN_BYTES = 16
 """A token and its target, int64."""
-_SENDS_IN_FLIGHT = 2
-"""Messages to one neighbour that the runtime keeps until they have gone."""
 
 
-_Step = tuple[int, bool, bool, bool]
-"""Which of a rank's stages, whether it goes forward, and whether it is the stage's first or last."""
+_Step = tuple[int, Kind, bool, bool]
+"""Which of a rank's stages, what it does, and whether that is the stage's first or, in backward, last."""
+_PLAYED_IN_ROWS = 4
+"""Microbatches of a breadth-first step: two whose messages have not gone, one in the middle, and the last."""
 
 
 def fullest_bytes(
@@ -48,9 +51,12 @@ def fullest_bytes(
     m = max(1, layout.num_microbatches(scenario.batch))
     to_stage = _StageMaker(scenario, layout, kernels)
     for rank in ranks:
-        own = [to_stage(chunk) for chunk in stages[rank :: layout.pp]]
-        phases, order = _play_gpipe(own[0], m) if layout.schedule == "gpipe" else _play_1f1b(own, layout, m, rank)
-        yield fullest_of(sequence(stage.state for stage in own).left, phases, order)
+        own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
+        rows = _rows(find_schedule(layout.schedule), layout.placement, m, rank)
+        places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        message = changes((_B, own[0].size.share))
+        phases = [own[step[0]].play(step).times(count) if step else message for step, count in places]
+        yield fullest_of(sequence(stage.state for stage in own).left, phases, [places[row] for row in rows])
 
 
 def action_bytes(
@@ -60,18 +66,13 @@ def action_bytes(
 
     First, with None for the action, what is there before the step.
     """
-    p, v = layout.pp, layout.virtual_stages
-    to_stage = _StageMaker(scenario, layout, kernels)
-    own = [to_stage(chunk) for chunk in stages[rank::p]]
+    placement, to_stage = layout.placement, _StageMaker(scenario, layout, kernels)
+    own = [to_stage(chunk) for chunk in placement.take(stages, rank)]
     held = sum(sequence(stage.state for stage in own).left)
     yield None, held, held
-    num_sent = Counter[int]()
-    for action in make_order(layout.schedule, rank, p, v, m):
-        phase = own[action.stage // p].play(action, m)
-        before, held = held, held + sum(phase.left)
-        if (peer := _receiver(action, rank, p, v)) is not None and num_sent[peer] < _SENDS_IN_FLIGHT:
-            num_sent[peer] += 1
-            held += own[0].size.share
+    for action, step, leaves_message in _steps(find_schedule(layout.schedule), placement, m, rank):
+        phase = own[step[0]].play(step)
+        before, held = held, held + sum(phase.left) + leaves_message * own[0].size.share
         yield action, before + sum(phase.fullest), held
 
 
@@ -87,60 +88,47 @@ def token_bytes(scenario: Scenario, layout: Layout) -> float:
     return _TOKEN_BYTES * scenario.batch.num_tokens / (layout.dp * layout.cp)
 
 
-def _play_gpipe(stage: "_Stage", m: int) -> tuple[list[Phase], Sequence[int]]:
-    """All forwards, then all backwards, with the messages that have not gone yet."""
-    message = changes((_B, stage.size.share))
-    sent_forward, sent_backward = message.times(stage.sends_forward), message.times(stage.sends_backward)
-    forward, backward = stage.forward(is_first=False), stage.backward(is_first=False, is_last=False)
-    phases = [stage.forward(is_first=True), sent_forward]
-    if m > 1:
-        phases += [forward, sent_forward, forward.times(m - _SENDS_IN_FLIGHT)]
-    phases += [stage.backward(is_first=True, is_last=m == 1), sent_backward]
-    if m > 2:
-        phases += [backward, sent_backward, backward.times(m - _SENDS_IN_FLIGHT - 1)]
-    if m > 1:
-        phases.append(stage.backward(is_first=False, is_last=True))
-    return phases, range(len(phases))
+def _steps(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> Iterator[tuple[Action, _Step, bool]]:
+    """A rank's actions as steps of its stages, and whether a message is left that has not gone.
 
-
-def _play_1f1b(stages: Sequence["_Stage"], layout: Layout, m: int, rank: int) -> tuple[list[Phase], Sequence[int]]:
-    """Plain or interleaved, with the messages that have not gone yet."""
-    steps, order = _order(layout.schedule, rank, layout.pp, layout.virtual_stages, m)
-    played = [changes((_B, stages[0].size.share))]
-    for stage, is_forward, is_first, is_last in steps:
-        if is_forward:
-            played.append(stages[stage].forward(is_first=is_first))
-        else:
-            played.append(stages[stage].backward(is_first=is_first, is_last=is_last))
-    return played, order
-
-
-@lru_cache(maxsize=1024)
-def _order(schedule: str, rank: int, p: int, v: int, m: int) -> tuple[list[_Step], list[int]]:
-    """The different steps of a rank, and their order: i is the i-th of them, 0 a message that has not gone.
-
-    Those are the first ones to each neighbour. Of a long step a part is enough: once every stage has had a backward, a
-    pipeline that goes on holds again what it held, after one microbatch more (1f1b) or a round of p (interleaved-1f1b).
+    Those are the first ones to each neighbour.
     """
-    m = min(m, p + 2 if schedule == "1f1b" else 3 * p)
-    steps: dict[_Step, int] = {}
-    order: list[int] = []
+    actions = schedule.order(placement, rank, m)
+    last = {action.stage: action for action in actions if action.kind in RELEASE}
+    begun: set[tuple[bool, int]] = set()
     num_sent = Counter[int]()
-    for action in make_order(schedule, rank, p, v, m):
-        step = (action.stage // p, action.kind is Kind.FORWARD, action.microbatch == 0, action.microbatch == m - 1)
-        order.append(steps.setdefault(step, len(steps) + 1))
-        if (peer := _receiver(action, rank, p, v)) is not None and num_sent[peer] < _SENDS_IN_FLIGHT:
-            num_sent[peer] += 1
-            order.append(0)
-    return list(steps), order
+    for action in actions:
+        chunk, kind = placement.chunk_of(action.stage), action.kind
+        step = (chunk, kind, (kind is Kind.FORWARD, chunk) not in begun, action == last.get(action.stage))
+        if kind is not Kind.BACKWARD_INPUT:
+            begun.add((kind is Kind.FORWARD, chunk))
+        receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
+        stays = receiver is not None and num_sent[receiver] < SENDS_IN_FLIGHT
+        if receiver is not None:
+            num_sent[receiver] += 1
+        yield action, step, stays
 
 
-def _receiver(action: Action, rank: int, p: int, v: int) -> int | None:
-    """The pipeline rank that gets what an action makes; None at the pipeline's ends."""
-    is_forward = action.kind is Kind.FORWARD
-    if action.stage == (p * v - 1 if is_forward else 0):
-        return None
-    return (rank + (1 if is_forward else -1)) % p
+@lru_cache(maxsize=256)
+def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> list[tuple[_Step | None, int]]:
+    """The steps of a rank, each with how often it is done in a row; None is a message that has not gone.
+
+    Of a long step a part is enough, see `PipelineSchedule`.
+    """
+    shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else schedule.shorten(placement, m)
+    rows: list[tuple[_Step | None, int]] = []
+    for _, step, leaves_message in _steps(schedule, placement, shorter, rank):
+        if rows and rows[-1][0] == step:
+            rows[-1] = (step, rows[-1][1] + 1)
+        else:
+            rows.append((step, 1))
+        if leaves_message:
+            rows.append((None, 1))
+    if schedule.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
+        longest = {step: place for place, (step, _) in enumerate(rows) if step and not step[2] and not step[3]}
+        for step, place in longest.items():
+            rows[place] = (step, rows[place][1] + m - shorter)
+    return rows
 
 
 class _StageMaker:
@@ -150,10 +138,11 @@ class _StageMaker:
         self.model, self.layout = scenario.model, layout
         self.size, self.sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
         self.recompute = Recompute.parse(layout.recompute)
-        self.known: dict[tuple[bool, ...], _Stage] = {}
+        self.known: dict[tuple[bool, bool, int, int], _Stage] = {}
 
     def __call__(self, chunk: StageSlice) -> "_Stage":
-        key = chunk.embedding, chunk.head, *map(self.recompute.covers, chunk.layers)
+        every = self.recompute.every
+        key = chunk.embedding, chunk.head, len(chunk.layers), chunk.layers.start % every if every else 0
         if key not in self.known:
             self.known[key] = _Stage(self.model, self.layout, chunk, self.size, self.sharding)
         return self.known[key]
@@ -176,7 +165,7 @@ class _Stage:
         self.kept_mask = size.mask if keeps_mask else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.share
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
-        self.all_units = [*ends, *[self.units.block] * len(chunk.layers)]
+        self.all_units = [*((unit, 1) for unit in ends), (self.units.block, len(chunk.layers))]
         self._known: dict[tuple[str, bool, bool], Phase] = {}
 
     @cached_property
@@ -188,16 +177,18 @@ class _Stage:
     def state(self) -> Phase:
         """Masters and what the optimizer keeps of them."""
         params, optimizer = self.sharding.params, self.sharding.optimizer
-        count = sum(unit.count(self.sharding.shards) for unit in self.all_units)
-        steps = optimizer.step_bytes * sum(len(unit.weights) for unit in self.all_units)
-        return changes((_P, params * count), (Part.OPTIMIZER, optimizer.state_bytes(params) * count + steps))
+        num_parameters = sum(count * unit.count(self.sharding.shards) for unit, count in self.all_units)
+        steps = optimizer.step_bytes * sum(count * len(unit.weights) for unit, count in self.all_units)
+        kept = optimizer.state_bytes(params) * num_parameters + steps
+        return changes((_P, params * num_parameters), (Part.OPTIMIZER, kept))
 
-    def play(self, action: Action, m: int) -> Phase:
-        """An action of m microbatches."""
-        is_first, is_last = action.microbatch == 0, action.microbatch == m - 1
-        if action.kind is Kind.FORWARD:
+    def play(self, step: _Step) -> Phase:
+        """A step of this stage; what a backward in two parts holds is held until the second one is over."""
+        _, kind, is_first, is_last = step
+        if kind is Kind.FORWARD:
             return self.forward(is_first=is_first)
-        return self.backward(is_first=is_first, is_last=is_last)
+        whole = self.backward(is_first=is_first, is_last=is_last)
+        return Phase(whole.fullest, NOTHING) if kind is Kind.BACKWARD_INPUT else whole
 
     def forward(self, *, is_first: bool) -> Phase:
         """One microbatch; the first one gathers what ZeRO-1 and -2 keep."""
@@ -287,8 +278,9 @@ class _Stage:
         if units.root:
             yield sharding.finish_backward(units.root, reduced if reduces else None, is_first=is_first, is_last=is_last)
             reduced = units.root
+        summed = sum(count * sharding.summed(unit) for unit, count in self.all_units)
         yield changes(
-            (_B, -sharding.reduction(reduced) - sum(map(sharding.summed, self.all_units)) if is_last else 0.0),
+            (_B, -sharding.reduction(reduced) - summed if is_last else 0.0),
             (_B, 0.0 if self.has_head else -size.share),
             (_A, 0.0 if self.has_embedding else -size.share - self.received),
         )

@@ -21,9 +21,10 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.description import Activation, Linear, Norm, Rotary, SelfAttention, Weight
 from dtlayout.models.families import describe
+from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.schedule import Action
-from dtlayout.pipelining.timing import in_flight_peaks
+from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
+from dtlayout.pipelining.waves import Moment
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
@@ -80,9 +81,9 @@ def estimate_ranks(
             yield _estimate_fsdp2_rank(scenario, layout, fullest)
         return
     m = max(1, layout.num_microbatches(scenario.batch))
-    peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
     for rank in ranks:
-        yield _estimate_rank(scenario, layout, kernels, stages[rank :: layout.pp], peaks[rank])
+        peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
+        yield _estimate_rank(scenario, layout, kernels, layout.placement.take(stages, rank), peaks)
 
 
 def estimate_curve(
@@ -117,7 +118,7 @@ def _estimate_rank(
     layout: Layout,
     kernels: Kernels,
     chunks: Sequence[StageSlice],
-    peaks: Sequence[Sequence[int]],
+    peaks: Sequence[Moment],
 ) -> MemoryEstimate:
     constants = scenario.engine.constants
     n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
@@ -186,14 +187,14 @@ def activation_bytes(
     layout: Layout,
     kernels: Kernels,
     chunks: Sequence[StageSlice],
-    peaks: Sequence[Sequence[int]],
+    peaks: Sequence[Moment],
 ) -> float:
     """Of all microbatches in flight at the fullest moment: Σ microbatches · layers · bytes a layer."""
     tokens, recompute = tokens_of(scenario, layout), Recompute.parse(layout.recompute)
     whole, kept = block_bytes_per_token(scenario, layout, kernels)
     covered = [sum(recompute.covers(layer) for layer in chunk.layers) for chunk in chunks]
     by_chunk = [c * kept + (len(chunk.layers) - c) * whole for c, chunk in zip(covered, chunks, strict=True)]
-    in_flight = max(sum(n * size for n, size in zip(peak, by_chunk, strict=True)) for peak in peaks)
+    in_flight = max(weigh_moments(peaks, by_chunk))
     working_set = whole - kept if any(covered) else 0.0
     return tokens * (in_flight + working_set)
 
@@ -257,7 +258,7 @@ def run_ahead_bytes(
     layout: Layout,
     kernels: Kernels,
     chunks: Sequence[StageSlice],
-    peaks: Sequence[Sequence[int]],
+    peaks: Sequence[Moment],
 ) -> float:
     """Full-width buffers that asynchronous tp collectives hold because the host starts them before the GPU gets there.
 
@@ -272,7 +273,7 @@ def run_ahead_bytes(
     flops = 6 * tokens * count_block_parameters(scenario.model) / t
     layer_s = flops / (0.55 * scenario.cluster.gpu.peak_flops_per_s)
     ahead = max(0.0, 1 - constants.run_ahead_host_s / layer_s)
-    in_flight = max(sum(peak) for peak in peaks)
+    in_flight = max(weigh_moments(peaks, [1] * len(chunks)))
     more = min(constants.run_ahead_microbatches, max(0, m - in_flight)) if constants.run_ahead_microbatches else 0.0
     per_microbatch = sum(len(chunk.layers) for chunk in chunks) * block_bytes_per_token(scenario, layout, kernels)[0]
     return ahead * tokens * (constants.message_saved_bytes * h * in_flight + more * per_microbatch)

@@ -11,8 +11,10 @@ is not in its key. `tests/costmodel/test_parts.py` holds that each part has what
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
-from dtlayout.layout import Layout, ScheduleName
+from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.pipelining.placement import Placement
+from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.recompute import Recompute
 
 
@@ -50,7 +52,7 @@ class PipelineLayout(NamedTuple):
     """What the stages of a pipeline and the microbatches in flight depend on, beside how many of these there are."""
 
     pp: int
-    schedule: ScheduleName
+    schedule: str
     virtual_stages: int
     stage_layers: tuple[int, ...]
     recompute_every: int
@@ -66,6 +68,11 @@ class PipelineLayout(NamedTuple):
     def num_stages(self) -> int:
         """Pieces that the model is cut into."""
         return self.pp * self.virtual_stages
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which stage."""
+        return find_schedule(self.schedule).place(self.pp, self.virtual_stages)
 
 
 class StateLayout(NamedTuple):

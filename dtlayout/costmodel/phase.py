@@ -53,8 +53,8 @@ class Phase:
         >>> sum(changes((Part.LOGITS, 3), (Part.LOGITS, -2)).times(5).fullest)
         7.0
         """
-        if count < 1:
-            return IDLE
+        if count <= 1:
+            return self if count == 1 else IDLE
         before_last = tuple((count - 1) * size for size in self.left)
         last = add(before_last, self.fullest)
         return Phase(last if sum(last) > sum(self.fullest) else self.fullest, add(before_last, self.left))

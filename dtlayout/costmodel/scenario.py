@@ -6,21 +6,13 @@ from functools import cached_property
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster
 from dtlayout.costmodel.engine import Engine
+from dtlayout.costmodel.stage_split import STAGE_SPLITS
 from dtlayout.device import Device, device_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.optimizers import AdamW, Optimizer
-from dtlayout.pipelining.partition import (
-    LayerCosts,
-    StageSlice,
-    layer_costs,
-    share_out,
-    share_out_by_threshold,
-    share_out_from_front,
-    to_slices,
-)
+from dtlayout.pipelining.partition import StageSlice, to_slices
 from dtlayout.precision import Precision
 
 
@@ -67,22 +59,5 @@ def count_state_shards(layout: Layout) -> int:
 
 def cut(scenario: Scenario, layout: Layout) -> list[StageSlice]:
     """The stages of a layout as the engine cuts them, where the layout does not say so itself."""
-    return to_slices(layout.stage_layers or count_stage_layers(scenario, layout.num_stages))
-
-
-def count_stage_layers(scenario: Scenario, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage by the engine's rule."""
-    model = scenario.model
-    match scenario.engine.habits.stage_split:
-        case "cost":
-            return share_out(layer_costs(model, scenario.batch), num_stages)
-        case "parameters":
-            return share_out_from_front(_parameter_costs(model, with_embedding=True), num_stages)
-        case "threshold":
-            return share_out_by_threshold(_parameter_costs(model, with_embedding=False), num_stages)
-
-
-def _parameter_costs(model: ModelShape, *, with_embedding: bool) -> LayerCosts:
-    ends = float(count_embedding_parameters(model))
-    blocks = (float(count_block_parameters(model)),) * model.num_layers
-    return LayerCosts(blocks=blocks, embedding=ends * with_embedding, head=ends)
+    split = STAGE_SPLITS[scenario.engine.habits.stage_split]
+    return to_slices(layout.stage_layers or split(scenario.model, scenario.batch, layout.num_stages))

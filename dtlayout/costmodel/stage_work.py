@@ -33,6 +33,8 @@ class StageWork:
     """All of forward."""
     backward_s: float
     """All of backward."""
+    weight_s: float = 0.0
+    """Of backward, the gradients of weights, which a schedule may put off."""
 
 
 def stage_work(
@@ -64,6 +66,7 @@ def stage_work(
         host_s=host_forward_s + host_backward_s,
         forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
         backward_s=backward_s + backward_tp_s + again_s + host_backward_s + send_backward_s,
+        weight_s=num_layers * (block.forward_s - block.attention_s - block.elementwise_s),
     )
 
 

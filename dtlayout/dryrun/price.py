@@ -20,13 +20,14 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.measure.operations import Attention, Matmul, Pass
 from dtlayout.mesh.axes import AXES, PP, TP, axis_sizes, axis_strides
-from dtlayout.pipelining.schedule import Action, Kind
+from dtlayout.pipelining.actions import Action, Kind
 
 
 def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]) -> TimeEstimate | None:
     """The step of the rank, of those that were run, that ends last; None unless both ends of the pipeline were run."""
     by_pp_rank = {report.coordinate[PP]: report for report in reports}
-    if not {0, layout.pp - 1} <= by_pp_rank.keys():
+    placement = layout.placement
+    if not {placement.rank_of(0), placement.rank_of(layout.num_stages - 1)} <= by_pp_rank.keys():
         return None
     estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
     ranks = {rank: _Rank(scenario, layout, kernels, report) for rank, report in by_pp_rank.items()}

@@ -39,7 +39,8 @@ from dtlayout.measure.work import WorkCounter
 from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides
 from dtlayout.mesh.ranks import coordinate
 from dtlayout.model_shape import ModelShape
-from dtlayout.pipelining.schedule import Action, Kind
+from dtlayout.pipelining.actions import Action, Kind
+from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.plans.init import allocate
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer
@@ -100,11 +101,9 @@ def dry_run(
 
 def fold(layout: Layout, batch: Batch) -> Batch:
     """The batch with no more microbatches than show all that happens: [Note: folding]."""
-    p, v, m = layout.pp, layout.virtual_stages, layout.num_microbatches(batch)
-    if layout.schedule == "gpipe":
-        return batch
-    enough = p + 2 if v == 1 else 3 * p
-    return replace(batch, global_batch=min(m, enough) * layout.micro_batch * layout.dp)
+    m = layout.num_microbatches(batch)
+    enough = find_schedule(layout.schedule).shorten(layout.placement, m)
+    return replace(batch, global_batch=enough * layout.micro_batch * layout.dp)
 
 
 class _Observer:

@@ -12,6 +12,7 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.kernel import Kernel, kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule, known_schedules, register_schedule
 
 _LOOK_EVERY_S = 0.5
 """Between two looks at how far the processes are."""
@@ -34,8 +35,9 @@ def dry_run_ranks(
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
     shares = processes.RawArray("d", len(ranks))
     with ProcessPoolExecutor(
-        min(len(ranks), os.cpu_count() or 1), processes, _keep_shares, (shares,), max_tasks_per_child=1
-    ) as pool:
+        min(len(ranks), os.cpu_count() or 1), processes, _begin, (shares, find_schedule(layout.schedule)),
+        max_tasks_per_child=1,
+    ) as pool:  # fmt: skip
         waiting = {
             pool.submit(_dry_run, place, kernels.records, config, layout, kernels, rank, **options)
             for place, rank in enumerate(ranks)
@@ -55,9 +57,12 @@ _shares: MutableSequence[float] = []
 """In a process of the pool: how far each of the ranks is."""
 
 
-def _keep_shares(shares: MutableSequence[float]) -> None:
+def _begin(shares: MutableSequence[float], schedule: PipelineSchedule) -> None:
+    """What a process of the pool takes over: where to note how far it is, and a schedule that is not shipped."""
     global _shares
     _shares = shares
+    if schedule.name not in [known.name for known in known_schedules()]:
+        register_schedule(schedule)
 
 
 def _dry_run(place: int, records: list[Kernel], *arguments: Any, **options: Any) -> RankReport:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.operations import Operation
-from dtlayout.pipelining.schedule import Action
+from dtlayout.pipelining.actions import Action
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 Costs come in as plain numbers (seconds, FLOPs, bytes: the caller's choice), so that this file needs no cost model.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
@@ -28,7 +26,7 @@ class LayerCosts:
     """Added to the last stage."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StageSlice:
     """The part of a model that one pipeline stage holds."""
 
@@ -91,61 +89,16 @@ def share_out(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     return _solve(num_stages, num_blocks, stage_cost, add_square, allowed)[1]
 
 
-@cache
-def share_out_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage where the dearest is as cheap as can be, and stages are filled from the first one on.
-
-    DeepSpeed's rule (runtime/utils, partition_balanced). Embedding and head count as layers of their own, so a stage
-    may hold one of them alone, and the last stages may be small.
-
-    >>> share_out_from_front(LayerCosts(blocks=(1.0,) * 10, embedding=1.5, head=1.5), 3)
-    (3, 4, 3)
-    """
-    layers = [costs.embedding, *costs.blocks, costs.head]
-    prefix = [0.0, *accumulate(layers)]
-    caps = sorted({after - before for i, before in enumerate(prefix) for after in prefix[i + 1 :]})
-    cap = caps[bisect_left(caps, True, key=lambda c: _fill(prefix, num_stages, c)[-1] == len(layers))]
-    ends = _fill(prefix, num_stages, cap)
-    starts = [0, *ends[:-1]]
-    return tuple(max(0, min(end, len(layers) - 1) - max(start, 1)) for start, end in zip(starts, ends, strict=True))
-
-
-def _fill(prefix: Sequence[float], num_stages: int, cap: float) -> list[int]:
-    """End of each stage where each takes all the layers that the cap allows; layers are left if it is too small."""
-    ends, allowed = [0], cap * (1 + 1e-12)
-    for _ in range(num_stages):
-        start = ends[-1]
-        ends.append(bisect_right(prefix, prefix[start] + allowed, lo=start) - 1)
-    return ends[1:]
-
-
-def share_out_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage where stage i ends with the block that reaches (i + 1) / num_stages of all costs.
-
-    nanotron's rule (pipeline_parallel/engine, 2024). The last stages may have no block.
-
-    >>> share_out_by_threshold(LayerCosts(blocks=(1.0,) * 16, head=4.0), 4)
-    (5, 5, 5, 1)
-    """
-    total = costs.embedding + sum(costs.blocks) + costs.head
-    counts, reached = [0] * num_stages, costs.embedding
-    stage = 0
-    for block in costs.blocks:
-        counts[stage] += 1
-        reached += block
-        while stage < num_stages - 1 and reached >= total * (stage + 1) / num_stages * (1 - 1e-12):
-            stage += 1
-    return tuple(counts)
-
-
 def _share_out_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Each block to the stage that is cheapest with it, the last of equals: least maximum and least squares at once."""
-    block, counts = costs.blocks[0], [1] * num_stages
-    heap = [(block, -stage) for stage in range(num_stages)]
+    block, num_blocks = costs.blocks[0], len(costs.blocks)
+    sure = max(1, num_blocks // num_stages - 1)  # no stage between the ends gets fewer
+    counts = [1, *[sure] * (num_stages - 2), 1][:num_stages] if num_stages > 1 else [1]
+    heap = [(count * block, -stage) for stage, count in enumerate(counts)]
     heap[0] = (heap[0][0] + costs.embedding, 0)
     heap[-1] = (heap[-1][0] + costs.head, 1 - num_stages)
     heapify(heap)
-    for _ in range(len(costs.blocks) - num_stages):
+    for _ in range(num_blocks - sum(counts)):
         cost, stage = heap[0]
         counts[-stage] += 1
         heapreplace(heap, (cost + block, stage))

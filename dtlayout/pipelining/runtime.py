@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.errors import DtlayoutError
 from dtlayout.mesh.axes import PP
-from dtlayout.pipelining.schedule import Action, Kind, Schedule
+from dtlayout.pipelining.actions import Action, Kind
+from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT, Schedule, receive_of
 from dtlayout.pipelining.stage import Boundary
 
-SENDS_IN_FLIGHT = 2
-"""Messages that a rank may have under way to one neighbour before it waits for the oldest, which bounds the memory they
-hold. The order of messages makes waiting safe: see [Note: one global order of messages] in schedule.py."""
+_CANNOT_RUN = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 
 
 class BackwardHook(Protocol):
@@ -48,11 +47,17 @@ def build_runtime(
 ) -> "Runtime":
     """The runtime of this rank.
 
-    `modules` are those of `schedule.stages_of(rank)`, in that order. `sync` is what `apply_plan` gave for each, or
-    empty where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match.
+    `modules` are those of `schedule.placement.stages_of(rank)`, in that order. `sync` is what `apply_plan` gave for
+    each, or empty where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match, or if
+    the schedule has backwards in two parts.
     """
+    if cannot := [a for actions in schedule.ranks for a in actions if a.kind in _CANNOT_RUN]:
+        raise DtlayoutError(
+            f"schedule {schedule.name} splits backwards ({cannot[0]}), which can be predicted, not run yet; "
+            f"use one with whole backwards"
+        )
     rank = mesh[PP].get_local_rank()
-    stages = schedule.stages_of(rank)
+    stages = schedule.placement.stages_of(rank)
     sync = sync or [NothingToSync()] * len(stages)
     if not len(modules) == len(sync) == len(stages):
         raise DtlayoutError(
@@ -129,7 +134,7 @@ class _Step:
         self.inputs = inputs
         self.contexts = contexts
         self.targets = targets
-        self.received: dict[Action, tuple[Tensor, dist.Work]] = {}
+        self.received: dict[Action, tuple[Tensor, dist.Work | None]] = {}
         self.to_send: dict[Action, Tensor] = {}
         self.sending: dict[int, deque[tuple[Tensor, dist.Work]]] = {}
         self.pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
@@ -141,10 +146,8 @@ class _Step:
                 self._forward(action)
             case Kind.BACKWARD:
                 self._backward(action)
-            case Kind.SEND_FORWARD:
-                self._send(action, to_stage=action.stage + 1)
-            case Kind.SEND_BACKWARD:
-                self._send(action, to_stage=action.stage - 1)
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                self._send(action)
             case Kind.RECEIVE_FORWARD:
                 self._receive(action, from_stage=action.stage - 1)
             case Kind.RECEIVE_BACKWARD:
@@ -160,7 +163,7 @@ class _Step:
 
     def _forward(self, action: Action) -> None:
         stage, i = action.stage, action.microbatch
-        is_first, is_last = stage == 0, stage == self.runtime.schedule.num_stages - 1
+        is_first, is_last = stage == 0, stage == self.runtime.schedule.placement.num_stages - 1
         if is_first:
             x = self.inputs[i]
         else:
@@ -171,24 +174,32 @@ class _Step:
             self.loss = output.detach() if self.loss is None else self.loss + output.detach()
         else:
             _check_boundary(output, self.runtime.boundary, stage)
-            self.to_send[Action(Kind.SEND_FORWARD, stage, i)] = output.detach()
+            self._hand_on(Action(Kind.SEND_FORWARD, stage, i), output.detach())
         # The edge is enough for backward; the output's memory goes when its message has gone.
         self.pending_backward[stage, i] = (x, get_gradient_edge(output))
 
     def _backward(self, action: Action) -> None:
         stage, i = action.stage, action.microbatch
         x, edge = self.pending_backward.pop((stage, i))
-        is_last = stage == self.runtime.schedule.num_stages - 1
+        is_last = stage == self.runtime.schedule.placement.num_stages - 1
         gradient = None if is_last else self._take(Action(Kind.RECEIVE_BACKWARD, stage, i))
         self.runtime.sync[stage].before_backward(is_last=action in self.runtime.last_backwards)
         torch.autograd.backward((edge,), (gradient,) if gradient is not None else None)
         if stage > 0:
             assert x.grad is not None, "a stage's output depends on its input"
-            self.to_send[Action(Kind.SEND_BACKWARD, stage, i)] = x.grad
+            self._hand_on(Action(Kind.SEND_BACKWARD, stage, i), x.grad)
 
-    def _send(self, action: Action, to_stage: int) -> None:
+    def _hand_on(self, send: Action, tensor: Tensor) -> None:
+        """Keep a result for its message, or give it to the next stage where this rank holds that too."""
+        receive = receive_of(send)
+        if receive.stage in self.runtime.modules:
+            self.received[receive] = (tensor, None)
+        else:
+            self.to_send[send] = tensor
+
+    def _send(self, action: Action) -> None:
         tensor = self.to_send.pop(action).contiguous()
-        peer = self.runtime.schedule.rank_of(to_stage)
+        peer = self.runtime.schedule.placement.rank_of(receive_of(action).stage)
         queue = self.sending.setdefault(peer, deque())
         while len(queue) >= SENDS_IN_FLIGHT:
             queue.popleft()[1].wait()
@@ -197,12 +208,13 @@ class _Step:
     def _receive(self, action: Action, from_stage: int) -> None:
         boundary = self.runtime.boundary
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.runtime.device_type)
-        peer = self.runtime.schedule.rank_of(from_stage)
+        peer = self.runtime.schedule.placement.rank_of(from_stage)
         self.received[action] = (tensor, _started(dist.irecv(tensor, group=self.runtime.group, group_src=peer)))
 
     def _take(self, action: Action) -> Tensor:
         tensor, work = self.received.pop(action)
-        work.wait()
+        if work is not None:
+            work.wait()
         return tensor
 
 

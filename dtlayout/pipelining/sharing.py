@@ -7,8 +7,10 @@ bubble costs little. Every action is played, which is meant for the few ranks of
 
 from math import inf
 
-from dtlayout.pipelining.schedule import Action, Kind, input_of, make_orders
-from dtlayout.pipelining.timing import PipelineTime, StageTimes
+from dtlayout.pipelining.actions import Result, input_of, result_of
+from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.pipelining.timing import PipelineTime, message_delay_s
+from dtlayout.pipelining.waves import StageTimes
 
 
 def time_shared_pipeline(
@@ -23,10 +25,11 @@ def time_shared_pipeline(
     >>> time_shared_pipeline("1f1b", 2, 1, 4, StageTimes((1.0, 1.0), (2.0, 2.0), (0.0,)), at_once=1).total_s
     24.0
     """
-    num_stages = num_ranks * virtual_stages
-    orders = make_orders(schedule, num_ranks, virtual_stages, num_microbatches)
+    played = find_schedule(schedule)
+    placement = played.place(num_ranks, virtual_stages)
+    orders = played.orders(placement, num_microbatches)
     next_of, left_s = [0] * num_ranks, [0.0] * num_ranks  # of each rank: the action that it does or waits for
-    end_of: dict[Action, float] = {}
+    end_of: dict[Result, float] = {}
     working: set[int] = set()
     busy_s, finished_s = [0.0] * num_ranks, [0.0] * num_ranks
     now = 0.0
@@ -36,17 +39,15 @@ def time_shared_pipeline(
         if next_of[rank] == len(orders[rank]):
             return inf
         action = orders[rank][next_of[rank]]
-        needed = input_of(action, num_stages)
+        needed = input_of(action, placement.num_stages)
         if needed is None:
             return 0.0
-        sent = times.message_s[min(action.stage, needed.stage)] if needed.stage != action.stage else 0.0
-        return end_of[needed] + sent if needed in end_of else inf
+        return end_of[needed] + message_delay_s(needed, action, placement, times) if needed in end_of else inf
 
     while True:
         waiting = {rank: ready_s(rank) for rank in range(num_ranks) if rank not in working}
         for rank in (rank for rank, ready in waiting.items() if ready <= now):
-            action = orders[rank][next_of[rank]]
-            left_s[rank] = (times.forward_s if action.kind is Kind.FORWARD else times.backward_s)[action.stage]
+            left_s[rank] = times.seconds(orders[rank][next_of[rank]])
             working.add(rank)
         coming = min((ready for ready in waiting.values() if ready > now), default=inf)
         if not working and coming == inf:
@@ -58,7 +59,9 @@ def time_shared_pipeline(
             busy_s[rank] += until - now
             left_s[rank] = 0.0 if now + left_s[rank] / speed <= until else left_s[rank] - (until - now) * speed
             if left_s[rank] == 0.0:
-                end_of[orders[rank][next_of[rank]]] = finished_s[rank] = until
+                if (result := result_of(orders[rank][next_of[rank]])) is not None:
+                    end_of[result] = until
+                finished_s[rank] = until
                 next_of[rank] += 1
                 working.discard(rank)
         now = until

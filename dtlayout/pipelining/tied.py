@@ -1,4 +1,4 @@
-"""Tied embeddings whose two copies lie on different pipeline ranks: the first stage embeds, the last one projects.
+"""Tied embeddings of which two stages hold a copy each: the first one embeds, the last one projects.
 
 Both copies start equal and get the same gradient, the sum of both uses, so that the same update keeps them equal.
 """
@@ -12,20 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtlayout.mesh.axes import PP
+from dtlayout.pipelining.placement import Placement
 
 
-def sum_tied_gradients(modules: Sequence[nn.Module], aliases: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Exchange the gradients of tied weights between the first and the last pipeline rank and add them up.
+def sum_tied_gradients(
+    modules: Sequence[nn.Module], aliases: Mapping[str, str], mesh: DeviceMesh, placement: Placement
+) -> None:
+    """Exchange the gradients of tied weights between the ranks of the first and the last stage and add them up.
 
     `aliases` is `ModelShape.aliases`. Both copies are sharded alike, so shards meet their counterparts.
     """
     group = mesh[PP].get_group()
-    rank, last = group.rank(), group.size() - 1
-    if last == 0 or rank not in (0, last):
+    rank, ends = group.rank(), (placement.rank_of(0), placement.rank_of(placement.num_stages - 1))
+    if placement.num_stages == 1 or rank not in ends:
         return
-    peer = last - rank
+    if ends[0] == ends[1]:
+        for second, first in aliases.items():
+            gradient = _local_gradient(modules, first)
+            gradient += _local_gradient(modules, second)
+            _local_gradient(modules, second).copy_(gradient)
+        return
+    peer = ends[rank == ends[0]]
     for second, first in aliases.items():
-        gradient = _local_gradient(modules, first if rank == 0 else second)
+        gradient = _local_gradient(modules, first if rank == ends[0] else second)
         other = torch.empty_like(gradient)
         operations = [
             dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),

@@ -18,6 +18,7 @@ from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, known_schedules
 
 LEAST_GAIN = 0.01
 """Share of the step that a change must save to be worth a word; less is within what measured steps vary."""
@@ -155,10 +156,10 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
         for value in values:
             yield knob, replace(layout, **{knob: value})
     if layout.pp > 1:
-        yield "schedule", _settle(layout, {"schedule": "gpipe", "virtual_stages": 1})
-        yield "schedule", _settle(layout, {"schedule": "1f1b", "virtual_stages": 1})
-        for v in range(2, min(_MOST_VIRTUAL_STAGES, num_layers // layout.pp) + 1):
-            yield "schedule", _settle(layout, {"schedule": "interleaved-1f1b", "virtual_stages": v})
+        most = max(1, min(_MOST_VIRTUAL_STAGES, num_layers // layout.pp))
+        for schedule, v in product(known_schedules(), range(1, most + 1)):
+            if schedule.takes(layout.pp, v):
+                yield "schedule", _settle(layout, {"schedule": schedule.name, "virtual_stages": v})
 
 
 def find_overrides(old: tuple[Layout, Kernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
@@ -224,7 +225,7 @@ def _settle(layout: Layout, changes: dict[str, Any]) -> Layout:
     """The changed layout without what only made sense before: a stage split, or a pipeline's schedule at pp = 1."""
     changed = replace(layout, **changes)
     if changed.pp == 1:
-        changed = replace(changed, schedule="1f1b", virtual_stages=1)
+        changed = replace(changed, schedule=DEFAULT_SCHEDULE, virtual_stages=1)
     return changed if changed.num_stages == layout.num_stages else replace(changed, stage_layers=())
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
-from operator import mul
 from typing import NamedTuple
 
 from dtlayout.costmodel import memory
@@ -21,7 +20,8 @@ from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, St
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.pipelining.timing import in_flight_peaks
+from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
@@ -73,7 +73,7 @@ def group_stages(estimator: Estimator, pipeline: PipelineLayout) -> Stages:
     classes = tuple([StageClass.of(stage, recompute) for stage in estimator.stages(pipeline)])
     ranks: dict[tuple[StageClass, ...], list[int]] = {}
     for rank in range(pipeline.pp):
-        ranks.setdefault(classes[rank :: pipeline.pp], []).append(rank)
+        ranks.setdefault(pipeline.placement.take(classes, rank), []).append(rank)
     groups = []
     for group, members in ranks.items():
         above = classes[: members[-1]]
@@ -133,8 +133,11 @@ class Peaks:
         if not self._is_fsdp2:
             ranks = self.estimator.memory(layout, kernels)
         else:
-            firsts = [group.ranks[0] for group in self.stages(PipelineLayout.of(layout)).groups]
-            ranks = memory.estimate_ranks(self.scenario, layout, kernels, self.estimator.stages(layout), firsts)
+            # Of a schedule that nobody looked at it is not known that the first rank of a group holds most.
+            num_looked_at = 1 if find_schedule(layout.schedule).fast else None
+            groups = self.stages(PipelineLayout.of(layout)).groups
+            members = [rank for group in groups for rank in group.ranks[:num_looked_at]]
+            ranks = memory.estimate_ranks(self.scenario, layout, kernels, self.estimator.stages(layout), members)
         needed = peak = 0.0
         for rank in ranks:
             needed, peak = max(needed, rank.needed), max(peak, rank.total)
@@ -186,18 +189,18 @@ def _count_block_bytes(
 def gradient_phase(layout: Layout, m: int) -> int:
     """0: one microbatch, nothing accumulates; 2: gradients of all stages are there when most is in flight; else 1.
 
-    That is a round after every stage had its first backward; for interleaved-1f1b five rounds are enough.
+    They are where a step repeats itself, whose last microbatch alone does something else.
     """
-    warm_up = {"gpipe": m, "1f1b": layout.pp, "interleaved-1f1b": 5 * layout.pp}[layout.schedule]
-    return 0 if m == 1 else 2 if m > warm_up else 1
+    enough = find_schedule(layout.schedule).enough
+    repeats = enough is not None and m + 1 >= enough(layout.placement)
+    return 0 if m == 1 else 2 if repeats else 1
 
 
-def _count_blocks(layout: Layout, stages: Stages, m: int) -> list[set[tuple[int, int]]]:
+def _count_blocks(pipeline: PipelineLayout, stages: Stages, m: int) -> list[set[tuple[float, float]]]:
     """For each group, at its fullest moments, blocks in flight that keep all and that are recomputed."""
-    peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m)
     found = []
     for group in stages.groups:
         whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
-        moments = peaks[group.ranks[0]]
-        found.append({(sum(map(mul, moment, whole)), sum(map(mul, moment, covered))) for moment in moments})
+        moments = in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
+        found.append(set(zip(weigh_moments(moments, whole), weigh_moments(moments, covered), strict=True)))
     return found

@@ -12,6 +12,7 @@ from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
 from dtlayout.planner.search import TIE, Search, needed_bytes
 from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
 
@@ -110,7 +111,7 @@ def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels
     asked = Kernels(**{name: value for name, value in named.items() if name in KERNEL_NAMES})
     kernels, _ = asked.resolve(space.scenario.precision, space.scenario.device)
     if layout.get("virtual_stages", 1) > 1:
-        layout.setdefault("schedule", "interleaved-1f1b")
+        layout.setdefault("schedule", schedule_with(layout["virtual_stages"]))
     if "dp_shard" not in layout:
         degree = Layout(**layout).world_size
         layout["dp_shard"] = max(1, space.scenario.cluster.num_gpus // degree)
@@ -125,7 +126,7 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
     """
     space = search.space
     layout, kernels, num_gpus = best.layout, best.kernels, space.scenario.cluster.num_gpus
-    plain = {"schedule": "1f1b", "virtual_stages": 1}
+    plain = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
 
     def spread(**changes: Any) -> Layout | None:
         wanted = replace(layout, dp_shard=1, dp_replicate=1, **changes)
@@ -141,9 +142,9 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
             found.append((f"{name}={degree}", spread(**{name: degree}, **(plain if is_plain else {})), kernels))
     found += [(f"micro_batch={n}", replace(layout, micro_batch=n), kernels) for n in around(layout.micro_batch)]
     if layout.virtual_stages > 1:
-        found.append(("schedule=1f1b", replace(layout, **plain), kernels))  # type: ignore[arg-type]
+        found.append((f"schedule={DEFAULT_SCHEDULE}", replace(layout, **plain), kernels))  # type: ignore[arg-type]
     elif layout.pp > 1:
-        found.append(("virtual_stages=2", replace(layout, schedule="interleaved-1f1b", virtual_stages=2), kernels))
+        found.append(("virtual_stages=2", replace(layout, schedule=schedule_with(2), virtual_stages=2), kernels))
     if layout.dp > 1:
         found += [(f"zero={zero}", replace(layout, zero=zero), kernels) for zero in (1, 2, 3) if zero != layout.zero]
     found += [(f"recompute={r}", replace(layout, recompute=r), kernels) for r in RECOMPUTE[:4] if r != layout.recompute]

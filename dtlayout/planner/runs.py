@@ -19,6 +19,7 @@ from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
+from dtlayout.pipelining.schedules import schedule_with
 
 GIB = 2**30
 KERNELS = {
@@ -152,7 +153,7 @@ def _parse_layout(row: dict[str, str], n: dict[str, int]) -> Layout:
         tp=n["tp"],
         sequence_parallel=_is_true(row.get("sequence_parallel")),
         micro_batch=n["micro_batch"],
-        schedule="interleaved-1f1b" if virtual_stages > 1 else "1f1b",
+        schedule=schedule_with(virtual_stages),
         virtual_stages=virtual_stages,
         zero=max(1, zero),  # type: ignore[arg-type]
         recompute=row.get("recompute") or "none",

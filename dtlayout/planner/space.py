@@ -6,7 +6,7 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 |---|---|
 | tp | divisors of N; beyond a node too, the cost model knows that it is slow there |
 | pp | divisors of N / tp |
-| schedule | 1f1b; for pp > 1 also gpipe, and interleaved-1f1b with the fewest virtual stages for each size of a stage |
+| schedule | 1f1b; for pp > 1 all that are known, with the fewest virtual stages for each size of a stage |
 | dp_shard | 1, all of dp, and groups that fill 1, 2, 4, … whole nodes; the rest is dp_replicate (HSDP) |
 | zero | 1, 2, 3; only 1 at dp_shard = 1, where nothing is sharded |
 | micro_batch | divisors of B |
@@ -31,12 +31,13 @@ from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout, ScheduleName
+from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, known_schedules
 from dtlayout.recompute import Recompute
 
 T = TypeVar("T")
-Order = tuple[ScheduleName, int]
+Order = tuple[str, int]
 """schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
@@ -108,7 +109,7 @@ class Pipeline:
     """Everything of a layout that the batch rules look at, but tp: layouts that share it are legal together."""
 
     pp: int
-    schedule: ScheduleName
+    schedule: str
     virtual_stages: int
     dp: int
     micro_batch: int
@@ -144,17 +145,17 @@ class Space:
     def orders(self, pp: int) -> list[Order]:
         """Schedules with their virtual stages."""
         layers = self.scenario.model.num_layers
-        found: list[Order] = [("1f1b", 1)]
+        found: list[Order] = [(DEFAULT_SCHEDULE, 1)]
         if pp > 1:
             fewest = {-(-layers // (pp * size)) for size in range(1, layers // pp + 1)}
-            virtual_stages = [self.fixed["virtual_stages"]] if "virtual_stages" in self.fixed else sorted(fewest)
-            found += [("gpipe", 1)]
-            found += [("interleaved-1f1b", v) for v in virtual_stages if v > 1 and pp * v <= layers]
+            virtual_stages = {self.fixed["virtual_stages"]} if "virtual_stages" in self.fixed else fewest | {1}
+            usable = [v for v in sorted(virtual_stages) if v == 1 or pp * v <= layers]
+            found = [(schedule.name, v) for schedule in known_schedules() for v in usable if schedule.takes(pp, v)]
         if "schedule" in self.fixed:  # also one that is not legal here, which is then refused as such
             wanted = self.fixed["schedule"]
             found = [order for order in found if order[0] == wanted] or [(wanted, self.fixed.get("virtual_stages", 1))]
         stages = self.choose("virtual_stages", sorted({v for _, v in found}))
-        schedules = self.choose("schedule", ["1f1b", "gpipe", "interleaved-1f1b"])
+        schedules = self.choose("schedule", dict.fromkeys(schedule for schedule, _ in found))
         return [(schedule, v) for schedule, v in found if schedule in schedules and v in stages]
 
     def shardings(self, tp: int, dp: int) -> list[Sharding]:

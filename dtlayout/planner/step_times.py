@@ -7,6 +7,7 @@ from operator import add
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.update import update_times
 from dtlayout.layout import Layout
+from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.planner.candidates import Candidate
 from dtlayout.planner.peaks import RankGroup
 from dtlayout.planner.space import Sharding
@@ -30,10 +31,10 @@ class StepTimes:
 
     def _bound_group_s(self, group: RankGroup) -> float:
         """`timing.lower_bound` of a group: its last rank is busy while the first microbatch is down there and back."""
-        work = self._work
-        away_s = sum(n * (work[c].forward_s + work[c].backward_s) for c, n in group.before)
+        work, comes_back = self._work, not find_schedule(self.candidate.layout.schedule).splits_backward
+        away_s = sum(n * (work[c].forward_s + comes_back * work[c].backward_s) for c, n in group.before)
         busy_s = sum(work[c].forward_s + work[c].backward_s for c in group.classes)
-        return away_s + 2 * self._delay_s * group.ranks[-1] + self.candidate.num_microbatches * busy_s
+        return away_s + (1 + comes_back) * self._delay_s * group.ranks[-1] + self.candidate.num_microbatches * busy_s
 
     def update_s(self, sharding: Sharding, place: int = 0) -> float:
         """Reduction and optimizer of the ranks of a group."""

@@ -13,6 +13,7 @@ from dtlayout.costmodel.engine import BOUNDS, Constants, Engine, find_engine
 from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
+from dtlayout.pipelining.schedules import find_schedule, schedule_with
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Prediction, Scores, score
 
@@ -52,11 +53,12 @@ def make_playable(run: Run) -> Run:
     num_layers = scenario.model.num_layers
     virtual_stages = 1 if layout.pp == 1 else max(1, min(layout.virtual_stages, num_layers // layout.pp))
     if virtual_stages != layout.virtual_stages:
-        schedule = layout.schedule if virtual_stages > 1 else "1f1b"
+        goes_on = find_schedule(layout.schedule).takes(layout.pp, virtual_stages)
+        schedule = layout.schedule if goes_on else schedule_with(virtual_stages)
         layout = replace(layout, virtual_stages=virtual_stages, schedule=schedule)
     if layout.pp > num_layers and scenario.engine.habits.stage_split != "threshold":  # which may leave stages empty
         scenario = replace(scenario, model=replace(scenario.model, num_layers=layout.pp))
-    rounds_of = layout.pp if layout.virtual_stages > 1 else 1
+    rounds_of = layout.pp if find_schedule(layout.schedule).whole_rounds else 1
     unit = layout.dp * layout.micro_batch
     m = math.ceil(scenario.batch.global_batch / (unit * rounds_of)) * rounds_of
     if m * unit != scenario.batch.global_batch:

@@ -53,7 +53,7 @@ def assemble(
     schedule = make_schedule(layout, batch)
     slices = partition(layer_costs(model, batch), layout)
     mesh = build_mesh(layout, device_type)
-    stages = schedule.stages_of(mesh[PP].get_local_rank())
+    stages = schedule.placement.stages_of(mesh[PP].get_local_rank())
     modules: list[nn.Module] = [build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
     sync = [apply_plan(module, plan, mesh) for module in modules]
     give_weights(modules, model, seed, device_type)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from dtlayout.layout import Layout
 from dtlayout.measure.curve import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
-from dtlayout.pipelining.schedule import Action
+from dtlayout.pipelining.actions import Action
 
 
 class MemoryMeter:

@@ -72,7 +72,7 @@ class TrainStep:
         """The step without waiting for its numbers: loss, squared gradient norm and the ranks that ask to stop."""
         documents = [] if starts is None else self._split(starts)
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=self._count_targets(targets))
-        sum_tied_gradients(self.modules, self.aliases, self.mesh)
+        sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
         numbers = self._sum_numbers(loss, stop)
         norm = numbers[1].sqrt()
         clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)

@@ -16,7 +16,7 @@ from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters, count_parameters
 from dtlayout.models.presets import PRESETS
-from dtlayout.pipelining.schedule import make_order
+from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.precision import Precision
 
 MODEL = replace(PRESETS["llama-13b"], num_layers=8)
@@ -236,7 +236,7 @@ def test_the_curve_of_a_step_has_the_peak_of_its_rank(layout):
     scenario = scenario_of(layout, microbatches=8)
     stages = cut(scenario, layout)
     for rank, found in enumerate(estimate_memory(scenario, layout, Kernels(), stages)):
-        order = make_order(layout.schedule, rank, layout.pp, layout.virtual_stages, 8)
+        order = find_schedule(layout.schedule).order(layout.placement, rank, 8)
         curve = list(estimate_curve(scenario, layout, Kernels(), stages, rank, 8))
         assert [action for action, _, _ in curve] == [None, *order]
         assert max(fullest for _, fullest, _ in curve) == pytest.approx(found.total)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from outside import V_GPIPE, registered
 from parity import (
     BF16,
     FP32,
@@ -17,6 +18,7 @@ from parity import (
     largest_difference,
     merge,
     relative_difference,
+    run_in_a_v,
     run_layout,
     run_reference,
 )
@@ -101,6 +103,19 @@ def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: 
 def test_interleaving_over_four_ranks_is_exact_in_float64(ranks4: Ranks) -> None:
     layout = Layout(pp=4, schedule="interleaved-1f1b", virtual_stages=2)
     size, whose = difference(ranks4, Case(layout, model=replace(SHAPE, num_layers=8)))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 4}, {"pp": 2, "dp_shard": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_in_a_v_are_exact_in_float64(ranks4: Ranks, degrees: dict[str, int], tied: bool) -> None:
+    """Where it turns nothing is sent, and both copies of a tied weight lie on one rank."""
+    with registered(V_GPIPE):
+        case = Case(
+            Layout(schedule="v-gpipe", virtual_stages=2, **degrees),
+            model=replace(TIED, num_layers=8, tied_embeddings=tied),
+        )
+    size, whose = largest_difference(merge(ranks4.run(run_in_a_v, case)), run_reference(case))
     assert size <= 1e-10, whose
 
 

@@ -14,7 +14,7 @@ from dtlayout.layout import Layout
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.operations import Attention, Matmul, Operation, Pass
 from dtlayout.mesh.ranks import coordinate
-from dtlayout.pipelining.schedule import Action, Kind
+from dtlayout.pipelining.actions import Action, Kind
 
 KERNELS = Kernels(attention="sdpa-flash")
 MATMUL, MATMUL_S = Matmul(10_000, 10_000, 10_000), 2e12 / 50e12

@@ -1,16 +1,15 @@
 """The split into stages: contiguous, complete, and as even as any other split."""
 
 from dataclasses import replace
-from itertools import combinations, combinations_with_replacement, pairwise
+from itertools import combinations, pairwise
 from math import nextafter
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtlayout.batch import Batch
 from dtlayout.layout import Layout
-from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.presets import PRESETS, find_preset
 from dtlayout.pipelining.partition import (
     LayerCosts,
@@ -18,8 +17,6 @@ from dtlayout.pipelining.partition import (
     layer_costs,
     partition,
     share_out,
-    share_out_by_threshold,
-    share_out_from_front,
 )
 
 cost = st.integers(0, 20)
@@ -137,91 +134,3 @@ def test_equal_blocks_are_dealt_out_as_well_as_by_the_dynamic_programme(num_bloc
 def test_blocks_that_all_cost_the_same_go_to_the_first_stage_that_is_cheapest():
     assert share_out(LayerCosts(blocks=(3.0,) * 7), 3) == (2, 2, 3)
     assert share_out(LayerCosts(blocks=(1.0,) * 5, embedding=10.0, head=10.0), 3) == (1, 3, 1)
-
-
-from_front = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 30), st.integers(0, 30))
-
-
-def front_loads(layers: list[float], num_stages: int) -> list[float]:
-    """The cheapest dearest stage, found by trying every cut; then each stage takes what fits, first to last."""
-    ways = [(0, *cuts, len(layers)) for cuts in combinations_with_replacement(range(len(layers) + 1), num_stages - 1)]
-    cap = min(max(sum(layers[a:b]) for a, b in pairwise(way)) for way in ways)
-    loads, left = [], list(layers)
-    for _ in range(num_stages):
-        load = 0.0
-        while left and load + left[0] <= cap:
-            load += left.pop(0)
-        loads.append(load)
-    return loads
-
-
-@given(from_front, st.integers(1, 4))
-def test_filling_from_the_front_keeps_the_dearest_stage_as_cheap_as_can_be(sizes, num_stages):
-    blocks, embedding, head = sizes
-    costs = LayerCosts(blocks=tuple(map(float, blocks)), embedding=float(embedding), head=float(head))
-    loads = front_loads([costs.embedding, *costs.blocks, costs.head], num_stages)
-    assume(loads[-1] > 0)  # else the next test's case
-    counts = share_out_from_front(costs, num_stages)
-    assert min(counts) >= 0 and sum(counts) == len(blocks)
-    assert stage_costs(costs, counts) == loads
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_stages", "counts"),
-    [
-        (LayerCosts(blocks=(1.0,) * 3, head=100.0), 4, (3, 0, 0, 0)),
-        (LayerCosts(blocks=(1.0,) * 8, embedding=5.0, head=1.0), 4, (0, 5, 3, 0)),
-        (LayerCosts(blocks=(1.0,) * 16, embedding=4.3, head=4.3), 8, (0, 4, 4, 4, 4, 0, 0, 0)),
-    ],
-)
-def test_stages_that_a_heavy_head_leaves_over_are_empty(costs, num_stages, counts):
-    assert share_out_from_front(costs, num_stages) == counts
-
-
-@pytest.mark.parametrize(
-    ("embedding", "head", "num_stages", "counts"),
-    [
-        (0.0, 0.0, 1, (8,)),
-        (0.0, 0.0, 4, (2, 2, 2, 2)),
-        (2.0, 2.0, 4, (1, 3, 3, 1)),
-        (3.0, 1.0, 4, (0, 3, 3, 2)),  # an embedding that fills its stage
-        (0.0, 5.0, 3, (5, 3, 0)),
-    ],
-)
-def test_filling_from_the_front_by_hand(embedding, head, num_stages, counts):
-    costs = LayerCosts(blocks=(1.0,) * 8, embedding=embedding, head=head)
-    assert share_out_from_front(costs, num_stages) == counts
-
-
-@pytest.mark.parametrize(
-    ("embedding", "head", "num_stages", "counts"),
-    [
-        (0.0, 0.0, 1, (8,)),
-        (0.0, 0.0, 4, (2, 2, 2, 2)),
-        (0.0, 4.0, 3, (4, 4, 0)),  # a third of 12 each, and the last one has the head
-        (0.0, 2.0, 4, (3, 2, 3, 0)),  # 2.5, 5 and 7.5 are reached with blocks 3, 5 and 8
-    ],
-)
-def test_a_stage_ends_with_the_block_that_reaches_its_share(embedding, head, num_stages, counts):
-    costs = LayerCosts(blocks=(1.0,) * 8, embedding=embedding, head=head)
-    assert share_out_by_threshold(costs, num_stages) == counts
-
-
-def test_the_playbooks_8b_is_cut_in_two_at_18():
-    """Half of 32 · 243 M + 537 M is reached in block 18; measured memory and MFU say so too."""
-    model = replace(find_preset("llama3.1-8b"), num_kv_heads=32, vocab_size=131_072)
-    block, head = count_block_parameters(model), count_embedding_parameters(model)
-    costs = LayerCosts(blocks=(float(block),) * model.num_layers, head=float(head))
-    assert share_out_by_threshold(costs, 2) == (18, 14)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), cost, cost, st.integers(1, 6))
-def test_shares_by_threshold_are_complete_and_each_ends_no_later_than_it_must(blocks, embedding, head, num_stages):
-    costs = LayerCosts(blocks=tuple(map(float, blocks)), embedding=float(embedding), head=float(head))
-    counts = share_out_by_threshold(costs, num_stages)
-    assert len(counts) == num_stages and min(counts) >= 0 and sum(counts) == len(blocks)
-    share = (embedding + sum(blocks) + head) / num_stages
-    for stage in range(num_stages - 1):
-        end = sum(counts[: stage + 1])
-        before_last = embedding + sum(blocks[: end - 1])
-        assert counts[stage] < 2 or before_last < share * (stage + 1) * (1 + 1e-9)

@@ -12,7 +12,10 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, 
 
 from dtlayout.batch import Batch
 from dtlayout.layout import Layout
-from dtlayout.pipelining.schedule import Action, Kind, Schedule, make_schedule, simulate
+from dtlayout.pipelining.actions import Action, Kind
+from dtlayout.pipelining.placement import Looped, Placement
+from dtlayout.pipelining.schedule import Schedule, make_schedule
+from dtlayout.pipelining.timing import simulate
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -39,10 +42,10 @@ def schedules(draw) -> Schedule:
 
 
 def orders_of(schedule: Schedule) -> list[list[Action]]:
-    return [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
+    return [schedule.compute_actions(rank) for rank in range(len(schedule.ranks))]
 
 
-def execute(ranks: Sequence[Sequence[Action]], num_stages: int) -> list[Action]:
+def execute(ranks: Sequence[Sequence[Action]], placement: Placement) -> list[Action]:
     """Run the lists front to back; a message happens when both its ends are next on their ranks, and blocks until then.
 
     Gives the actions in the order in which they happened. Fails if work starts without its input, if two ends that
@@ -65,7 +68,7 @@ def execute(ranks: Sequence[Sequence[Action]], num_stages: int) -> list[Action]:
         progress = False
         for rank in range(len(ranks)):
             while (action := head(rank)) is not None and action.kind in COMPUTE:
-                assert inputs_of(action, num_stages) <= arrived, f"{action} starts without its input"
+                assert inputs_of(action, placement) <= arrived, f"{action} starts without its input"
                 finish(rank)
                 progress = True
             if action is None or action.kind not in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
@@ -77,7 +80,7 @@ def execute(ranks: Sequence[Sequence[Action]], num_stages: int) -> list[Action]:
                 action.stage + (1 if forward else -1),
                 action.microbatch,
             )
-            peer = receive.stage % len(ranks)
+            peer = placement.rank_of(receive.stage)
             if head(peer) == receive:
                 finish(rank)
                 finish(peer)
@@ -87,13 +90,20 @@ def execute(ranks: Sequence[Sequence[Action]], num_stages: int) -> list[Action]:
     return done
 
 
-def inputs_of(action: Action, num_stages: int) -> set[Action]:
+def inputs_of(action: Action, placement: Placement) -> set[Action]:
     """What must be on the rank before an action starts."""
     stage, i = action.stage, action.microbatch
+
+    def comes_from(kind: Kind, source: int, receive: Kind) -> Action:
+        is_here = placement.rank_of(source) == placement.rank_of(stage)
+        return Action(kind, source, i) if is_here else Action(receive, stage, i)
+
     if action.kind is Kind.FORWARD:
-        return {Action(Kind.RECEIVE_FORWARD, stage, i)} if stage else set()
+        return {comes_from(Kind.FORWARD, stage - 1, Kind.RECEIVE_FORWARD)} if stage else set()
     needed = {Action(Kind.FORWARD, stage, i)}
-    return needed if stage == num_stages - 1 else needed | {Action(Kind.RECEIVE_BACKWARD, stage, i)}
+    if stage == placement.num_stages - 1:
+        return needed
+    return needed | {comes_from(Kind.BACKWARD, stage + 1, Kind.RECEIVE_BACKWARD)}
 
 
 def work_sent_by(action: Action) -> Action:
@@ -136,8 +146,8 @@ def order_in_torch(name: str, p: int, v: int, m: int) -> list[list[str]]:
 @settings(deadline=None)
 @given(schedules())
 def test_every_rank_computes_in_torchs_order(schedule):
-    p = schedule.num_ranks
-    expected = order_in_torch(schedule.name, p, schedule.num_stages // p, schedule.num_microbatches)
+    p = schedule.placement.num_ranks
+    expected = order_in_torch(schedule.name, p, schedule.placement.virtual_stages, schedule.num_microbatches)
     assert [[str(a) for a in order] for order in orders_of(schedule)] == expected
 
 
@@ -150,23 +160,23 @@ def test_interleaved_1f1b_prints_the_figure_of_the_paper():
 @given(schedules())
 def test_every_stage_does_every_microbatch_forward_and_backward_once_on_its_rank(schedule):
     for rank, order in enumerate(orders_of(schedule)):
-        assert all(schedule.rank_of(stage) == rank for stage in schedule.stages_of(rank))
+        assert all(schedule.placement.rank_of(stage) == rank for stage in schedule.placement.stages_of(rank))
         expected = {
             Action(kind, stage, i)
             for kind in COMPUTE
-            for stage in schedule.stages_of(rank)
+            for stage in schedule.placement.stages_of(rank)
             for i in range(schedule.num_microbatches)
         }
         assert len(order) == len(expected)
         assert set(order) == expected
-    assert sorted(s for r in range(schedule.num_ranks) for s in schedule.stages_of(r)) == list(
-        range(schedule.num_stages)
+    assert sorted(s for r in range(schedule.placement.num_ranks) for s in schedule.placement.stages_of(r)) == list(
+        range(schedule.placement.num_stages)
     )
 
 
 @given(schedules())
 def test_microbatches_in_flight_are_bounded_as_the_papers_say(schedule):
-    p, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.num_stages // schedule.num_ranks
+    p, v, m = schedule.placement.num_ranks, schedule.placement.virtual_stages, schedule.num_microbatches
     for rank, order in enumerate(orders_of(schedule)):
         in_flight, most = 0, 0
         for action in order:
@@ -185,18 +195,18 @@ def test_microbatches_in_flight_are_bounded_as_the_papers_say(schedule):
 def test_every_message_has_two_ends_on_neighbouring_ranks(schedule):
     messages = Counter(a for rank in schedule.ranks for a in rank if a.kind not in COMPUTE)
     expected = Counter()
-    for stage in range(schedule.num_stages - 1):
+    for stage in range(schedule.placement.num_stages - 1):
         for i in range(schedule.num_microbatches):
             expected.update([Action(Kind.SEND_FORWARD, stage, i), Action(Kind.RECEIVE_FORWARD, stage + 1, i)])
             expected.update([Action(Kind.SEND_BACKWARD, stage + 1, i), Action(Kind.RECEIVE_BACKWARD, stage, i)])
     assert messages == expected
     for rank, actions in enumerate(schedule.ranks):
-        assert {schedule.rank_of(a.stage) for a in actions} == {rank}
+        assert {schedule.placement.rank_of(a.stage) for a in actions} == {rank}
 
 
 @given(schedules())
 def test_messages_that_block_until_they_meet_never_deadlock(schedule):
-    done = execute(schedule.ranks, schedule.num_stages)
+    done = execute(schedule.ranks, schedule.placement)
     assert len(done) == sum(map(len, schedule.ranks))
 
 
@@ -206,7 +216,7 @@ def test_the_executor_sees_two_ranks_that_send_to_each_other_first():
     receive = ranks[0].index(Action(Kind.RECEIVE_BACKWARD, 0, 0))
     ranks[0][send], ranks[0][receive] = ranks[0][receive], ranks[0][send]
     with pytest.raises(Deadlock, match="rank 0 waits at 0RECV_B0, rank 1 waits at 1RECV_F1"):
-        execute(ranks, 2)
+        execute(ranks, Looped(2))
 
 
 def test_the_executor_sees_work_that_starts_before_its_input():
@@ -214,7 +224,7 @@ def test_the_executor_sees_work_that_starts_before_its_input():
     ranks[1].remove(Action(Kind.FORWARD, 1, 0))
     ranks[1].insert(0, Action(Kind.FORWARD, 1, 0))
     with pytest.raises(AssertionError, match="1F0 starts without its input"):
-        execute(ranks, 2)
+        execute(ranks, Looped(2))
 
 
 @given(schedules())
@@ -230,7 +240,7 @@ def test_a_message_leaves_when_its_work_ends(schedule):
 
 
 def makespan(schedule: Schedule, duration) -> float:
-    return max(span.end for rank in simulate(orders_of(schedule), schedule.num_stages, duration) for span in rank)
+    return max(span.end for rank in simulate(orders_of(schedule), schedule.placement, duration) for span in rank)
 
 
 @given(st.integers(1, 6), st.integers(0, 8), st.integers(1, 5), st.integers(1, 5))
@@ -238,7 +248,9 @@ def test_1f1b_and_gpipe_with_equal_stages_idle_for_p_minus_1_of_m_plus_p_minus_1
     m = p + extra
     for name in ("1f1b", "gpipe"):
         schedule = schedule_of(name, p, 1, m)
-        spans = simulate(orders_of(schedule), p, lambda a: forward if a.kind is Kind.FORWARD else backward)
+        spans = simulate(
+            orders_of(schedule), schedule.placement, lambda a: forward if a.kind is Kind.FORWARD else backward
+        )
         step = max(span.end for rank in spans for span in rank)
         assert step == (m + p - 1) * (forward + backward)
         for rank in spans:
@@ -270,7 +282,7 @@ def test_the_slowest_stage_sets_the_pace_of_1f1b(p, extra, data):
 
 @given(schedules())
 def test_simulated_work_never_overlaps_on_a_rank_nor_precedes_its_input(schedule):
-    spans = simulate(orders_of(schedule), schedule.num_stages, lambda a: 1 + a.stage % 3 + a.microbatch % 2)
+    spans = simulate(orders_of(schedule), schedule.placement, lambda a: 1 + a.stage % 3 + a.microbatch % 2)
     end = {span.action: span.end for rank in spans for span in rank}
     for number, rank in enumerate(spans):
         assert [span.action for span in rank] == schedule.compute_actions(number)
@@ -288,4 +300,4 @@ def test_simulated_work_never_overlaps_on_a_rank_nor_precedes_its_input(schedule
 def test_simulate_refuses_an_order_that_waits_for_itself():
     order = [Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]
     with pytest.raises(AssertionError, match="an order waits for itself"):
-        simulate([order], 1, lambda a: 1.0)
+        simulate([order], Looped(1), lambda a: 1.0)

@@ -1,14 +1,29 @@
 """Timing: as the orders of schedule.py say, action by action; the textbook's formulas; skips that leave nothing out."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from outside import V_GPIPE, ZB_H1, registered
 
-from dtlayout.pipelining import timing
-from dtlayout.pipelining.schedule import Action, Kind, make_orders, simulate
-from dtlayout.pipelining.timing import PipelineTime, StageTimes, in_flight_peaks, lower_bound, time_pipeline
+from dtlayout.errors import InvalidConfig
+from dtlayout.pipelining import waves
+from dtlayout.pipelining.actions import Action, Kind
+from dtlayout.pipelining.placement import Looped, Placement
+from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
+from dtlayout.pipelining.timing import (
+    PipelineTime,
+    count_in_flight,
+    in_flight_peaks,
+    lower_bound,
+    play_actions,
+    simulate,
+    time_pipeline,
+    weigh_moments,
+)
+from dtlayout.pipelining.waves import Moment, StageTimes
 
 Case = tuple[str, int, int, int]  # schedule, ranks, virtual stages, microbatches
 
@@ -48,10 +63,18 @@ def equal_stages(num_stages: int, forward_s: float, backward_s: float, message_s
     return StageTimes((forward_s,) * num_stages, (backward_s,) * num_stages, (message_s,) * (num_stages - 1))
 
 
+def orders_of(case: Case) -> list[list[Action]]:
+    return find_schedule(case[0]).orders(place(case), case[3])
+
+
+def place(case: Case) -> Placement:
+    return find_schedule(case[0]).place(*case[1:3])
+
+
 def play_every_action(case: Case, times: StageTimes) -> PipelineTime:
     """The definition: each rank does the next action of its order once its input is there."""
-    name, p, v, m = case
-    orders = make_orders(name, p, v, m)
+    _, p, v, _ = case
+    orders = orders_of(case)
     end_of: dict[tuple[Kind, int, int], float] = {}
     place, free, busy = [0] * p, [0.0] * p, [0.0] * p
     while any(place[rank] < len(orders[rank]) for rank in range(p)):
@@ -77,15 +100,15 @@ def play_every_action(case: Case, times: StageTimes) -> PipelineTime:
 
 def play_every_wave(case: Case, times: StageTimes) -> PipelineTime:
     """What time_pipeline gives if it never skips a period."""
-    with mock.patch.object(timing, "_TOLERANCE", -1.0):
+    with mock.patch.object(waves, "_TOLERANCE", -1.0):
         return time_pipeline(*case, times)
 
 
 def count_waves(case: Case, times: StageTimes) -> int:
     """How many waves time_pipeline plays."""
     with (
-        mock.patch.object(timing, "_advance_1f1b", wraps=timing._advance_1f1b) as of_1f1b,
-        mock.patch.object(timing, "_advance_interleaved", wraps=timing._advance_interleaved) as of_interleaved,
+        mock.patch.object(waves, "_advance_1f1b", wraps=waves._advance_1f1b) as of_1f1b,
+        mock.patch.object(waves, "_advance_interleaved", wraps=waves._advance_interleaved) as of_interleaved,
     ):
         time_pipeline(*case, times)
     return of_1f1b.call_count + of_interleaved.call_count
@@ -107,14 +130,14 @@ def test_times_are_those_of_every_action_of_the_orders(case, data):
 @settings(deadline=None)
 @given(cases(most_microbatches=60), st.data())
 def test_without_messages_times_are_those_of_simulate(case, data):
-    name, p, v, m = case
+    _, p, v, _ = case
     drawn = data.draw(stage_times(p * v))
     times = StageTimes(drawn.forward_s, drawn.backward_s, (0.0,) * (p * v - 1))
 
     def seconds(action: Action) -> float:
         return (times.forward_s if action.kind is Kind.FORWARD else times.backward_s)[action.stage]
 
-    spans = simulate(make_orders(name, p, v, m), p * v, seconds)
+    spans = simulate(orders_of(case), place(case), seconds)
     expected = PipelineTime(
         total_s=max(rank[-1].end for rank in spans),
         busy_s=tuple(sum(span.end - span.start for span in rank) for rank in spans),
@@ -200,11 +223,16 @@ def test_the_lower_bound_is_never_above_the_time(case, data):
     assert max(time.finished_s) == time.total_s
 
 
+def spread(moment: Moment) -> tuple[int, ...]:
+    """Microbatches of each chunk."""
+    return tuple(count for count, length in moment for _ in range(length))
+
+
 def walk_in_flight(case: Case) -> list[set[tuple[int, ...]]]:
     """For each rank all that it ever holds at one moment."""
-    name, p, v, m = case
+    _, p, v, _ = case
     moments: list[set[tuple[int, ...]]] = []
-    for order in make_orders(name, p, v, m):
+    for order in orders_of(case):
         counts = [0] * v
         moments.append(set())
         for action in order:
@@ -216,44 +244,44 @@ def walk_in_flight(case: Case) -> list[set[tuple[int, ...]]]:
 @settings(deadline=None)
 @given(cases(most_microbatches=60), st.data())
 def test_peaks_hold_as_much_as_any_moment_whatever_a_chunk_takes(case, data):
-    p, v = case[1:3]
+    v = case[2]
     chunk_bytes = data.draw(st.lists(st.integers(0, 100), min_size=v, max_size=v))
 
     def held(counts: tuple[int, ...]) -> int:
         return sum(count * size for count, size in zip(counts, chunk_bytes, strict=True))
 
-    peaks = in_flight_peaks(*case)
-    assert len(peaks) == p
-    for vectors, moments in zip(peaks, walk_in_flight(case), strict=True):
-        assert set(vectors) <= moments
-        assert max(map(held, vectors)) == max(map(held, moments))
+    for rank, moments in enumerate(walk_in_flight(case)):
+        peaks = in_flight_peaks(*case, rank)
+        assert set(map(spread, peaks)) <= moments
+        assert weigh_moments(peaks, chunk_bytes) == [held(spread(peak)) for peak in peaks]
+        assert max(weigh_moments(peaks, chunk_bytes)) == max(map(held, moments))
 
 
 @given(cases(most_microbatches=60))
 def test_no_peak_is_below_another(case):
-    for vectors in in_flight_peaks(*case):
+    for rank in range(case[1]):
+        vectors = list(map(spread, in_flight_peaks(*case, rank)))
         assert len(set(vectors)) == len(vectors) <= case[2]
         for one in vectors:
             assert not any(one != other and all(x <= y for x, y in zip(one, other, strict=True)) for other in vectors)
 
 
 def test_1f1b_holds_a_microbatch_for_each_rank_that_follows():
-    assert in_flight_peaks("1f1b", 4, 1, 3) == (((3,),), ((3,),), ((2,),), ((1,),))
-    assert in_flight_peaks("gpipe", 2, 1, 3) == (((3,),), ((3,),))
+    assert [in_flight_peaks("1f1b", 4, 1, 3, rank) for rank in range(4)] == [(((n, 1),),) for n in (3, 3, 2, 1)]
+    assert [in_flight_peaks("gpipe", 2, 1, 3, rank) for rank in range(2)] == [(((3, 1),),)] * 2
 
 
 @pytest.mark.parametrize(
     "case, message",
     [
-        (("zigzag", 2, 1, 2), "zigzag is no schedule; one of gpipe, 1f1b, interleaved-1f1b"),
         (("1f1b", 2, 1, 0), "a pipeline of 2 ranks, 1 virtual stages and 0 microbatches does nothing"),
-        (("1f1b", 2, 2, 2), "1f1b has one stage on each rank, not 2"),
+        (("1f1b", 2, 2, 2), "1f1b has at most 1 stages on each rank, not 2"),
         (("interleaved-1f1b", 2, 2, 3), "in rounds of 2 microbatches, which do not divide 3"),
     ],
 )
 def test_sizes_that_make_no_pipeline_are_refused(case, message):
     with pytest.raises(AssertionError, match=message):
-        in_flight_peaks(*case)
+        in_flight_peaks(*case, rank=0)
     with pytest.raises(AssertionError, match=message):
         time_pipeline(*case, equal_stages(4, 1.0, 2.0))
 
@@ -263,3 +291,93 @@ def test_times_for_another_number_of_stages_are_refused(function):
     message = r"3 stages take \(3, 3, 2\) forwards, backwards and messages, not \(2, 2, 1\)"
     with pytest.raises(AssertionError, match=message):
         function("1f1b", 3, 1, 4, equal_stages(2, 1.0, 2.0))
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones():
+    with pytest.raises(InvalidConfig, match=r"'zigzag' is unknown; use one of \['gpipe', '1f1b', 'interleaved-1f1b'\]"):
+        time_pipeline("zigzag", 2, 1, 2, equal_stages(2, 1.0, 2.0))
+
+
+# Playing actions, which is right for any schedule
+
+
+@settings(deadline=None)
+@given(cases(most_microbatches=60), st.data())
+def test_a_fast_path_gives_what_playing_the_actions_gives(case, data):
+    name, p, v, m = case
+    schedule, times = find_schedule(name), data.draw(stage_times(p * v))
+    ends = pytest.approx(play_actions(schedule, place(case), m, times), rel=1e-9, abs=1e-12)
+    assert list(schedule.fast.finish(p, v, m, times)) == ends
+    sizes = data.draw(st.lists(st.integers(0, 100), min_size=v, max_size=v))
+    for rank in range(p):
+        played = count_in_flight(schedule, place(case), m, rank)
+        assert set(schedule.fast.in_flight(p, v, m, rank)) <= set(played)
+        assert max(weigh_moments(in_flight_peaks(*case, rank), sizes)) == max(weigh_moments(played, sizes))
+
+
+@settings(deadline=None)
+@given(st.integers(2, 5), st.integers(1, 12), st.data())
+def test_stages_in_a_v_wait_for_no_message_where_it_turns(p, m, data):
+    times = data.draw(stage_times(2 * p))
+    with registered(V_GPIPE):
+        time = time_pipeline("v-gpipe", p, 2, m, times)
+        bound = lower_bound("v-gpipe", p, 2, m, times)
+        free = list(times.message_s)
+        free[p - 1] = 0.0
+        again = time_pipeline("v-gpipe", p, 2, m, replace(times, message_s=tuple(free)))
+        peaks = [in_flight_peaks("v-gpipe", p, 2, m, rank) for rank in range(p)]
+    assert time == again
+    assert max(time.busy_s) * (1 - 1e-12) <= bound <= time.total_s * (1 + 1e-9)
+    assert time.busy_s[0] == pytest.approx(
+        m * sum(s[stage] for s in (times.forward_s, times.backward_s) for stage in (0, 2 * p - 1))
+    )
+    assert peaks == [(((m, 2),),)] * p
+
+
+def test_one_microbatch_takes_the_way_through_all_stages_and_their_messages():
+    with registered(V_GPIPE):
+        time = time_pipeline("v-gpipe", 2, 2, 1, equal_stages(4, 1.0, 2.0, message_s=0.5))
+    assert time.total_s == 4 * 3.0 + 4 * 0.5  # of three hops one stays on its rank
+    assert time.finished_s == (time.total_s, time.total_s - 2.5)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 6), st.integers(0, 10), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_zero_bubble_h1_idles_as_its_paper_says_and_holds_what_1f1b_does(p, extra, forward, more, weight):
+    """arXiv:2401.10241, table 2: (p - 1)·(F + B - W), p microbatches on every rank; there F <= B, and W no longer."""
+    m, gradient = 2 * p + extra, forward + more
+    weight = min(weight, forward)
+    times = replace(equal_stages(p, forward, gradient + weight), backward_weight_s=(weight,) * p)
+    with registered(ZB_H1):
+        time = time_pipeline("zb-h1", p, 1, m, times)
+        bound = lower_bound("zb-h1", p, 1, m, times)
+        peaks = [in_flight_peaks("zb-h1", p, 1, m, rank) for rank in range(p)]
+    assert max(time.busy_s) <= bound <= time.total_s
+    assert time.total_s == m * (forward + gradient + weight) + (p - 1) * (forward + gradient - weight)
+    assert peaks == [(((p, 1),),)] * p
+    assert time.total_s <= time_pipeline("1f1b", p, 1, m, times).total_s
+
+
+def test_gradients_of_weights_wait_for_those_of_inputs_and_nobody_waits_for_them():
+    with registered(ZB_H1):
+        spans = simulate(ZB_H1.orders(Looped(2), 2), Looped(2), lambda action: 1.0)
+    assert [[f"{span.action}@{span.start:g}" for span in rank] for rank in spans] == [
+        ["0F0@0", "0F1@1", "0I0@3", "0W0@4", "0I1@5", "0W1@6"],
+        ["1F0@1", "1I0@2", "1F1@3", "1I1@4", "1W0@5", "1W1@6"],
+    ]
+
+
+def test_a_schedule_that_splits_backwards_takes_the_seconds_of_both_parts():
+    with registered(ZB_H1), pytest.raises(AssertionError, match="zb-h1 splits backwards in two"):
+        time_pipeline("zb-h1", 2, 1, 2, equal_stages(2, 1.0, 2.0))
+
+
+def test_an_order_that_waits_for_itself_is_named():
+    def backwards_first(placement: Placement, rank: int, m: int) -> list[Action]:
+        return [Action(kind, rank, i) for kind in (Kind.BACKWARD, Kind.FORWARD) for i in range(m)]
+
+    with (
+        registered(PipelineSchedule(name="stuck", order=backwards_first)),
+        pytest.raises(AssertionError, match="an order waits for itself, at 0B0, 1B0"),
+    ):
+        time_pipeline("stuck", 2, 1, 2, equal_stages(2, 1.0, 2.0))

@@ -1,0 +1,88 @@
+"""Stage split: how many blocks each pipeline stage gets, by the rule of the engine's habit; the trainer's is `cost`."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from dtlayout.batch import Batch
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
+from dtlayout.pipelining.partition import LayerCosts, layer_costs, share_out
+
+
+def share_out_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where the dearest is as cheap as can be, and stages are filled from the first one on.
+
+    DeepSpeed's rule (runtime/utils, partition_balanced). Embedding and head count as layers of their own, so a stage
+    may hold one of them alone, and the last stages may be small.
+
+    >>> share_out_from_front(LayerCosts(blocks=(1.0,) * 10, embedding=1.5, head=1.5), 3)
+    (3, 4, 3)
+    """
+    layers = [costs.embedding, *costs.blocks, costs.head]
+    prefix = [0.0, *accumulate(layers)]
+    too_low, cap = 0.0, prefix[-1]
+    while cap - too_low > 1e-12 * cap:
+        tried = (too_low + cap) / 2
+        ends = _fill(prefix, num_stages, tried)
+        if ends[-1] == len(layers):
+            cap = min(tried, max(prefix[end] - prefix[start] for start, end in zip([0, *ends], ends, strict=False)))
+        else:
+            too_low = tried
+    ends = _fill(prefix, num_stages, cap)
+    starts = [0, *ends[:-1]]
+    return tuple(max(0, min(end, len(layers) - 1) - max(start, 1)) for start, end in zip(starts, ends, strict=True))
+
+
+def _fill(prefix: Sequence[float], num_stages: int, cap: float) -> list[int]:
+    """End of each stage where each takes all the layers that the cap allows; layers are left if it is too small."""
+    ends, allowed = [0], cap * (1 + 1e-12)
+    for _ in range(num_stages):
+        start = ends[-1]
+        ends.append(bisect_right(prefix, prefix[start] + allowed, lo=start) - 1)
+    return ends[1:]
+
+
+def share_out_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where stage i ends with the block that reaches (i + 1) / num_stages of all costs.
+
+    nanotron's rule (pipeline_parallel/engine, 2024). The last stages may have no block.
+
+    >>> share_out_by_threshold(LayerCosts(blocks=(1.0,) * 16, head=4.0), 4)
+    (5, 5, 5, 1)
+    """
+    total = costs.embedding + sum(costs.blocks) + costs.head
+    counts, reached = [0] * num_stages, costs.embedding
+    stage = 0
+    for block in costs.blocks:
+        counts[stage] += 1
+        reached += block
+        while stage < num_stages - 1 and reached >= total * (stage + 1) / num_stages * (1 - 1e-12):
+            stage += 1
+    return tuple(counts)
+
+
+def _by_cost(model: ModelShape, batch: Batch, num_stages: int) -> tuple[int, ...]:
+    return share_out(layer_costs(model, batch), num_stages)
+
+
+def _by_parameters(model: ModelShape, batch: Batch, num_stages: int) -> tuple[int, ...]:
+    ends = float(count_embedding_parameters(model))
+    return share_out_from_front(LayerCosts(_block_parameters(model), embedding=ends, head=ends), num_stages)
+
+
+def _by_threshold(model: ModelShape, batch: Batch, num_stages: int) -> tuple[int, ...]:
+    head = float(count_embedding_parameters(model))
+    return share_out_by_threshold(LayerCosts(_block_parameters(model), head=head), num_stages)
+
+
+def _block_parameters(model: ModelShape) -> tuple[float, ...]:
+    return (float(count_block_parameters(model)),) * model.num_layers
+
+
+STAGE_SPLITS: dict[str, Callable[[ModelShape, Batch, int], tuple[int, ...]]] = {
+    "cost": _by_cost,
+    "parameters": _by_parameters,
+    "threshold": _by_threshold,
+}
+"""`stage_split` of an engine's habits → blocks of each of so many stages."""

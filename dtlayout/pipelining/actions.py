@@ -1,0 +1,73 @@
+"""Actions: what a pipeline rank does one after the other, what each needs and what it makes. Whole numbers, no torch.
+
+A forward of stage s makes its hidden states, which stage s + 1 takes; a backward makes the gradient of the stage's
+input, which stage s - 1 takes. A backward may be split in two (zero bubble, arXiv:2401.10241): the part of the input
+comes as early as it can, the part of the weights, for which nobody waits, fills what would be idle.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What an action does, for one stage and one microbatch; the letters are torch's."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+
+
+SEND = {False: Kind.SEND_FORWARD, True: Kind.SEND_BACKWARD}
+RECEIVE = {False: Kind.RECEIVE_FORWARD, True: Kind.RECEIVE_BACKWARD}
+"""Whether a gradient travels → the kind of its sender's or receiver's action."""
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+RELEASE = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""Kinds after which a stage needs nothing more of a microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does. A message carries the name of the stage that sends or receives it."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+class Result(NamedTuple):
+    """What one stage makes of a microbatch for another."""
+
+    is_gradient: bool
+    """The gradient of the stage's input; else its hidden states, or the loss."""
+    stage: int
+    microbatch: int
+
+
+def result_of(action: Action) -> Result | None:
+    """What a forward or backward makes; None for gradients of weights, for which no action waits."""
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    return Result(action.kind is not Kind.FORWARD, action.stage, action.microbatch)
+
+
+def input_of(action: Action, num_stages: int) -> Result | None:
+    """What a forward or backward waits for: most often its neighbour's result, for the first forward nothing.
+
+    The last stage's backward waits for its own forward, the gradients of weights for that of the input.
+    """
+    kind, stage, microbatch = action.kind, action.stage, action.microbatch
+    if kind is Kind.FORWARD:
+        return Result(False, stage - 1, microbatch) if stage else None
+    if kind is Kind.BACKWARD_WEIGHT:
+        return Result(True, stage, microbatch)
+    is_last = stage == num_stages - 1
+    return Result(False, stage, microbatch) if is_last else Result(True, stage + 1, microbatch)

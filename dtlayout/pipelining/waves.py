@@ -1,0 +1,274 @@
+"""Waves: fast paths of the shipped schedules, which give in closed form or wave by wave what playing actions gives.
+
+p pipeline ranks, v virtual stages on each, m microbatches, looped: stage s of n = p·v lies on rank s mod p as chunk
+s // p. A schedule without a fast path is played action by action (timing.py), which is right for any, and slower.
+
+[Note: waves]
+1F1B is played in waves. In each wave a rank does at most one forward and then one backward, and all that they wait for
+is in the wave before (or is the forward of the rank before, in the same one), so a wave needs only the ends of the last
+one. Forwards and backwards of a rank numbered in their order, wave t is, on rank r,
+
+    1f1b              forward t      and  backward t - (p - 1) + r
+    interleaved-1f1b  forward t - r  and  backward t - w + r,       w = (v - 1)·p + 2·(p - 1), the warm-up of rank 0
+
+where a number below 0 or past the last one is no action. That is the order of schedules.py: rank r does its first
+forward p - 1 - r (1f1b) or w - 2r waves before its first backward, which is its warm-up.
+
+[Note: skipping equal periods]
+From the end of the warm-up until forwards run out, waves repeat: each is like the last under 1f1b, like the p·v-th
+before under interleaved-1f1b. So the ends x after a period follow from those before it by one function, x' = A(x), of
+sums and maxima only, and what comes after the steady part follows from its last x by another. Both commute with adding
+a constant to all of x. So once all ends lie one same growth g above those of c periods ago, they do so again every c
+periods, for ever, and any number of times c periods can be skipped by adding that many g. Nothing can overtake later: a
+loop that is slower by 0.01 % but not yet in the lead moves some end by that much more than the others, and as long as
+any end differs we don't skip. c is often 1, but a critical loop through L stages, F…F B…B, holds L microbatches and
+repeats only every L waves; so x is compared with a mark whose distance doubles (R. Brent, BIT 20 (1980), 176-184),
+which finds any c. Ends that agree up to e each give an error up to e per skip, since A never widens a difference.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from math import inf
+from operator import itemgetter, sub
+
+from dtlayout.pipelining.actions import Action, Kind
+
+_TOLERANCE = 1e-11
+"""Ends that differ by this share of a period's growth are equal; it bounds the relative error of the total."""
+
+Moment = tuple[tuple[int, int], ...]
+"""Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that one microbatch takes on each of the n stages."""
+
+    forward_s: tuple[float, ...]
+    """Forward of each stage."""
+
+    backward_s: tuple[float, ...]
+    """Whole backward of each stage."""
+
+    message_s: tuple[float, ...]
+    """From stage i to stage i + 1 or back, n - 1 entries: the receiver waits that long, the sender goes on at once."""
+
+    backward_weight_s: tuple[float, ...] = ()
+    """Of each stage's backward the part that makes the weights' gradients; empty where no backward is split in two."""
+
+    @cached_property
+    def backward_input_s(self) -> tuple[float, ...]:
+        """Of each stage's backward the part that makes the gradient of its input."""
+        return tuple(map(sub, self.backward_s, self.backward_weight_s))
+
+    def seconds(self, action: Action) -> float:
+        """How long a forward, a backward or a part of one takes."""
+        match action.kind:
+            case Kind.FORWARD:
+                return self.forward_s[action.stage]
+            case Kind.BACKWARD:
+                return self.backward_s[action.stage]
+            case Kind.BACKWARD_INPUT:
+                return self.backward_input_s[action.stage]
+        return self.backward_weight_s[action.stage]
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """What is known of a schedule without playing its actions, and equal to what playing them gives."""
+
+    finish: Callable[[int, int, int, StageTimes], list[float]]
+    """p, v, m and the stages' seconds → the end of each rank's last action."""
+
+    in_flight: Callable[[int, int, int, int], tuple[Moment, ...]]
+    """p, v, m and a rank → the moments at which it can hold most, as `timing.in_flight_peaks` gives them."""
+
+
+def to_moment(counts: Iterable[int]) -> Moment:
+    """Microbatches in flight of each chunk, equal neighbours together.
+
+    >>> to_moment([4, 2, 2])
+    ((4, 1), (2, 2))
+    """
+    return tuple((count, len(list(run))) for count, run in groupby(counts))
+
+
+def _finish_gpipe(p: int, v: int, m: int, times: StageTimes) -> list[float]:
+    """All forwards flow to the last rank, then all backwards flow back: the first one's way, then the slowest's pace.
+
+    No rank is still at its forwards when its first backward comes.
+    """
+    turn_s = sum(times.forward_s) + sum(times.message_s) + (m - 1) * max(times.forward_s)
+    from_last = list(zip(times.backward_s, (*times.message_s, 0.0), strict=True))[::-1]
+    way_s = accumulate(backward + message for backward, message in from_last)
+    pace_s = accumulate((backward for backward, _ in from_last), max)
+    return [turn_s + way + (m - 1) * pace for way, pace in zip(way_s, pace_s, strict=True)][::-1]
+
+
+_Work = tuple[float, float]  # seconds of an action; seconds from the end of what it waits for to its start
+_Wave = list[tuple[_Work, _Work]]  # per rank: forward, backward
+_IDLE: _Work = (0.0, -inf)
+
+
+def _work_of_stages(times: StageTimes) -> tuple[list[_Work], list[_Work]]:
+    """Forward and backward of each stage. The first forward waits for no stage, nor does the last backward."""
+    forwards = zip(times.forward_s, (-inf, *times.message_s), strict=True)
+    backwards = zip(times.backward_s, (*times.message_s, -inf), strict=True)
+    return list(forwards), list(backwards)
+
+
+def _finish_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
+    forwards, backwards = _work_of_stages(times)
+
+    def wave(t: int) -> _Wave:
+        return [
+            (forwards[r] if t < m else _IDLE, backwards[r] if 0 <= t - (p - 1) + r < m else _IDLE) for r in range(p)
+        ]
+
+    return _play(_advance_1f1b, [0.0] * p, wave, num_waves=m + p - 1, steady=range(p - 1, m), period=1)
+
+
+def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
+    """One wave on: `ends` has for each rank the end of what it did last."""
+    after = []
+    forward_end = 0.0
+    for own, behind, ((forward_s, forward_delay), (backward_s, backward_delay)) in zip(
+        ends, [*ends[1:], 0.0], wave, strict=True
+    ):
+        ready = forward_end + forward_delay
+        forward_end = (own if own > ready else ready) + forward_s
+        ready = behind + backward_delay
+        after.append((forward_end if forward_end > ready else ready) + backward_s)
+    return after
+
+
+def _finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
+    forwards, backwards = _work_of_stages(times)
+    warm_up = _warm_up(0, p, v)
+
+    def wave(t: int) -> _Wave:
+        works = []
+        for rank in range(p):
+            nth_forward, nth_backward = t - rank, t - warm_up + rank
+            forward_chunk, backward_chunk = nth_forward // p % v, v - 1 - nth_backward // p % v
+            works.append(
+                (
+                    forwards[forward_chunk * p + rank] if 0 <= nth_forward < m * v else _IDLE,
+                    backwards[backward_chunk * p + rank] if 0 <= nth_backward < m * v else _IDLE,
+                )
+            )
+        return works
+
+    ends = _play(
+        _advance_interleaved, [0.0] * (2 * p), wave,
+        num_waves=m * v + warm_up, steady=range(warm_up, m * v), period=p * v,
+    )  # fmt: skip
+    return ends[p:]
+
+
+def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
+    """One wave on: `ends` has for each rank the end of its forward of the last wave, then, for each, of all it did."""
+    p = len(wave)
+    sent, own = ends[:p], ends[p:]
+    forward_ends = []
+    after = []
+    for free, before, behind, ((forward_s, forward_delay), (backward_s, backward_delay)) in zip(
+        own, [sent[-1], *sent[:-1]], [*own[1:], own[0]], wave, strict=True
+    ):
+        ready = before + forward_delay
+        forward_end = (free if free > ready else ready) + forward_s
+        forward_ends.append(forward_end)
+        ready = behind + backward_delay
+        after.append((forward_end if forward_end > ready else ready) + backward_s)
+    return forward_ends + after
+
+
+def _play(
+    advance: Callable[[list[float], _Wave], list[float]],
+    ends: list[float],
+    wave: Callable[[int], _Wave],
+    num_waves: int,
+    steady: range,
+    period: int,
+) -> list[float]:
+    """The ends after all waves, of which those in `steady` repeat with `period`."""
+    num_periods = len(steady) // period
+    for t in range(steady.start):
+        ends = advance(ends, wave(t))
+    if num_periods:
+        ends = _play_periods(advance, ends, [wave(steady.start + t) for t in range(period)], num_periods)
+    for t in range(steady.start + num_periods * period, num_waves):
+        ends = advance(ends, wave(t))
+    return ends
+
+
+def _play_periods(
+    advance: Callable[[list[float], _Wave], list[float]], ends: list[float], waves: list[_Wave], num_periods: int
+) -> list[float]:
+    """The ends after so many rounds through the waves, see [Note: skipping equal periods]."""
+    mark, marked_at = ends, 0
+    done = 0
+    while done < num_periods:
+        for wave in waves:
+            ends = advance(ends, wave)
+        done += 1
+        growth = ends[0] - mark[0]
+        slack = _TOLERANCE * growth
+        if abs(ends[-1] - mark[-1] - growth) <= slack and all(
+            abs(end - marked - growth) <= slack for end, marked in zip(ends, mark, strict=True)
+        ):
+            length = done - marked_at
+            num_skips = (num_periods - done) // length
+            ends = [end + num_skips * growth for end in ends]
+            done += num_skips * length
+        elif done >= 2 * marked_at:
+            mark, marked_at = ends, done
+    return ends
+
+
+def _hold_all(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
+    return (((m, 1),),)
+
+
+def _hold_one_for_each_rank_that_follows(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
+    return (((min(p - rank, m), 1),),)
+
+
+def _hold_rounds(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
+    """After the warm-up a rank holds most between a forward and the backward that follows, warm_up + 1 in all.
+
+    From one such moment to the next the chunk of the forward gains one and the chunk of the backward loses one. That
+    changes where either goes on to another chunk, and all repeats after p·v moments. Where the forward goes on it holds
+    what it holds at some moment where the backward does: those, every p moments, are enough.
+    """
+    warm_up = _warm_up(rank, p, v)
+    if m * v <= warm_up:
+        return (((m, v),),)
+
+    def started(num_actions: int, place: int) -> int:
+        """Of so many actions, those of the chunk that comes at this place of a round."""
+        rounds, rest = divmod(num_actions, p * v)
+        return rounds * p + min(p, max(0, rest - place * p))
+
+    def held(n: int) -> Moment:
+        num_forwards = warm_up + n + 1
+        forward_place, backward_place = num_forwards // p % v, v - 1 - n // p % v
+        ends = {0, v, forward_place, forward_place + 1, backward_place, backward_place + 1}
+        cuts = [c for c in sorted(ends) if c <= v]
+        runs = [(started(num_forwards, c) - started(n, v - 1 - c), end - c) for c, end in pairwise(cuts)]
+        return tuple((count, sum(length for _, length in run)) for count, run in groupby(runs, key=itemgetter(0)))
+
+    moments = range(0, min(p * v, m * v - warm_up), p)
+    return tuple(sorted({held(n) for n in moments}, reverse=True))
+
+
+def _warm_up(rank: int, p: int, v: int) -> int:
+    """Forwards of a rank before the one that its first backward follows, under interleaved-1f1b."""
+    return (v - 1) * p + 2 * (p - 1 - rank)
+
+
+GPIPE_FAST = FastPath(_finish_gpipe, _hold_all)
+ONE_F_ONE_B_FAST = FastPath(_finish_1f1b, _hold_one_for_each_rank_that_follows)
+INTERLEAVED_1F1B_FAST = FastPath(_finish_interleaved_1f1b, _hold_rounds)
