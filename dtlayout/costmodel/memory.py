@@ -211,26 +211,26 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     shared = t if layout.shards_sequence else 1
     is_eager = find_kernel(NormKernel, kernels.norm).is_eager
     norm = e + (constants.norm_saved_bytes / 2 if is_eager else 0.0)
-    scores = score_bytes(scenario, layout, kernels)
-    whole = scores + constants.block_saved_bytes * h
+    beside_scores = constants.block_saved_bytes * h
     for operation in describe(model).block:
         match operation:
             case Norm():
-                whole += norm * operation.width / (t if operation.is_of_heads else shared)
+                beside_scores += norm * operation.width / (t if operation.is_of_heads else shared)
             case Linear(style="colwise", keeps_input=True):
-                whole += e * operation.inputs / (shared if habits.regathers_inputs else 1)
+                beside_scores += e * operation.inputs / (shared if habits.regathers_inputs else 1)
             case Linear(style="rowwise", keeps_input=True):
-                whole += e * operation.inputs / t
+                beside_scores += e * operation.inputs / t
             case Rotary():
-                whole += habits.rope_saved_bytes * operation.width / t
+                beside_scores += habits.rope_saved_bytes * operation.width / t
             case SelfAttention():
-                whole += e * (operation.input_width + operation.query_width) / t
+                beside_scores += e * (operation.input_width + operation.query_width) / t
             case Activation():
                 num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept - 1 if operation.gated else 1
-                whole += e * num_kept * operation.width / t
+                beside_scores += e * num_kept * operation.width / t
+    whole = beside_scores + score_bytes(scenario, layout, kernels)
     recompute = Recompute.parse(layout.recompute)
     if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)
-        return whole, whole - scores
+        return whole, beside_scores
     return whole, e * h / shared
 
 

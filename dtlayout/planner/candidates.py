@@ -4,6 +4,7 @@ A *candidate* is all of a layout but how its data-parallel ranks share the state
 its stages do the same work, and hold the same beside their state. Its *variants* are the ways that may fit.
 """
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,16 +67,38 @@ class Candidate(NamedTuple):
     """Those that may fit."""
 
 
+MOST_MISFITS = 32
+"""Layouts of which the one that misses by least is looked for: what they need at least says which they are, and what
+they need exactly which of them it is."""
+
+
+class Misfit(NamedTuple):
+    """A layout that does not fit."""
+
+    least_bytes: float
+    """What its fullest rank needs at least."""
+    layout: Layout
+    kernels: Kernels
+
+
 @dataclass
 class LeftOut:
     """What became of layouts that are no candidates."""
 
     counts: Counter[Reason] = field(default_factory=Counter)
     """How many, by reason."""
-    least_bytes: float = inf
-    """Of those that don't fit, the least that any needs at least."""
-    smallest: tuple[Layout, Kernels] | None = None
-    """The layout that needs it."""
+    nearest: list[Misfit] = field(default_factory=list)
+    """Of those that surely don't fit the `MOST_MISFITS` that need least at least, sorted."""
+
+    @property
+    def limit_bytes(self) -> float:
+        """Whoever needs more at least is none of these."""
+        return self.nearest[-1].least_bytes if len(self.nearest) == MOST_MISFITS else inf
+
+    def note_misfit(self, least_bytes: float, layout: Layout, kernels: Kernels) -> None:
+        """Keep a layout that does not fit, if it is among those that need least."""
+        insort(self.nearest, Misfit(least_bytes, layout, kernels), key=attrgetter("least_bytes"))
+        del self.nearest[MOST_MISFITS:]
 
 
 class Candidates:
@@ -123,7 +146,7 @@ class Candidates:
         m = layout.num_microbatches(self.space.scenario.batch)
         held = self.peaks.held_bytes(self.peaks.block_bytes(part, kernels), pipeline, m)
         state = self._states(pipeline, layout.tp, gradient_phase(layout, m))
-        allowed, known = self.allowed_bytes, left_out.least_bytes
+        allowed, known = self.allowed_bytes, left_out.limit_bytes
         if max(map(add, held, state.least), default=inf) > max(allowed, known):  # in any way, and by more than another
             left_out.counts["does not fit"] += len(state.ways)
             return None
@@ -133,7 +156,7 @@ class Candidates:
         if len(fitting) < len(variants):
             smallest = min((v for v in variants if v.least_bytes > allowed), key=attrgetter("least_bytes"))
             if smallest.least_bytes < known:
-                left_out.least_bytes, left_out.smallest = smallest.least_bytes, (smallest.sharding.of(layout), kernels)
+                left_out.note_misfit(smallest.least_bytes, smallest.sharding.of(layout), kernels)
         if not fitting:
             return None
         return Candidate(place, layout, part, kernels, m, self.peaks.stages(pipeline), state.num_parameters, fitting)

@@ -137,7 +137,7 @@ class Search:
         left_out = LeftOut()
         candidate = self._candidates.make(layout, kernels, left_out)
         if candidate is None:  # with no way at all where what was fixed leaves none at these degrees
-            return left_out.smallest[0] if left_out.smallest else layout
+            return left_out.nearest[0].layout if left_out.nearest else layout
         times = self._times(candidate)
         fastest = sorted((times.step_s(v.sharding), v.sharding) for v in candidate.variants)
         tried = (self._try(candidate, sharding, time_s) for time_s, sharding in fastest)
@@ -206,13 +206,12 @@ class Search:
         return _Timed(step_s + more_s, needed, peak, layout, candidate.kernels, candidate.place)
 
     def _find_smallest_misfit(self, left_out: LeftOut, misfits: Sequence[_Timed]) -> tuple[Layout, Kernels] | None:
-        """What misses by least: of those that were asked, now by what all of their ranks need; else by the least."""
-        found, smallest = left_out.smallest, inf
-        for each in misfits:
-            if each.needed_bytes < smallest:
-                needed, _ = self._peaks.exact(each.layout, each.kernels)
-                if needed < smallest:
-                    found, smallest = (each.layout, each.kernels), needed
+        """What misses by least, by what all of its ranks need."""
+        found, smallest = None, inf
+        asked = [(each.needed_bytes, each.layout, each.kernels) for each in misfits]
+        for least, layout, kernels in [*asked, *left_out.nearest]:
+            if least < smallest and (needed := self._peaks.exact(layout, kernels)[0]) < smallest:
+                found, smallest = (layout, kernels), needed
         return found
 
 
