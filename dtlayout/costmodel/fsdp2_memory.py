@@ -153,10 +153,11 @@ class _StageMaker:
         self.model, self.layout = scenario.model, layout
         self.size, self.sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
         self.recompute = Recompute.parse(layout.recompute)
-        self.known: dict[tuple[bool, ...], _Stage] = {}
+        self.known: dict[tuple[bool, bool, int, int], _Stage] = {}
 
     def __call__(self, chunk: StageSlice) -> "_Stage":
-        key = chunk.embedding, chunk.head, *map(self.recompute.covers, chunk.layers)
+        phase = chunk.layers.start % self.recompute.every if self.recompute.every else 0
+        key = chunk.embedding, chunk.head, len(chunk.layers), phase
         if key not in self.known:
             self.known[key] = _Stage(self.model, self.layout, chunk, self.size, self.sharding)
         return self.known[key]
@@ -172,14 +173,14 @@ class _Stage:
         self.size = size
         self.sharding = sharding
         self.units = stage_units(model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head)
-        amounts = ((size.kept(recompute, layer), size.recomputed(recompute, layer)) for layer in chunk.layers)
-        self.runs = [(kept, again, len(list(run))) for (kept, again), run in groupby(amounts)]
+        runs = [list(run) for _, run in groupby(chunk.layers, recompute.covers)]
+        self.runs = [(size.kept(recompute, run[0]), size.recomputed(recompute, run[0]), len(run)) for run in runs]
         is_kept = size.keeps_stream or any(recompute.covers(layer) for layer in chunk.layers[:1])
         keeps_mask = size.keeps_mask or any(recompute.covers(layer) for layer in chunk.layers)
         self.kept_mask = size.mask if keeps_mask else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.share
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
-        self.all_units = [*ends, *[self.units.block] * len(chunk.layers)]
+        self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(chunk.layers)}
         self._known: dict[tuple[str, bool, bool], Phase] = {}
 
     @cached_property
@@ -190,8 +191,8 @@ class _Stage:
     @cached_property
     def state(self) -> Phase:
         """Masters and what Adam keeps of them."""
-        shards = self.sharding.params * sum(unit.count(self.sharding.shards) for unit in self.all_units)
-        steps = _STEP_BYTES * sum(unit.num_tensors for unit in self.all_units)
+        shards = self.sharding.params * sum(n * unit.count(self.sharding.shards) for unit, n in self.counts.items())
+        steps = _STEP_BYTES * sum(n * unit.num_tensors for unit, n in self.counts.items())
         return changes((_P, shards), (Part.OPTIMIZER, 2 * shards + steps))
 
     def play(self, action: Action, m: int) -> Phase:
@@ -289,8 +290,9 @@ class _Stage:
         if units.root:
             yield sharding.finish_backward(units.root, reduced if reduces else None, is_first=is_first, is_last=is_last)
             reduced = units.root
+        summed = sum(n * sharding.summed(unit) for unit, n in self.counts.items())
         yield changes(
-            (_B, -sharding.reduction(reduced) - sum(map(sharding.summed, self.all_units)) if is_last else 0.0),
+            (_B, -sharding.reduction(reduced) - summed if is_last else 0.0),
             (_B, 0.0 if self.has_head else -size.share),
             (_A, 0.0 if self.has_embedding else -size.share - self.received),
         )

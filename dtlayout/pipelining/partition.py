@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
+from math import ceil
 
 from dtlayout.batch import Batch
 from dtlayout.layout import Layout
@@ -140,12 +141,14 @@ def share_out_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...
 
 def _share_out_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Each block to the stage that is cheapest with it, the last of equals: least maximum and least squares at once."""
-    block, counts = costs.blocks[0], [1] * num_stages
-    heap = [(block, -stage) for stage in range(num_stages)]
-    heap[0] = (heap[0][0] + costs.embedding, 0)
-    heap[-1] = (heap[-1][0] + costs.head, 1 - num_stages)
+    block, ends = costs.blocks[0], [0.0] * num_stages
+    ends[0], ends[-1] = costs.embedding, ends[-1] + costs.head
+    # What each stage surely gets needs no dealing out: an equal share less one block, and less what its end costs.
+    share = len(costs.blocks) // num_stages - 1
+    counts = [max(1, share - ceil(end / block)) for end in ends]
+    heap = [(end + count * block, -stage) for stage, (end, count) in enumerate(zip(ends, counts, strict=True))]
     heapify(heap)
-    for _ in range(len(costs.blocks) - num_stages):
+    for _ in range(len(costs.blocks) - sum(counts)):
         cost, stage = heap[0]
         counts[-stage] += 1
         heapreplace(heap, (cost + block, stage))
