@@ -141,8 +141,8 @@ class _StageMaker:
         self.known: dict[tuple[bool, bool, int, int], _Stage] = {}
 
     def __call__(self, chunk: StageSlice) -> "_Stage":
-        every = self.recompute.every
-        key = chunk.embedding, chunk.head, len(chunk.layers), chunk.layers.start % every if every else 0
+        phase = chunk.layers.start % self.recompute.every if self.recompute.every else 0
+        key = chunk.embedding, chunk.head, len(chunk.layers), phase
         if key not in self.known:
             self.known[key] = _Stage(self.model, self.layout, chunk, self.size, self.sharding)
         return self.known[key]
@@ -158,14 +158,14 @@ class _Stage:
         self.size = size
         self.sharding = sharding
         self.units = stage_units(model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head)
-        amounts = ((size.kept(recompute, layer), size.recomputed(recompute, layer)) for layer in chunk.layers)
-        self.runs = [(kept, again, len(list(run))) for (kept, again), run in groupby(amounts)]
+        runs = [list(run) for _, run in groupby(chunk.layers, recompute.covers)]
+        self.runs = [(size.kept(recompute, run[0]), size.recomputed(recompute, run[0]), len(run)) for run in runs]
         is_kept = size.keeps_stream or any(recompute.covers(layer) for layer in chunk.layers[:1])
         keeps_mask = size.keeps_mask or any(recompute.covers(layer) for layer in chunk.layers)
         self.kept_mask = size.mask if keeps_mask else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.share
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
-        self.all_units = [*((unit, 1) for unit in ends), (self.units.block, len(chunk.layers))]
+        self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(chunk.layers)}
         self._known: dict[tuple[str, bool, bool], Phase] = {}
 
     @cached_property
@@ -177,8 +177,8 @@ class _Stage:
     def state(self) -> Phase:
         """Masters and what the optimizer keeps of them."""
         params, optimizer = self.sharding.params, self.sharding.optimizer
-        num_parameters = sum(count * unit.count(self.sharding.shards) for unit, count in self.all_units)
-        steps = optimizer.step_bytes * sum(count * len(unit.weights) for unit, count in self.all_units)
+        num_parameters = sum(n * unit.count(self.sharding.shards) for unit, n in self.counts.items())
+        steps = optimizer.step_bytes * sum(n * len(unit.weights) for unit, n in self.counts.items())
         kept = optimizer.state_bytes(params) * num_parameters + steps
         return changes((_P, params * num_parameters), (Part.OPTIMIZER, kept))
 
@@ -278,7 +278,7 @@ class _Stage:
         if units.root:
             yield sharding.finish_backward(units.root, reduced if reduces else None, is_first=is_first, is_last=is_last)
             reduced = units.root
-        summed = sum(count * sharding.summed(unit) for unit, count in self.all_units)
+        summed = sum(n * sharding.summed(unit) for unit, n in self.counts.items())
         yield changes(
             (_B, -sharding.reduction(reduced) - summed if is_last else 0.0),
             (_B, 0.0 if self.has_head else -size.share),

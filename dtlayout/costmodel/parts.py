@@ -5,7 +5,7 @@ Many layouts have the same blocks, stages and states, so `Estimator` and `planne
 remember is a function of nothing but its arguments (`functools.cache`), and these arguments are the whole key: a
 function that is written for a `Layout` gets the part of it that is named here, with the same attributes and no others.
 A formula that begins to read more fails at once, naming what its part lacks, and no result can depend on something that
-is not in its key. `tests/costmodel/test_parts.py` holds that each part has what is read and nothing beside.
+is not in its key. tests/planner/test_remembered.py holds that every field of every part matters.
 """
 
 from operator import attrgetter

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate
+from math import ceil
 
 from dtlayout.batch import Batch
 from dtlayout.layout import Layout
@@ -91,14 +92,14 @@ def share_out(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
 
 def _share_out_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Each block to the stage that is cheapest with it, the last of equals: least maximum and least squares at once."""
-    block, num_blocks = costs.blocks[0], len(costs.blocks)
-    sure = max(1, num_blocks // num_stages - 1)  # no stage between the ends gets fewer
-    counts = [1, *[sure] * (num_stages - 2), 1][:num_stages] if num_stages > 1 else [1]
-    heap = [(count * block, -stage) for stage, count in enumerate(counts)]
-    heap[0] = (heap[0][0] + costs.embedding, 0)
-    heap[-1] = (heap[-1][0] + costs.head, 1 - num_stages)
+    block, ends = costs.blocks[0], [0.0] * num_stages
+    ends[0], ends[-1] = costs.embedding, ends[-1] + costs.head
+    # What each stage surely gets needs no dealing out: an equal share less one block, and less what its end costs.
+    share = len(costs.blocks) // num_stages - 1
+    counts = [max(1, share - ceil(end / block)) for end in ends]
+    heap = [(end + count * block, -stage) for stage, (end, count) in enumerate(zip(ends, counts, strict=True))]
     heapify(heap)
-    for _ in range(num_blocks - sum(counts)):
+    for _ in range(len(costs.blocks) - sum(counts)):
         cost, stage = heap[0]
         counts[-stage] += 1
         heapreplace(heap, (cost + block, stage))

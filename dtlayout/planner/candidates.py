@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from math import inf
-from operator import add, attrgetter
+from operator import add
 from typing import Literal, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimator
@@ -37,15 +37,6 @@ class State(NamedTuple):
     """The least in any of them."""
 
 
-class Variant(NamedTuple):
-    """One way to share a candidate's state."""
-
-    sharding: Sharding
-    """The way."""
-    least_bytes: float
-    """What the fullest rank needs at least."""
-
-
 class Candidate(NamedTuple):
     """Layouts that differ in nothing but how their ranks share the state."""
 
@@ -63,8 +54,8 @@ class Candidate(NamedTuple):
     """Its pipeline's."""
     num_parameters: tuple[float, ...]
     """Of a rank of each group of these."""
-    variants: list[Variant]
-    """Those that may fit."""
+    variants: dict[Sharding, float]
+    """Ways to share the state that may fit, and what the fullest rank needs at least."""
 
 
 MOST_MISFITS = 32
@@ -97,7 +88,7 @@ class LeftOut:
 
     def note_misfit(self, least_bytes: float, layout: Layout, kernels: Kernels) -> None:
         """Keep a layout that does not fit, if it is among those that need least."""
-        insort(self.nearest, Misfit(least_bytes, layout, kernels), key=attrgetter("least_bytes"))
+        insort(self.nearest, Misfit(least_bytes, layout, kernels), key=lambda each: each.least_bytes)
         del self.nearest[MOST_MISFITS:]
 
 
@@ -109,8 +100,9 @@ class Candidates:
         self.space, self.estimator, self.peaks, self.allowed_bytes = space, estimator, peaks, allowed_bytes
         self.examples = cache(self._find_examples)
         """Every way to share the state at some tp and pp, with a layout of these degrees that does."""
-        self._kernels, self._undominated = cache(self._find_kernels), cache(self._find_undominated)
-        self._states = cache(self._find_states)
+        self.undominated = cache(self._find_undominated)
+        """Kernels with a StageLayout that are not both slower and larger than others."""
+        self._kernels, self._states = cache(self._find_kernels), cache(self._find_states)
 
     def find(self, left_out: LeftOut) -> Iterator[Candidate]:
         """All of them; the others are counted."""
@@ -132,7 +124,7 @@ class Candidates:
                         tp=tp, pp=pp, dp_shard=dp, schedule=schedule, virtual_stages=v, micro_batch=micro_batch,
                         sequence_parallel=sp, recompute=recompute, **space.constant,
                     )  # fmt: skip
-                    best = self._undominated(part_of(layout, StageLayout))
+                    best = self.undominated(part_of(layout, StageLayout))
                     num_slower = len(self._kernels(tp, recompute)) - len(best)
                     left_out.counts["slower kernels"] += num_slower * num_shardings
                     for kernels in best:
@@ -150,13 +142,13 @@ class Candidates:
         if max(map(add, held, state.least), default=inf) > max(allowed, known):  # in any way, and by more than another
             left_out.counts["does not fit"] += len(state.ways)
             return None
-        variants = [Variant(sharding, max(map(add, held, least))) for sharding, least in state.ways]
-        fitting = [v for v in variants if v.least_bytes <= allowed]
-        left_out.counts["does not fit"] += len(variants) - len(fitting)
-        if len(fitting) < len(variants):
-            smallest = min((v for v in variants if v.least_bytes > allowed), key=attrgetter("least_bytes"))
-            if smallest.least_bytes < known:
-                left_out.note_misfit(smallest.least_bytes, smallest.sharding.of(layout), kernels)
+        needs = {sharding: max(map(add, held, least)) for sharding, least in state.ways}
+        fitting = {sharding: need for sharding, need in needs.items() if need <= allowed}
+        left_out.counts["does not fit"] += len(needs) - len(fitting)
+        if len(fitting) < len(needs):
+            need, sharding = min((need, sharding) for sharding, need in needs.items() if need > allowed)
+            if need < known:
+                left_out.note_misfit(need, sharding.of(layout), kernels)
         if not fitting:
             return None
         return Candidate(place, layout, part, kernels, m, self.peaks.stages(pipeline), state.num_parameters, fitting)

@@ -166,9 +166,9 @@ class Peaks:
 
 
 def _count_sizes(scenario: Scenario, classes: tuple[StageClass, ...], tp: int) -> tuple[float, float]:
-    chunks = [each.example for each in classes]
-    n = sum([memory.count_stage_parameters(scenario.model, chunk, tp) for chunk in chunks])
-    return n, memory.largest_unit(scenario.model, chunks, tp)
+    examples = {each: each.example for each in classes}
+    counts = {each: memory.count_stage_parameters(scenario.model, examples[each], tp) for each in examples}
+    return sum([counts[each] for each in classes]), memory.largest_unit(scenario.model, [*examples.values()], tp)
 
 
 def _count_block_bytes(

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush, nsmallest
 from math import inf
-from operator import attrgetter
 from typing import NamedTuple, get_args
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
@@ -71,6 +70,9 @@ class _Question(IntEnum):
     """Of a variant: does it fit?"""
 
 
+_ALL = Sharding(0, 0)
+
+
 class _Open(NamedTuple):
     """A candidate or one of its variants that may be among the best; the one with the least bound is asked first."""
 
@@ -78,8 +80,8 @@ class _Open(NamedTuple):
     """Its step is no shorter."""
     candidate: int
     """Which one."""
-    variant: int
-    """Which of its variants; -1 is all of them."""
+    sharding: Sharding
+    """Which of its variants, or _ALL of them."""
     question: _Question
     """What is not known yet."""
 
@@ -139,22 +141,21 @@ class Search:
         if candidate is None:  # with no way at all where what was fixed leaves none at these degrees
             return left_out.nearest[0].layout if left_out.nearest else layout
         times = self._times(candidate)
-        fastest = sorted((times.step_s(v.sharding), v.sharding) for v in candidate.variants)
+        fastest = sorted((times.step_s(sharding), sharding) for sharding in candidate.variants)
         tried = (self._try(candidate, sharding, time_s) for time_s, sharding in fastest)
         fitting = (timed.layout for timed in tried if timed.needed_bytes <= self.allowed_bytes)
-        smallest = min(candidate.variants, key=attrgetter("least_bytes"))
-        return next(fitting, smallest.sharding.of(layout))
+        return next(fitting, min(candidate.variants, key=candidate.variants.__getitem__).of(layout))
 
     def finds_any(self) -> bool:
         """Whether any layout is legal and fits; those that need least are tried first."""
         candidates = list(self._candidates.find(LeftOut()))
-        least = [(v.least_bytes, i, v.sharding) for i, c in enumerate(candidates) for v in c.variants]
+        least = [(need, i, sharding) for i, c in enumerate(candidates) for sharding, need in c.variants.items()]
         tried = (self._try(candidates[i], sharding, 0.0) for _, i, sharding in sorted(least))
         return any(timed.needed_bytes <= self.allowed_bytes for timed in tried)
 
     def _ask(self, candidates: Sequence[Candidate], top: int) -> tuple[list[_Timed], list[_Timed]]:
         """Ask until nothing that is open can be among the best `top`: what fits and what does not, with step times."""
-        queue = [_Open(self._bound_roughly_s(c), i, -1, _Question.BUSIEST) for i, c in enumerate(candidates)]
+        queue = [_Open(self._bound_roughly_s(c), i, _ALL, _Question.BUSIEST) for i, c in enumerate(candidates)]
         heapify(queue)
         times: dict[int, StepTimes] = {}
         fitting: list[_Timed] = []
@@ -162,21 +163,19 @@ class Search:
         fastest: dict[int, float] = {}  # by place
         limit_s = inf
         while queue and queue[0].least_s <= limit_s:
-            least_s, i, variant, question = heappop(queue)
+            least_s, i, sharding, question = heappop(queue)
             candidate = candidates[i]
             match question:
                 case _Question.BUSIEST:
                     times[i] = self._times(candidate)
-                    heappush(queue, _Open(times[i].bound_s, i, -1, _Question.UPDATE))
+                    heappush(queue, _Open(times[i].bound_s, i, _ALL, _Question.UPDATE))
                 case _Question.UPDATE:
-                    for each, (sharding, _) in enumerate(candidate.variants):
-                        bound_s = least_s + times[i].update_s(sharding)
-                        heappush(queue, _Open(bound_s, i, each, _Question.PLAY))
+                    for each in candidate.variants:
+                        heappush(queue, _Open(least_s + times[i].update_s(each), i, each, _Question.PLAY))
                 case _Question.PLAY:
-                    step_s = times[i].step_s(candidate.variants[variant].sharding)
-                    heappush(queue, _Open(step_s, i, variant, _Question.FIT))
+                    heappush(queue, _Open(times[i].step_s(sharding), i, sharding, _Question.FIT))
                 case _Question.FIT:
-                    timed = self._try(candidate, candidate.variants[variant].sharding, least_s)
+                    timed = self._try(candidate, sharding, least_s)
                     if timed.needed_bytes > self.allowed_bytes:
                         misfits.append(timed)
                         continue

@@ -7,6 +7,7 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | tp | divisors of N; beyond a node too, the cost model knows that it is slow there |
 | pp | divisors of N / tp |
 | schedule | 1f1b; for pp > 1 all that are known, with the fewest virtual stages for each size of a stage |
+| virtual_stages | 64 at most |
 | dp_shard | 1, all of dp, and groups that fill 1, 2, 4, … whole nodes; the rest is dp_replicate (HSDP) |
 | zero | 1, 2, 3; only 1 at dp_shard = 1, where nothing is sharded |
 | micro_batch | divisors of B |
@@ -41,6 +42,8 @@ Order = tuple[str, int]
 """schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
+MOST_VIRTUAL_STAGES = 64
+"""Of a rank: with v of them the bubble is 1/v of 1F1B's, and more than these have nothing left to win."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]
 CHOICES: dict[str, type] = {f.name: type(getattr(Layout(), f.name)) for f in fields(Layout)}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
@@ -147,7 +150,8 @@ class Space:
         layers = self.scenario.model.num_layers
         found: list[Order] = [(DEFAULT_SCHEDULE, 1)]
         if pp > 1:
-            fewest = {-(-layers // (pp * size)) for size in range(1, layers // pp + 1)}
+            smallest = -(-layers // (pp * MOST_VIRTUAL_STAGES))
+            fewest = {-(-layers // (pp * size)) for size in range(smallest, layers // pp + 1)}
             virtual_stages = {self.fixed["virtual_stages"]} if "virtual_stages" in self.fixed else fewest | {1}
             usable = [v for v in sorted(virtual_stages) if v == 1 or pp * v <= layers]
             found = [(schedule.name, v) for schedule in known_schedules() for v in usable if schedule.takes(pp, v)]

@@ -1,6 +1,7 @@
 """The search finds what trying every layout finds, and loses none of the best on the way."""
 
 from collections import Counter
+from cProfile import Profile
 from dataclasses import replace
 
 import pytest
@@ -214,6 +215,23 @@ def test_more_is_searched_in_a_second_than_ten_thousand_layouts_without_building
     counts = Search(Space(large)).run().counts
     assert sum(counts.values()) - counts["not legal"] > 10_000
     assert counts["slower"] < 1000
+
+
+@pytest.mark.parametrize(("hidden_size", "fits"), [(2048, False), (64, True)])
+def test_ten_times_the_layers_are_not_ten_times_the_work(hidden_size, fits):
+    """40,000 layers are searched in seconds: calls are counted, of functions of ours and of others."""
+    fixed = {"tp": 1, "pp": 2, "micro_batch": 1, "recompute": "full", "attention": "sdpa-flash", "norm": "fused"}
+
+    def count_calls(num_layers: int) -> int:
+        model = replace(
+            SMALL, hidden_size=hidden_size, ffn_size=2 * hidden_size, num_layers=num_layers, num_heads=2, num_kv_heads=2
+        )
+        search, calls = Search(Space(scenario(8, model, batch=8, per_node=8), fixed)), Profile()
+        found = calls.runcall(search.run, top=1)
+        assert bool(found.ranked) == fits
+        return sum(entry.callcount for entry in calls.getstats())
+
+    assert count_calls(40_000) < 4 * count_calls(4_000)
 
 
 def test_kernels_are_only_left_out_for_others_that_are_no_slower_and_no_larger():

@@ -1,0 +1,204 @@
+"""What is remembered never shows: who has seen every layout says the same of each, to the bit, as who sees it first."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import combinations
+from random import Random
+from typing import Any
+
+import pytest
+from machine import MACHINE
+from tiny import SHAPE
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel import parts
+from dtlayout.costmodel.engine import find_engine, find_engine_on
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, StageLayout, StateLayout, part_of
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.planner.candidates import Candidates, LeftOut
+from dtlayout.planner.peaks import Peaks
+from dtlayout.planner.search import Search
+from dtlayout.planner.space import Space
+from dtlayout.planner.step_times import StepTimes
+from dtlayout.precision import Precision
+
+MODEL = replace(SHAPE, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_size=1024, num_layers=12, vocab_size=8192)
+BATCH = Batch(global_batch=64, seq_len=512)
+BASES = (Layout(pp=2, tp=2, dp_shard=2), Layout(dp_shard=4, zero=3))
+LAYOUTS = {
+    "pp": [{"pp": n} for n in (1, 2, 4)],
+    "dp_replicate": [{"dp_replicate": 2}],
+    "dp_shard": [{"dp_shard": n} for n in (1, 8)],
+    "cp": [{"cp": 2}],
+    "tp": [{"tp": 1}, {"tp": 4}],
+    "sequence_parallel": [{"sequence_parallel": False}],
+    "micro_batch": [{"micro_batch": 4}],
+    "schedule": [{"schedule": "gpipe"}],
+    "virtual_stages": [{"schedule": "interleaved-1f1b", "virtual_stages": n} for n in (2, 3)],
+    "stage_layers": [{"stage_layers": (4, 8)}, {"stage_layers": (12,)}],
+    "zero": [{"zero": 2}],
+    "recompute": [{"recompute": kind} for kind in ("full", "every-4", "selective", "keep-attention", "keep-matmuls")],
+}
+"""Changes of each field of a layout."""
+KERNELS = {
+    "attention": ["sdpa-math", "sdpa-efficient"], "norm": ["eager"], "rope": ["liger"], "swiglu": ["liger"],
+    "loss": ["eager", "linear"], "compile": ["blocks"],
+}  # fmt: skip
+"""Other values of each kernel."""
+
+
+def on_gpus(engine: str, **constants: float) -> Scenario:
+    found = find_engine(engine, "a100-80g-sxm").with_constants(layer_host_message_s=1e-3, thrash_share=0.8, **constants)
+    gpu = replace(find_gpu("a100-80g-sxm"), memory_bytes=int(1.5e9))
+    return Scenario(
+        model=MODEL, batch=BATCH, cluster=Cluster(gpu=gpu, num_gpus=8, gpus_per_node=4), engine=found,
+        document_mask=True,
+    )  # fmt: skip
+
+
+SCENARIOS = {
+    "own": on_gpus("dtlayout", context_bytes=0.0),
+    "nanotron": on_gpus("nanotron", context_bytes=0.0, layer_host_tp_s=5e-3),
+    "cores": Scenario(
+        model=MODEL, batch=BATCH, cluster=MACHINE, engine=find_engine_on("dtlayout", MACHINE.gpu),
+        precision=Precision(compute="float32"),
+    ),
+}  # fmt: skip
+
+
+def make_cases() -> list[tuple[Layout, Kernels]]:
+    """The bases with any one change, and with half of all pairs; all but those with cp can run."""
+    changes = [("layout", change) for of_field in LAYOUTS.values() for change in of_field]
+    changes += [("kernels", {name: value}) for name, values in KERNELS.items() for value in values]
+    found: dict[tuple[Layout, Kernels], None] = {}
+    for base in BASES:
+        pairs = list(combinations([("", {}), *changes], 2))
+        for pair in [*pairs[: len(changes)], *pairs[len(changes) :: 2]]:
+            layout = replace(base, **{k: v for kind, change in pair if kind == "layout" for k, v in change.items()})
+            kernels = Kernels(**{k: v for kind, change in pair if kind == "kernels" for k, v in change.items()})
+            if replace(layout, cp=1).is_legal(MODEL, BATCH):
+                found[layout, kernels] = None
+    return list(found)
+
+
+CASES = make_cases()
+
+
+def cases_on(scenario: Scenario) -> list[tuple[Layout, Kernels]]:
+    """Those that can run on all of a cluster, their state shared by all data-parallel ranks."""
+    num_gpus, found = scenario.cluster.num_gpus, dict[tuple[Layout, Kernels], None]()
+    for layout, kernels in CASES:
+        rest = num_gpus // (layout.tp * layout.pp)
+        on_all = replace(layout, dp_replicate=1, dp_shard=max(1, rest), zero=1)
+        if on_all.world_size == num_gpus and on_all.is_legal(MODEL, BATCH):
+            found[on_all, kernels] = None
+    return list(found)
+
+
+def forget() -> None:
+    """Empty what modules remember whatever the scenario."""
+    for name in [name for name in sys.modules if name.startswith(("dtlayout.costmodel.fsdp2", "dtlayout.pipelining"))]:
+        for value in vars(sys.modules[name]).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+
+
+def test_every_field_is_changed():
+    assert set(LAYOUTS) == {f.name for f in fields(Layout)}
+    assert set(KERNELS) == {f.name for f in fields(Kernels)}
+    for name in LAYOUTS:
+        assert len({getattr(layout, name) for layout, _ in CASES}) > 1, name
+
+
+def test_estimators_that_have_seen_everything_say_what_fresh_ones_say():
+    known = {name: Estimator(scenario) for name, scenario in SCENARIOS.items()}
+    everything = [(name, case) for name in SCENARIOS for case in CASES]
+    Random(0).shuffle(everything)
+    for name, case in everything:
+        known[name].estimate(*case)
+    forget()
+    for name, case in everything:
+        fresh = Estimator(SCENARIOS[name])
+        assert known[name].estimate(*case) == fresh.estimate(*case), (name, case)
+        assert known[name].lower_bound_s(*case) == fresh.lower_bound_s(*case), (name, case)
+
+
+def find_candidates(scenario: Scenario) -> Candidates:
+    estimator = Estimator(scenario)
+    return Candidates(Space(scenario), estimator, Peaks(estimator), estimator.capacity_bytes)
+
+
+def describe(candidates: Candidates, layout: Layout, kernels: Kernels) -> tuple[Any, ...]:
+    """All that a search asks of a layout."""
+    left_out = LeftOut()
+    candidate = candidates.make(layout, kernels, left_out)
+    if candidate is None:
+        return left_out, None
+    times = StepTimes(candidates.estimator, candidate, candidates.examples(layout.tp, layout.pp))
+    steps = [(times.update_s(sharding), times.step_s(sharding)) for sharding in candidate.variants]
+    return left_out, candidate, candidates.undominated(candidate.part), times.bound_s, steps
+
+
+def test_candidates_that_follow_all_others_are_those_of_a_fresh_search():
+    known = {name: find_candidates(scenario) for name, scenario in SCENARIOS.items()}
+    everything = [(name, case) for name, scenario in SCENARIOS.items() for case in cases_on(scenario)]
+    Random(1).shuffle(everything)
+    for name, case in everything:
+        describe(known[name], *case)
+    forget()
+    assert {describe(known[name], *case)[1] is None for name, case in everything} == {True, False}
+    for name, case in everything:
+        assert describe(known[name], *case) == describe(find_candidates(SCENARIOS[name]), *case), (name, case)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_search_that_ran_before_finds_the_same_again(name):
+    space = Space(SCENARIOS[name], {"norm": "fused"}, {"recompute": ["every-2", "every-8"]})
+    search, shared = Search(space), cases_on(SCENARIOS[name])[::60]
+    found = [search.share(*case) for case in shared]
+    first = search.run()
+    assert first == search.run() == Search(space).run() and first.ranked
+    assert found == [search.share(*case) for case in shared] == [Search(space).share(*case) for case in shared]
+
+
+PARTS = (BlockLayout, StageLayout, CutLayout, PipelineLayout, StateLayout)
+
+
+def say(name: str) -> Iterator[Any]:
+    """What one estimator and one search say of every case, one after the other."""
+    candidates = find_candidates(SCENARIOS[name])
+    for layout, kernels in CASES[::3]:
+        yield candidates.estimator.lower_bound_s(layout, kernels)
+        yield candidates.peaks.state_bytes((part_of(layout, StateLayout),), PipelineLayout.of(layout), layout.tp, 2)
+    for case in cases_on(SCENARIOS[name])[::3]:
+        yield describe(candidates, *case)
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[str, list[Any]]:
+    return {name: list(say(name)) for name in SCENARIOS}
+
+
+@pytest.mark.parametrize(("part", "field"), [(part, field) for part in PARTS for field in part._fields])
+def test_every_field_of_every_part_matters_to_some_case(part, field, right, monkeypatch):
+    """If a part lacked it, and what is remembered came from another layout, these cases would show it."""
+    if part is PipelineLayout:
+        of, value = part.of, getattr(part.of(BASES[0]), field)
+        monkeypatch.setattr(part, "of", lambda layout: of(layout)._replace(**{field: value}))
+    else:
+        read, value = parts._READ[part], getattr(part_of(BASES[0], part), field)
+        monkeypatch.setitem(parts._READ, part, lambda layout: part._make(read(layout))._replace(**{field: value}))
+
+    def is_noticed(name: str) -> bool:
+        try:
+            return any(own != said for own, said in zip(right[name], say(name), strict=True))
+        except (AssertionError, IndexError, KeyError):  # stages that the pipeline does not have
+            return True
+
+    assert any(map(is_noticed, SCENARIOS)), f"{part.__name__}.{field} is read by nothing, or by nothing tested here"
