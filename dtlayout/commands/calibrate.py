@@ -10,9 +10,10 @@ from pathlib import Path
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import Calibration, calibrate
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import ask_device_names, load_cluster
+from dtlayout.cluster import load_cluster
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable, write_whole
+from dtlayout.measure.devices import ask_device_names
 from dtlayout.signals import note_signals
 from dtlayout.sweep import processes
 
@@ -75,7 +76,7 @@ def _measure(num_ranks: int | None) -> Measured:
 
 def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
     gpu = found.cluster.gpu
-    peak = gpu.peak_fp32_flops_per_s if gpu.name == "cpu" and gpu.peak_fp32_flops_per_s else gpu.peak_flops_per_s
+    peak = (None if gpu.has_mfu else gpu.peak_fp32_flops_per_s) or gpu.peak_flops_per_s
     at_once = measured.ranks_per_node / measured.crowding
     lines = [
         f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node",

@@ -154,7 +154,7 @@ def _table(scenario: Scenario, result: SearchResult) -> list[str]:
 
 def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -> str:
     """With its band; the CPU has no peak that would make one."""
-    if scenario.cluster.gpu.name == "cpu":
+    if not scenario.cluster.gpu.has_mfu:
         return "n/a" if short else "MFU n/a"
     band = 100 * estimate.mfu * scenario.engine.error
     return f"{100 * estimate.mfu:.1f} ± {band:.1f} %" if short else f"{100 * estimate.mfu:.1f} ± {band:.1f} % MFU"

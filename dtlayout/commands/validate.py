@@ -313,7 +313,7 @@ def _describe_row(prediction: Prediction) -> Iterable[str]:
     run, estimate = prediction.run, prediction.estimate
     kernel = next((word for word, kernels in KERNELS.items() if kernels == run.kernels), run.kernels.attention)
     yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.status}"
-    speed = "" if run.scenario.cluster.gpu.name == "cpu" else f"MFU {100 * estimate.mfu:.1f} %"
+    speed = f"MFU {100 * estimate.mfu:.1f} %" if run.scenario.cluster.gpu.has_mfu else ""
     if run.mfu:
         speed += f", measured {100 * run.mfu:.1f} % ({prediction.speed_error:+.1%})"
     speed += f"{'; ' if speed else ''}step {estimate.step_time_s:.4g} s"

@@ -6,10 +6,10 @@ runs of that engine on one GPU type, inside bounds that physics sets; where no r
 values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from importlib.resources import files
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from dtlayout import toml
 from dtlayout.cluster import Gpu
@@ -243,7 +243,7 @@ def find_engine(name: str, gpu: str) -> Engine:
     return Engine(
         name=name,
         gpu=gpu,
-        habits=Habits(**table.get("habits", {})),
+        habits=table.get("habits", Habits()),
         constants=Constants(**{**_reached_on(gpu), **table.get("constants", {}), **values}),
         fitted=tuple(values),
         source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
@@ -260,9 +260,7 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     if name != OWN_ENGINE or not gpu.reached:
         return engine
     measured = dict(gpu.reached)
-    problems = [toml.describe_unknown_key(name, list(BOUNDS), "reached.") for name in measured if name not in BOUNDS]
-    problems += [f"reached.{line}" for name in measured if name in BOUNDS for line in _outside(name, measured[name])]
-    if problems:
+    if problems := _problems(measured, "reached"):
         raise InvalidConfig(problems)
     return replace(
         engine.with_constants(**measured),
@@ -272,38 +270,37 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     )
 
 
+@cache
 def _reached_on(gpu: str) -> dict[str, float]:
     """Constants of a GPU type whatever the engine."""
-    tables = toml.loads((files("dtlayout") / "constants" / "reached.toml").read_text(encoding="utf-8"))
-    return {key: value for key, value in tables.get(gpu, {}).items() if key != "source"}
+    values = toml.read_constants()["reached.toml"].get(gpu, {})
+    return {key: value for key, value in values.items() if key not in _NOTES}
+
+
+_FILE = {"engine": str, "habits": Habits, "constants": dict[str, Any], "fitted": dict[str, dict[str, Any]]}
+"""Keys of an engine's file; below `fitted` a GPU type has constants and _NOTES."""
 
 
 @cache
 def _read_engines() -> dict[str, dict[str, Any]]:
-    folder = files("dtlayout") / "constants" / "engines"
-    entries = sorted((e for e in folder.iterdir() if e.name.endswith(".toml")), key=lambda e: e.name)
-    tables = [toml.loads(entry.read_text(encoding="utf-8")) for entry in entries]
-    for table, entry in zip(tables, entries, strict=True):
-        if problems := _problems(table):
-            raise InvalidConfig([f"{entry.name}: {problem}" for problem in problems])
-    return {table["engine"]: table for table in tables}
+    engines = {}
+    for file, tables in toml.read_constants("engines").items():
+        problems: list[str] = []
+        found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
+        problems += _problems(found.get("constants", {}), "constants")
+        for gpu, values in found.get("fitted", {}).items():
+            problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}")
+        if problems:
+            raise InvalidConfig([f"{file}: {problem}" for problem in problems])
+        engines[found["engine"]] = found
+    return engines
 
 
-def _problems(table: dict[str, Any]) -> list[str]:
-    """Unknown habits and constants, and values that they cannot have."""
-    hints = get_type_hints(Habits)
-    problems = [f"habits.{key} is unknown" for key in table.get("habits", {}) if key not in hints]
-    for key, value in table.get("habits", {}).items():
-        allowed = get_args(hints.get(key))
-        if allowed and value not in allowed:
-            problems.append(f"habits.{key}={value!r} is unknown; use one of {list(allowed)}")
-    for values in (table.get("constants", {}), *table.get("fitted", {}).values()):
-        for key, value in values.items():
-            if key in BOUNDS:
-                problems += _outside(key, value)
-            elif key not in _NOTES:
-                problems.append(f"{key} is no constant")
-    return problems
+def _problems(values: Mapping[str, Any], name: str) -> list[str]:
+    """What is no constant, and what lies outside its bounds."""
+    problems: list[str] = []
+    constants = toml.read_keys(values, dict.fromkeys(BOUNDS, float), (), name, problems)
+    return problems + [f"{name}.{line}" for key, value in constants.items() for line in _outside(key, value)]
 
 
 def _outside(name: str, value: float) -> list[str]:

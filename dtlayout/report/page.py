@@ -146,7 +146,7 @@ class Report:
             run.table, run.status, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
             "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
             run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100),
-            show(None if run.scenario.cluster.gpu.name == "cpu" else found.mfu, ".1f", 100),
+            show(found.mfu if run.scenario.cluster.gpu.has_mfu else None, ".1f", 100),
             show(run.peak_bytes, ".2f", 1 / GIB), show(found.memory[0].total, ".2f", 1 / GIB),
         ]  # fmt: skip
 
@@ -163,7 +163,7 @@ class Report:
     def _has_mfu(self) -> bool:
         """Somebody measured it, and nothing ran where no peak is known."""
         return any(run.mfu is not None for run in self.runs) and all(
-            run.scenario.cluster.gpu.name != "cpu" for run in self.runs
+            run.scenario.cluster.gpu.has_mfu for run in self.runs
         )
 
     @property

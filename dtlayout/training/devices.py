@@ -37,7 +37,7 @@ def open_device(wanted: str, known: Gpu | None) -> Device:
             "train.device='cuda', but torch finds no CUDA device here; use train.device='cpu' or 'auto'"
         )
     if wanted == "cpu" or not has_cuda:
-        return Device("cpu", "cpu", known.peak_flops_per_s if known and known.name != "cpu" else None)
+        return Device("cpu", "cpu", known.peak_flops_per_s if known and known.has_mfu else None)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     name = torch.cuda.get_device_name()
     found = _find_type(name, known)
@@ -50,14 +50,14 @@ def find_predicted_gpu(device: Device, known: Gpu | None) -> Gpu | None:
     On a CPU it is the CPU: a run there is none of a named GPU, whose name counts for the peak of MFU alone.
     """
     if device.type == "cpu":
-        return known if known and known.name == "cpu" else find_gpu("cpu")
+        return known if known and known.device_type == "cpu" else find_gpu("cpu")
     return _find_type(device.name, known)
 
 
 def _find_type(device_name: str, known: Gpu | None) -> Gpu | None:
     if known is None:
         return find_gpu_by_device(device_name)
-    return None if known.name == "cpu" else known
+    return None if known.device_type == "cpu" else known
 
 
 def join_ranks(device: Device, timeout_s: float) -> None:

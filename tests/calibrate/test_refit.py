@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from machine import MACHINE, TRUTH, measure_machine, step_s
 
+from dtlayout import toml
 from dtlayout.calibrate.file import to_toml, update
 from dtlayout.calibrate.fit import Calibration
 from dtlayout.cli import main
@@ -109,6 +110,15 @@ def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
     assert f"track record: out, {record.date}" in capsys.readouterr().out
 
 
+def test_a_cluster_file_keeps_what_people_wrote_into_it(swept):
+    lab, _ = swept
+    number = '[memory]\nvalue = 1e9\nunit = "byte"\nsource = "the label says 1 GB 😀"\n'
+    lab.write_text('gpu = "cpu"\ngpus = 4\n' + number)
+    update(lab, find_engine_on(OWN_ENGINE, load_cluster(lab).gpu), [], "a fit")
+    assert toml.read(lab, "cluster")["memory"]["source"] == "the label says 1 GB 😀"
+    assert load_cluster(lab).gpu.memory_bytes == 10**9
+
+
 def test_a_sweep_that_was_not_predicted_by_a_calibrated_file_is_no_record(swept):
     _, folder = swept
     record, result = make_record(folder), next(iter(Journal(folder).read().values()))
@@ -141,7 +151,7 @@ def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
         (["{folder}", "--into", "{plain}"], "has no measured constants to fit; dtlayout calibrate writes such a file"),
         (["{empty}", "--into", "{lab}"], "is no folder of a sweep"),
         (["{refused}", "--into", "{lab}"], "has no trial that was run"),
-        (["{folder}", "--into", "{torn}"], "record is not what dtlayout validate --into writes"),
+        (["{folder}", "--into", "{torn}"], "record[0].sweep is missing"),
     ],
 )
 def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, problem):
