@@ -149,8 +149,8 @@ def test_a_pure_module_never_imports_torch_even_in_a_function(module):
     assert not names_package(imported_names(MODULES[module].read_text()), "torch")
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(("ops.", "models."))])
-def test_model_code_is_single_device_code(module):
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(("ops.", "models.", "measure."))])
+def test_what_computes_and_measures_on_one_device_knows_no_other(module):
     assert not names_package(imported_names(MODULES[module].read_text()), "torch.distributed")
 
 
