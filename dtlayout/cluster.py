@@ -97,6 +97,12 @@ class Record:
     regret: float
     """How much longer the step of the layout that was predicted best is than the best one's."""
 
+    def __str__(self) -> str:
+        return (
+            f"track record: {self.sweep}, {self.date}, version {self.version} on {self.hardware}: {self.runs} steps "
+            f"predicted to {self.error:.1%} (median), the layout predicted best {self.regret:.1%} behind the best one"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

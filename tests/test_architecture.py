@@ -17,6 +17,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "errors": ["errors"],
     "values": [
         "model_shape", "batch", "kernels", "precision", "recompute", "layout", "toml", "cluster", "signals", "files",
+        "text",
     ],
     "counting": ["models.presets", "models.counting", "models.files"],
     "planning": [

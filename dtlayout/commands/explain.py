@@ -5,13 +5,13 @@ import json
 from dataclasses import asdict
 
 from dtlayout.commands.arguments import add_config, choose_gpu
-from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
+from dtlayout.text import align
 from dtlayout.training.prediction import make_scenario, predicted_kernels
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
@@ -70,12 +70,15 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     else:
         bound = f"{limit.component}: {limit.share:.1%} of the step"
     mfu = f"{now.mfu:.1%}" if gpu.has_mfu else "n/a"
+    facts = [
+        ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
+        ("engine", f"{engine.name}, {state}"),
+        ("fits", f"{'yes' if now.fits else 'no'}: {peak:.2f} of {capacity:.2f} GiB on {where}"),
+        ("step", f"{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}"),
+        ("bound by", bound),
+    ]
     return [
-        f"{'layout':<14}{now.layout} on {now.layout.world_size} x {gpu.name}",
-        f"{'engine':<14}{engine.name}, {state}",
-        f"{'fits':<14}{'yes' if now.fits else 'no'}: {peak:.2f} of {capacity:.2f} GiB on {where}",
-        f"{'step':<14}{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}",
-        f"{'bound by':<14}{bound}",
+        *align(facts, ("<12", "<")),
         "",
         *_format_memory(now),
         "",

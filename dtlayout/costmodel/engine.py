@@ -220,6 +220,11 @@ class Engine:
                 f"use selective, which computes attention alone again, or full"
             )
 
+    @property
+    def at_bounds(self) -> tuple[str, ...]:
+        """The fitted constants that stand at a bound: the runs don't determine them, or the formula is wrong."""
+        return tuple(name for name in self.fitted if _is_at_bound(name, getattr(self.constants, name)))
+
     def with_constants(self, **values: float) -> "Engine":
         """The same engine with other constants; InvalidConfig if one is outside its bounds."""
         return replace(self, constants=replace(self.constants, **values))
@@ -306,3 +311,8 @@ def _problems(values: Mapping[str, Any], name: str) -> list[str]:
 def _outside(name: str, value: float) -> list[str]:
     low, high = BOUNDS[name]
     return [] if low <= value <= high else [f"{name}={value} lies outside [{low}, {high}]"]
+
+
+def _is_at_bound(name: str, value: float) -> bool:
+    low, high = BOUNDS[name]
+    return min(value - low, high - value) < 1e-3 * (high - low)

@@ -18,6 +18,7 @@ from dtlayout.planner.validate import predict
 from dtlayout.report import html
 from dtlayout.report.fastest import CHOICES, Common, find_common, list_options
 from dtlayout.report.findings import Finding, find, speed_of
+from dtlayout.text import to_markdown
 
 _STYLE = """
 body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }
@@ -102,11 +103,8 @@ class Report:
 
     def to_markdown(self) -> str:
         """Findings and best layouts."""
-        parts = [f"# {self.title}", "## Findings", *_to_markdown(self.list_findings())]
-        return (
-            "\n\n".join([*parts[:2], "\n".join(parts[2:]), "## Fastest", "\n".join(_to_markdown(self.list_best()))])
-            + "\n"
-        )
+        findings, best = ("\n".join(to_markdown(rows)) for rows in (self.list_findings(), self.list_best()))
+        return f"# {self.title}\n\n## Findings\n\n{findings}\n\n## Fastest\n\n{best}\n"
 
     def write_page(self, path: Path) -> None:
         """The page; DtlayoutError if it cannot be written."""
@@ -263,8 +261,3 @@ def _fold(name: str, width: int = 22) -> str:
     """A sweep's long name in several lines."""
     words = name.removeprefix("aa/").replace("_", " ").replace("/", "/ ")
     return textwrap.fill(words, width).replace("/ ", "/")
-
-
-def _to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = [f"| {' | '.join(row)} |" for row in rows]
-    return [head, "|" + "---|" * len(rows[0]), *body]

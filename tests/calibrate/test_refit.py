@@ -93,7 +93,7 @@ def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
     lab, folder = swept
     before = max(map(abs, errors_of(lab, folder)))
     assert before > 0.2
-    assert main(["validate", str(folder), "--into", str(lab), "--json"]) == 0
+    assert main(["refit", str(folder), "--into", str(lab), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["median_error_after"] < 0.02 < told["median_error_before"]
     assert max(map(abs, errors_of(lab, folder))) < 0.06
@@ -146,8 +146,7 @@ def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["{folder}", "--into", "{lab}", "--ablate"], "--into takes sweeps and nothing else"),
-        (["{lab}", "--into", "{lab}"], "--into takes folders of sweeps"),
+        (["{lab}", "--into", "{lab}"], "refit takes folders of sweeps"),
         (["{folder}", "--into", "{plain}"], "has no measured constants to fit; dtlayout calibrate writes such a file"),
         (["{empty}", "--into", "{lab}"], "is no folder of a sweep"),
         (["{refused}", "--into", "{lab}"], "has no trial that was run"),
@@ -170,5 +169,5 @@ def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, 
         "refused": tmp_path / "refused",
     }
     before = lab.read_text()
-    assert main(["validate", *(text.format(**names) for text in arguments)]) == 2
+    assert main(["refit", *(text.format(**names) for text in arguments)]) == 2
     assert problem in capsys.readouterr().err and lab.read_text() == before
