@@ -54,11 +54,18 @@ class Habits:
     """Whether a stage waits until its message has gone."""
     overlaps_reduction: bool = True
     """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
+    runs_ahead: bool = False
+    """Whether the host starts tp's collectives long before the GPU gets there, which hold their buffers meanwhile."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
+
+    @property
+    def kind_of_constants(self) -> type["Constants"]:
+        """What a program that does so has constants for."""
+        return RunAheadConstants if self.runs_ahead else Constants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +166,6 @@ class Constants:
     """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
     context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")
     """On the GPU, but not in the allocator's peak: CUDA context, NCCL."""
-    run_ahead_bytes: float = _constant(0.0, 0.0, 300.0, "byte/width")
-    """Full-width buffers, for each token of a microbatch, of tp collectives that the host started early."""
-    message_saved_bytes: float = _constant(0.0, 0.0, 40.0, "byte/width")
-    """Full-width buffers at tp > 1, for each token of each microbatch in flight in a pipeline."""
-    run_ahead_microbatches: float = _constant(0.0, 0.0, 1.5, "microbatches")
-    """More microbatches in flight than the schedule has, in pipelines at tp > 1, where the host is ahead."""
-    run_ahead_host_s: float = _constant(2e-3, 1e-4, 8e-3, "s")
-    """Host's time for a layer from which on it is not ahead."""
     thrash_share: float = _constant(1.0, 0.8, 1.0, "share")
     """Share of the memory above which the allocator frees and asks anew."""
     thrash_s: float = _constant(0.0, 0.0, 4.0, "s")
@@ -177,11 +176,25 @@ class Constants:
             raise InvalidConfig(problems)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunAheadConstants(Constants):
+    """Also those of a program with the habit `runs_ahead`."""
+
+    run_ahead_bytes: float = _constant(0.0, 0.0, 300.0, "byte/width")
+    """Full-width buffers, for each token of a microbatch, of tp collectives that the host started early."""
+    message_saved_bytes: float = _constant(0.0, 0.0, 40.0, "byte/width")
+    """Full-width buffers at tp > 1, for each token of each microbatch in flight in a pipeline."""
+    run_ahead_microbatches: float = _constant(0.0, 0.0, 1.5, "microbatches")
+    """More microbatches in flight than the schedule has, in pipelines at tp > 1, where the host is ahead."""
+    run_ahead_host_s: float = _constant(2e-3, 1e-4, 8e-3, "s")
+    """Host's time for a layer from which on it is not ahead."""
+
+
 UNCALIBRATED_ERROR = 0.25
 """Between the medians that general constants leave on AA-Scaling's runs on A100, 13 %, and nanotron's on H100, 39 %."""
 _NOTES = ("source", "error")
 """What stands beside an engine's fitted constants."""
-BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(Constants)}
+BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(RunAheadConstants)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,13 +256,13 @@ def find_engine(name: str, gpu: str) -> Engine:
     if name not in _read_engines():
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(_read_engines())}")
     table = _read_engines()[name]
-    measured = table.get("fitted", {}).get(gpu, {})
+    habits, measured = table.get("habits", Habits()), table.get("fitted", {}).get(gpu, {})
     values = {key: value for key, value in measured.items() if key not in _NOTES}
     return Engine(
         name=name,
         gpu=gpu,
-        habits=table.get("habits", Habits()),
-        constants=Constants(**{**_reached_on(gpu), **table.get("constants", {}), **values}),
+        habits=habits,
+        constants=habits.kind_of_constants(**{**_reached_on(gpu), **table.get("constants", {}), **values}),
         fitted=tuple(values),
         source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
         error=measured.get("error", UNCALIBRATED_ERROR),
@@ -265,7 +278,7 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     if name != OWN_ENGINE or not gpu.reached:
         return engine
     measured = dict(gpu.reached)
-    if problems := _problems(measured, "reached"):
+    if problems := _problems(measured, "reached", engine.habits):
         raise InvalidConfig(problems)
     return replace(
         engine.with_constants(**measured),
@@ -292,19 +305,21 @@ def _read_engines() -> dict[str, dict[str, Any]]:
     for file, tables in toml.read_constants("engines").items():
         problems: list[str] = []
         found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
-        problems += _problems(found.get("constants", {}), "constants")
+        habits = found.get("habits", Habits())
+        problems += _problems(found.get("constants", {}), "constants", habits)
         for gpu, values in found.get("fitted", {}).items():
-            problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}")
+            problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}", habits)
         if problems:
             raise InvalidConfig([f"{file}: {problem}" for problem in problems])
         engines[found["engine"]] = found
     return engines
 
 
-def _problems(values: Mapping[str, Any], name: str) -> list[str]:
-    """What is no constant, and what lies outside its bounds."""
+def _problems(values: Mapping[str, Any], name: str, habits: Habits) -> list[str]:
+    """What is no constant of a program with these habits, and what lies outside its bounds."""
     problems: list[str] = []
-    constants = toml.read_keys(values, dict.fromkeys(BOUNDS, float), (), name, problems)
+    types = {f.name: float for f in fields(habits.kind_of_constants)}
+    constants = toml.read_keys(values, types, (), name, problems)
     return problems + [f"{name}.{line}" for key, value in constants.items() for line in _outside(key, value)]
 
 

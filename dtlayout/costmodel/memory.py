@@ -11,6 +11,7 @@ because activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; ac
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from dtlayout.costmodel.engine import RunAheadConstants
 from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernels import FLASH_LIKE, Kernels
@@ -249,7 +250,7 @@ def run_ahead_bytes(
     """
     constants, t = scenario.engine.constants, layout.tp
     m, tokens, h = layout.num_microbatches(scenario.batch), tokens_of(scenario, layout), scenario.model.hidden_size
-    if t == 1 or m <= 1:
+    if not isinstance(constants, RunAheadConstants) or t == 1 or m <= 1:
         return 0.0
     if layout.pp == 1:
         return constants.run_ahead_bytes * tokens * h

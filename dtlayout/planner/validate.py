@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dtlayout.costmodel.engine import BOUNDS, Constants, Engine, find_engine
+from dtlayout.costmodel.engine import Engine, find_engine
 from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
@@ -188,11 +188,11 @@ def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line
     """
     from dtlayout.planner.fit import MEMORY_CONSTANTS
 
-    general = Constants()
+    general = engine.habits.kind_of_constants()
     start_values = {name: getattr(without_fit(engine).constants, name) for name in engine.fitted}
     set_by_hand = {
         name: getattr(general, name)
-        for name in BOUNDS
+        for name in vars(general)
         if name not in engine.fitted and getattr(engine.constants, name) != getattr(general, name)
     }
     ablations = []

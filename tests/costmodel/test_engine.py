@@ -8,7 +8,7 @@ import pytest
 from dtlayout import toml
 from dtlayout.cluster import known_gpus
 from dtlayout.costmodel import engine
-from dtlayout.costmodel.engine import BOUNDS, Constants, Habits, find_engine, known_engines
+from dtlayout.costmodel.engine import BOUNDS, Constants, Habits, RunAheadConstants, find_engine, known_engines
 from dtlayout.errors import InvalidConfig
 
 GPU = "h100-80g-sxm"
@@ -76,9 +76,9 @@ def test_fitted_constants_are_few_and_lie_between_their_bounds(name, gpu):
 
 
 def test_every_general_constant_is_within_its_bounds_and_has_a_unit():
-    assert set(BOUNDS) == {f.name for f in fields(Constants)}
-    Constants()
-    assert all(f.metadata["unit"] for f in fields(Constants))
+    assert set(BOUNDS) == {f.name for f in fields(RunAheadConstants)}
+    RunAheadConstants()
+    assert all(f.metadata["unit"] for f in fields(RunAheadConstants))
 
 
 def test_an_unknown_engine_is_refused_with_those_there_are():
@@ -97,6 +97,10 @@ def test_an_unknown_engine_is_refused_with_those_there_are():
         ),
         ("[constants]\noverlab = 1.0", "mine.toml: constants.overlab is unknown; did you mean constants.overlap?"),
         ("[constants]\noverlap = '1'", "mine.toml: constants.overlap='1' must be a number"),
+        (
+            "[constants]\nrun_ahead_bytes = 1.0",
+            "mine.toml: constants.run_ahead_bytes is unknown; did you mean constants.overhead_bytes?",
+        ),
         ("[constants]\noverlap = 1.5", "mine.toml: constants.overlap=1.5 lies outside [0.0, 1.0]"),
         (
             f"[fitted.{GPU}]\nsource = 'runs'\noverlab = 1.0",
