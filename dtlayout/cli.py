@@ -20,6 +20,7 @@ COMMANDS = {
     "explain": "Show a layout's memory and time by component, what binds it and what would help.",
     "prepare": "Tokenize the data of a config once, as training would.",
     "recommend": "Find the fastest layouts of a model that fit on a cluster, and say what stands against the others.",
+    "refit": "Fit a calibrated cluster file to sweeps that ran with it, and keep how right their predictions were.",
     "report": "Say what measured layouts teach about each choice, with plots.",
     "sweep": "Run many configs for real, and keep how each of them ended.",
     "validate": "Score predictions against tables of measured runs, and fit the constants to them.",

@@ -6,12 +6,8 @@ one direction.
 """
 
 import math
-import subprocess
-import sys
-from collections.abc import Collection
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +32,6 @@ _MEASURED_NUMBERS = {  # the same for those that only a measured cluster gives
 UNITS = {**_NUMBERS, **_MEASURED_NUMBERS}
 """Number that a cluster's file may give: the field of Gpu that it becomes, its unit."""
 _WHOLE_UNITS = ("byte", "GPU")
-_NUMBER_KEYS = ("value", "unit", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +74,11 @@ class Gpu:
         """What torch calls its kind of device."""
         return "cpu" if self.name == "cpu" else "cuda"
 
+    @property
+    def has_mfu(self) -> bool:
+        """Whether there is a peak that MFU is a share of; a CPU has none."""
+        return self.device_type != "cpu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -98,6 +98,12 @@ class Record:
     """Median of abs(predicted step / measured step - 1)."""
     regret: float
     """How much longer the step of the layout that was predicted best is than the best one's."""
+
+    def __str__(self) -> str:
+        return (
+            f"track record: {self.sweep}, {self.date}, version {self.version} on {self.hardware}: {self.runs} steps "
+            f"predicted to {self.error:.1%} (median), the layout predicted best {self.regret:.1%} behind the best one"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +139,7 @@ class Cluster:
 @cache
 def known_gpus() -> dict[str, Gpu]:
     """Every GPU type that a constants file describes, by name; the CPU is none, since it has no peak for MFU."""
-    return {name: gpu for name, gpu in _read_constants().items() if name != "cpu"}
+    return {name: gpu for name, gpu in _read_constants().items() if gpu.has_mfu}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -145,15 +151,6 @@ def find_gpu(name: str) -> Gpu:
             f"GPU type {name!r} is unknown; use {'' if near else 'one of '}{' or '.join(near) or ', '.join(known)}"
         )
     return _read_constants()[name]
-
-
-@cache
-def ask_device_names() -> tuple[str, ...]:
-    """What torch calls each GPU of this host; another process asks, whose memory on the GPU goes again."""
-    question = "from torch import cuda; number = cuda.device_count() if cuda.is_available() else 0; "
-    question += "print(*map(cuda.get_device_name, range(number)), sep='\\n')"
-    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
-    return tuple(asked.stdout.splitlines()) if asked.stdout.strip() else ()
 
 
 def find_gpu_by_device(device_name: str) -> Gpu | None:
@@ -168,115 +165,86 @@ def load_cluster(path: str | Path) -> Cluster:
     number of the GPU with a table of the same form as in the constants. What `dtlayout calibrate` has measured beside
     those stands in it too, constants of the cost model below `reached`, and what predictions were worth in `record`.
     """
-    tables = read_tables(path)
-    counts: dict[str, Any] = {key: tables[key] for key in ("gpus", "gpus_per_node") if key in tables}
-    units = {name: unit for name, (_, unit) in UNITS.items()}
-    numbers = {key: table for key, table in tables.items() if key in units and key not in counts}
-    reached = tables.get("reached", {})
-    problems = _unknown_keys(tables, ("gpu", "gpus", *units, "reached", "record"))
-    problems += [f"{key} is missing" for key in ("gpu", "gpus") if key not in tables]
-    problems += _count_problems(counts)
-    problems += [line for name, table in numbers.items() for line in _number_problems(name, table, units[name])]
-    if isinstance(reached, dict):
-        problems += [line for name, table in reached.items() for line in _number_problems(f"reached.{name}", table)]
-    else:
-        problems.append("reached is a table of tables: write [reached.NAME]")
-    records = _read_records(tables.get("record", []))
-    if records is None:
-        problems.append("record is not what dtlayout validate --into writes; leave it out")
+    types = {
+        "gpu": str, "gpus": int, **dict.fromkeys(UNITS, _Number), "gpus_per_node": int,
+        "reached": dict[str, _Number], "record": tuple[Record, ...],
+    }  # fmt: skip
+    tables, problems = toml.read(path, "cluster"), list[str]()
+    found = toml.read_keys(tables, types, ("gpu", "gpus"), "", problems)
+    problems += _count_problems({key: found[key] for key in ("gpus", "gpus_per_node") if key in found})
+    numbers = {name: number for name, number in found.items() if isinstance(number, _Number)}
+    problems += [line for name, number in numbers.items() for line in number.problems(name, UNITS[name][1])]
+    reached = found.get("reached", {})
+    problems += [line for name, number in reached.items() for line in number.problems(f"reached.{name}")]
     try:
-        gpu = find_gpu(str(tables.get("gpu", "cpu")))  # one that is missing is a problem already
+        gpu = find_gpu(found.get("gpu", "cpu"))  # one that is missing is a problem already
     except InvalidConfig as error:
         problems += error.problems
     if problems:
         raise InvalidConfig([f"cluster {path}: {problem}" for problem in problems])
-    per_node = counts.get("gpus_per_node", gpu.gpus_per_node)
-    constants = tuple((name, float(table["value"])) for name, table in reached.items())
-    gpu = replace(gpu, **_gpu_fields(numbers), reached=constants)
-    return Cluster(gpu=gpu, num_gpus=counts["gpus"], gpus_per_node=per_node, records=records or (), file=str(path))
+    constants = tuple((name, number.value) for name, number in reached.items())
+    return Cluster(
+        gpu=replace(gpu, **_gpu_fields(numbers), reached=constants),
+        num_gpus=found["gpus"],
+        gpus_per_node=found.get("gpus_per_node", gpu.gpus_per_node),
+        records=found.get("record", ()),
+        file=str(path),
+    )
 
 
 def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
     """The GPU type of a parsed constants file; InvalidConfig with every problem, each under the file's name."""
-    problems = _unknown_keys(tables, ("gpu", "device_names", "capability", *_NUMBERS))
-    problems += [f"{key} is missing" for key in ("gpu", "device_names", "capability", *_NUMBERS) if key not in tables]
-    present = [name for name in _NUMBERS if name in tables]
-    problems += [line for name in present for line in _number_problems(name, tables[name], _NUMBERS[name][1])]
+    problems: list[str] = []
+    types = {
+        "gpu": str, "device_names": tuple[str, ...], "capability": tuple[int, ...], **dict.fromkeys(_NUMBERS, _Number),
+    }  # fmt: skip
+    found = toml.read_keys(tables, types, tuple(types), "", problems)
+    numbers = {name: found[name] for name in _NUMBERS if name in found}
+    problems += [line for name, number in numbers.items() for line in number.problems(name, _NUMBERS[name][1])]
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
-    numbers = {name: tables[name] for name in _NUMBERS}
-    names, capability = tuple(tables["device_names"]), tuple(tables["capability"])
-    return Gpu(name=tables["gpu"], device_names=names, capability=capability, **_gpu_fields(numbers))
+    names, capability = found["device_names"], found["capability"]
+    return Gpu(name=found["gpu"], device_names=names, capability=capability, **_gpu_fields(numbers))
 
 
 @cache
 def _read_constants() -> dict[str, Gpu]:
     """Everything that a constants file describes, the CPU included, by name."""
-    folder = files("dtlayout") / "constants" / "clusters"
-    entries = sorted((e for e in folder.iterdir() if e.name.endswith(".toml")), key=lambda e: e.name)
-    gpus = [parse_gpu(toml.loads(entry.read_text(encoding="utf-8")), entry.name) for entry in entries]
+    gpus = [parse_gpu(tables, file) for file, tables in toml.read_constants("clusters").items()]
     return {gpu.name: gpu for gpu in gpus}
 
 
-def read_tables(path: str | Path) -> dict[str, Any]:
-    """A cluster's file as it is; InvalidConfig if it is none."""
-    try:
-        return toml.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidConfig(f"cluster {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a path with a NUL in it
-        raise InvalidConfig(f"cluster {path} is not TOML: {error}") from None
+@dataclass(frozen=True, kw_only=True)
+class _Number:
+    """A number as a file has it."""
+
+    value: float
+    unit: str
+    source: str
+
+    def problems(self, name: str, unit: str | None = None) -> list[str]:
+        """What keeps it from being used: its unit is checked, for 50 GB/s taken as 50 byte/s would go unseen.
+
+        Without a unit it may be any, and zero: those of the cost model's constants are known to the cost model alone.
+        """
+        problems = []
+        if not 0 <= self.value < math.inf or (self.value == 0 and unit):
+            problems.append(f"{name}.value={self.value:g} must be a number above 0")
+        elif unit in _WHOLE_UNITS and self.value != int(self.value):
+            problems.append(f"{name}.value={self.value} must be a whole number")
+        if unit not in (None, self.unit):
+            problems.append(f"{name}.unit={self.unit!r} must be {unit!r}; convert the value")
+        if not self.source.strip():
+            problems.append(f"{name}.source={self.source!r} must say where the number comes from")
+        return problems
 
 
-def _read_records(tables: Any) -> tuple[Record, ...] | None:
-    """None if they are something else."""
-    kinds: dict[str, tuple[type, ...]] = {f.name: (str,) for f in fields(Record)}
-    kinds |= {"runs": (int,), "error": (int, float), "regret": (int, float)}
-    is_right = isinstance(tables, list) and all(
-        isinstance(table, dict)
-        and table.keys() == kinds.keys()
-        and all(isinstance(table[name], kind) for name, kind in kinds.items())
-        for table in tables
-    )
-    return tuple(Record(**table) for table in tables) if is_right else None
-
-
-def _gpu_fields(numbers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Fields of Gpu from the tables of numbers in which there is no problem."""
-    found = [(*UNITS[name], table["value"]) for name, table in numbers.items()]
-    return {field: int(value) if unit in _WHOLE_UNITS else float(value) for field, unit, value in found}
-
-
-def _number_problems(name: str, table: Any, unit: str | None = None) -> list[str]:
-    """What keeps a number from being used: its unit is checked, for 50 GB/s taken as 50 byte/s would go unseen.
-
-    Without a unit it may be any, and zero: those of the cost model's constants are known to the cost model alone.
-    """
-    if not isinstance(table, dict):
-        return [f"{name} is a table: write [{name}] with value, unit{f' = {unit!r}' if unit else ''} and source below"]
-    problems = _unknown_keys(table, _NUMBER_KEYS, f"{name}.")
-    problems += [f"{name}.{key} is missing" for key in _NUMBER_KEYS if key not in table]
-    value, source = table.get("value", 1), table.get("source", "missing")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf or (value == 0 and unit):
-        problems.append(f"{name}.value={value!r} must be a number above 0")
-    elif unit in _WHOLE_UNITS and value != int(value):
-        problems.append(f"{name}.value={value!r} must be a whole number")
-    if unit and table.get("unit", unit) != unit:
-        problems.append(f"{name}.unit={table['unit']!r} must be {unit!r}; convert the value")
-    if not isinstance(source, str) or not source.strip():
-        problems.append(f"{name}.source={source!r} must say where the number comes from")
-    return problems
+def _gpu_fields(numbers: dict[str, _Number]) -> dict[str, Any]:
+    """Fields of Gpu from the numbers in which there is no problem."""
+    found = [(*UNITS[name], number.value) for name, number in numbers.items()]
+    return {field: int(value) if unit in _WHOLE_UNITS else value for field, unit, value in found}
 
 
 def _count_problems(counts: dict[str, Any]) -> list[str]:
-    return [
-        f"{name}={count!r} must be a whole number of at least 1"
-        for name, count in counts.items()
-        if type(count) is not int or count < 1  # true is an int
-    ]
-
-
-def _unknown_keys(table: dict[str, Any], known: Collection[str], prefix: str = "") -> list[str]:
-    """One line for each key that is not known, with the nearest that is."""
-    return [toml.describe_unknown_key(key, known, prefix) for key in table if key not in known]
+    wrong = {name: count for name, count in counts.items() if type(count) is not int or count < 1}  # true is an int
+    return [f"{name}={count!r} must be a whole number of at least 1" for name, count in wrong.items()]

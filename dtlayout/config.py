@@ -1,18 +1,14 @@
 """Config: one TOML file, typed and frozen, and the command line's overrides of it.
 
-`load_config` reads a file, puts `--section.key=value` overrides on top, and validates every section with pydantic in
-strict mode; all problems come in one InvalidConfig. `[model]` starts from the preset that `name` names. No torch.
+`load_config` reads a file, puts `--section.key=value` overrides on top, and checks every section; all problems come in
+one InvalidConfig. `[model]` starts from the preset that `name` names. No torch.
 """
 
 import difflib
-import json
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
-
-import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from dtlayout import toml
 from dtlayout.batch import Batch
@@ -24,7 +20,7 @@ from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.families import find_family
 from dtlayout.models.presets import PRESETS
-from dtlayout.optimizers import AdamW, Optimizer, find_optimizer, known_optimizers
+from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, find_schedule
 from dtlayout.precision import Precision
 from dtlayout.ranges import ranged, refuse_values
@@ -164,18 +160,12 @@ class Config:
 
     def to_toml(self) -> str:
         """A TOML file that loads to this config again."""
-        return tomli_w.dumps(_without_none(asdict(self)))
+        return toml.dumps(asdict(self))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a TOML file with `--section.key=value` overrides; InvalidConfig with every problem."""
-    try:
-        tables: dict[str, Any] = toml.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidConfig(f"config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a path with a NUL in it
-        raise InvalidConfig(f"config {path} is not TOML: {error}") from None
-    tables = _override(tables, overrides)
+    tables = _override(toml.read(path, "config"), overrides)
     if isinstance(train := tables.get("train"), dict):
         train.setdefault("run_folder", f"runs/{Path(path).stem}")
     return parse_config(tables)
@@ -183,43 +173,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(tables: dict[str, Any]) -> Config:
     """The config of parsed TOML; InvalidConfig with every problem."""
-    problems: list[str] = []
+    problems = []
     try:
-        types = _section_types(tables)
+        model = _expand_preset(tables.get("model", {}))
     except InvalidConfig as error:
         problems += error.problems
-        tables = {**tables, "optimizer": {}}  # so that the other sections are checked too
-        types = _section_types(tables)
-    problems += _unknown_keys(tables, types, "")
+        model = asdict(PRESETS["debug"])  # so that the other sections are checked too
+    needed: dict[str, Any] = {f.name: {} for f in fields(Config) if f.default_factory is MISSING}
     try:
-        tables = {**tables, "model": _expand_preset(tables.get("model", {}))}
+        config = toml.parse({**needed, **tables, "model": model}, Config)
     except InvalidConfig as error:
         problems += error.problems
-        tables = {**tables, "model": asdict(PRESETS["debug"])}
-    sections: dict[str, Any] = {}
-    for name, section_type in types.items():
-        table = tables.get(name, {})
-        if not isinstance(table, dict):
-            problems.append(f"{name} is a section: write [{name}] and its keys below")
-            continue
-        known = {key: value for key, value in table.items() if key in _field_types(section_type)}
-        try:
-            # Strict JSON takes TOML's arrays for tuples, but no string for a number.
-            value = TypeAdapter(section_type).validate_json(json.dumps(known), strict=True)
-        except ValidationError as error:
-            problems += [_describe(name, table, details) for details in error.errors()]
-        except (InvalidConfig, InvalidLayout) as error:
-            problems += error.problems
-        except TypeError as error:  # a TOML date or time, which no key takes
-            problems.append(f"[{name}] holds a value that no key takes: {error}")
-        else:
-            # To pydantic true is 1 where 1 is one of the allowed values.
-            bools = [k for k in known if isinstance(known[k], bool) and not isinstance(getattr(value, k), bool)]
-            problems += [f"{name}.{key}={known[key]!r}: input should be a number" for key in bools]
-            sections[name] = value
     if problems:
         raise InvalidConfig(problems)
-    return Config(**sections)
+    return config
 
 
 def check_layout(config: Config, world_size: int, device: Device | None = None) -> Layout:
@@ -270,15 +237,8 @@ def _override(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
                 raise InvalidConfig(f"{text!r} cannot be set: {key.rpartition('.')[0]} is no table in the config")
             table[part] = dict(found)  # the caller's tables stay as they are
             table = table[part]
-        table[last] = _parse_value(value)
+        table[last] = toml.parse_value(value)
     return result
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return toml.loads(f"value = {text}")["value"]
-    except toml.TOMLDecodeError:
-        return text
 
 
 def _expand_preset(table: Any) -> Any:
@@ -287,7 +247,7 @@ def _expand_preset(table: Any) -> Any:
         return table
     name = table.get("name")
     if isinstance(name, str) and name in PRESETS:
-        return {**_without_none(asdict(PRESETS[name])), **table}
+        return {**asdict(PRESETS[name]), **table}
     sizes = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
     if sizes:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
@@ -295,48 +255,3 @@ def _expand_preset(table: Any) -> Any:
         what = "model.name is missing" if name is None else f"model.name={name!r} is not a preset"
         raise InvalidConfig(f"{what}; {advice} A model of your own needs {', '.join(sizes)} too")
     return table
-
-
-def _section_types(tables: dict[str, Any]) -> dict[str, Any]:
-    """The type of each section: [optimizer]'s is what its name stands for. InvalidConfig if that is nothing."""
-    table = tables.get("optimizer")
-    name = table.get("name", AdamW.name) if isinstance(table, dict) else AdamW.name
-    return {**_field_types(Config), "optimizer": find_optimizer(name)}
-
-
-def _unknown_keys(table: dict[str, Any], known: dict[str, Any], prefix: str) -> list[str]:
-    """One line for each key of a table, or of a table in it, that is not known, with the nearest that is."""
-    problems = []
-    for key, value in table.items():
-        if key not in known:
-            owners = [name for name in known_optimizers() if key in _field_types(find_optimizer(name))]
-            problems.append(
-                f"optimizer.{key} is a key of optimizer.name={owners[0]}; name that, or leave {key} out"
-                if prefix == "optimizer." and owners
-                else toml.describe_unknown_key(key, known, prefix)
-            )
-        elif isinstance(value, dict):
-            tables = [t for t in (known[key], *get_args(known[key])) if is_dataclass(t)]  # a table may be optional
-            problems += [line for t in tables for line in _unknown_keys(value, _field_types(t), f"{prefix}{key}.")]
-    return problems
-
-
-def _describe(section: str, table: dict[str, Any], details: Any) -> str:
-    """One line of our own for one of pydantic's errors."""
-    path = ".".join(str(part) for part in (section, *details["loc"]))
-    if details["type"] == "missing":
-        return f"{path} is missing; give it in [{path.rpartition('.')[0]}]"
-    message = details["msg"][0].lower() + details["msg"][1:]
-    return f"{path}={details['input']!r}: {message}"
-
-
-def _field_types(of: Any) -> dict[str, Any]:
-    hints = get_type_hints(of)
-    return {f.name: hints[f.name] for f in fields(of)}
-
-
-def _without_none(value: Any) -> Any:
-    """TOML has no null: a key that is not there is one."""
-    if isinstance(value, dict):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return list(value) if isinstance(value, tuple) else value

@@ -4,9 +4,11 @@
 else says what an optimizer is. `register_optimizer` takes further ones.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from dtlayout import toml
 from dtlayout.errors import InvalidConfig
 from dtlayout.precision import BYTES, Format
 from dtlayout.ranges import ranged, refuse_values
@@ -40,6 +42,16 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         refuse_values("optimizer", self)
+
+    @staticmethod
+    def parse(table: Any, name: str) -> "Optimizer":
+        """The optimizer that a table's `name` says, AdamW by default; InvalidConfig with every problem."""
+        keys = table if isinstance(table, dict) else {}
+        wanted = find_optimizer(keys.get("name", AdamW.name))
+        try:
+            return toml.parse(table, wanted, name)
+        except InvalidConfig as error:
+            raise InvalidConfig([_name_owner(problem, keys, name) for problem in error.problems]) from None
 
     @property
     def torch_arguments(self) -> dict[str, Any]:
@@ -114,6 +126,13 @@ class SGD(Optimizer):
     def update_bytes(self) -> int:
         """Weight decay and the update read two tensors and write one; so does momentum, after it was scaled."""
         return 12 + 12 * (self.weight_decay > 0) + 20 * (self.momentum > 0)
+
+
+def _name_owner(problem: str, keys: Collection[str], name: str) -> str:
+    """What is wrong with a table, said better of a key that another optimizer has."""
+    key = next((key for key in keys if problem.startswith(f"{name}.{key} is unknown;")), None)
+    owners = [owner for owner, kind in _OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
+    return f"{name}.{key} is a key of {name}.name={owners[0]}; name that, or leave {key} out" if owners else problem
 
 
 _OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD}

@@ -1,13 +1,13 @@
 """A calibrated cluster as the TOML file that `load_cluster` reads: every number with its unit and its source."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtlayout import toml
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import UNITS, Record, find_gpu, read_tables
+from dtlayout.cluster import UNITS, Record, find_gpu
 from dtlayout.costmodel.engine import Constants, Engine
 from dtlayout.files import write_whole
 
@@ -30,12 +30,12 @@ def to_toml(measured: Measured, found: "Calibration", records: Sequence[Record] 
             tables[name] = _number(value, unit, source)
     tables["reached"] = {name: _number(value, _UNITS[name], source) for name, value in gpu.reached}
     tables["record"] = [asdict(record) for record in records]
-    return _dump(tables)
+    return toml.dumps(tables)
 
 
 def update(path: Path, engine: Engine, records: Sequence[Record], source: str) -> None:
     """Put fitted constants in the place of a file's, and add to its records."""
-    tables = read_tables(path)
+    tables = toml.read(path, "cluster")
     reached = tables.setdefault("reached", {})
     reached |= {name: _number(getattr(engine.constants, name), _UNITS[name], source) for name in engine.fitted}
     new = {(record.sweep, record.date) for record in records}  # fitted to twice, a sweep is on record once
@@ -44,22 +44,8 @@ def update(path: Path, engine: Engine, records: Sequence[Record], source: str) -
     if records:
         unit = UNITS["prediction_error"][1]
         tables["prediction_error"] = _number(records[-1].error, unit, f"sweep {records[-1].sweep}, {records[-1].date}")
-    write_whole(path, _dump(tables))
+    write_whole(path, toml.dumps(tables))
 
 
 def _number(value: float, unit: str, source: str) -> dict[str, Any]:
     return {"value": value if isinstance(value, int) else float(f"{value:.5g}"), "unit": unit, "source": source}
-
-
-def _dump(tables: dict[str, Any]) -> str:
-    """TOML of values, tables of them, tables of tables, and lists of tables."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in tables.items() if not isinstance(value, dict | list)]
-    for name, value in tables.items():
-        if isinstance(value, list):
-            for each in value:
-                lines += ["", f"[[{name}]]", *(f"{key} = {json.dumps(entry)}" for key, entry in each.items())]
-        elif isinstance(value, dict):
-            of_tables = all(isinstance(entry, dict) for entry in value.values())
-            for title, table in {f"{name}.{k}": v for k, v in value.items()}.items() if of_tables else [(name, value)]:
-                lines += ["", f"[{title}]", *(f"{key} = {json.dumps(entry)}" for key, entry in table.items())]
-    return "\n".join(lines) + "\n"

@@ -74,7 +74,7 @@ def calibrate(measured: Measured) -> Calibration:
     names = told_by([probe.layout for probe in measured.probes], gpu.device_type)
     engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**reached)
     steps = [_Step(probe, cluster, engine) for probe in measured.probes]
-    engine, _ = minimise(engine, names, lambda e: np.array([step.residual(e) for step in steps]), _LOSSES)
+    engine = minimise(engine, names, lambda e: np.array([step.residual(e) for step in steps]), _LOSSES)
     reached |= {name: getattr(engine.constants, name) for name in names}
     errors = tuple(math.expm1(step.residual(engine)) for step in steps)
     return Calibration(replace(cluster, gpu=replace(gpu, reached=tuple(sorted(reached.items())))), errors)

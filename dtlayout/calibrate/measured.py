@@ -7,8 +7,8 @@ rank by itself.
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from dtlayout import toml
 from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
@@ -114,29 +114,9 @@ class Measured:
     def read(path: Path) -> "Measured":
         """What `write` wrote; InvalidConfig if it is something else."""
         try:
-            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return Measured(
-                **{
-                    **values,
-                    "matmuls": tuple(MatmulTime(**each) for each in values["matmuls"]),
-                    "attention": tuple(AttentionTime(**each) for each in values["attention"]),
-                    "collectives": tuple(CollectiveTime(**each) for each in values["collectives"]),
-                    "probes": tuple(_read_probe(each) for each in values["probes"]),
-                }
-            )
+            with toml.problems_of(f"{path} holds no measurements of dtlayout calibrate"):
+                return toml.parse(json.loads(path.read_text(encoding="utf-8")), Measured)
         except OSError as error:
             raise InvalidConfig(f"measurements {path} cannot be read: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             raise InvalidConfig(f"{path} holds no measurements of dtlayout calibrate: {error}") from None
-
-
-def _read_probe(values: dict[str, Any]) -> ProbeTime:
-    layout = Layout(**{**values["layout"], "stage_layers": tuple(values["layout"]["stage_layers"])})
-    return ProbeTime(
-        model=ModelShape(**values["model"]),
-        batch=Batch(**values["batch"]),
-        layout=layout,
-        kernels=Kernels(**values["kernels"]),
-        precision=Precision(**values["precision"]),
-        seconds=values["seconds"],
-    )

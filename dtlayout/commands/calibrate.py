@@ -10,11 +10,13 @@ from pathlib import Path
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import Calibration, calibrate
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import ask_device_names, load_cluster
+from dtlayout.cluster import load_cluster
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable, write_whole
+from dtlayout.measure.devices import ask_device_names
 from dtlayout.signals import note_signals
 from dtlayout.sweep import processes
+from dtlayout.text import align
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
 _LIMIT_S = 1800
@@ -75,18 +77,23 @@ def _measure(num_ranks: int | None) -> Measured:
 
 def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
     gpu = found.cluster.gpu
-    peak = gpu.peak_fp32_flops_per_s if gpu.name == "cpu" and gpu.peak_fp32_flops_per_s else gpu.peak_flops_per_s
+    peak = (None if gpu.has_mfu else gpu.peak_fp32_flops_per_s) or gpu.peak_flops_per_s
     at_once = measured.ranks_per_node / measured.crowding
-    lines = [
-        f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node",
-        f"matmuls reach  {dict(gpu.reached).get('matmul_efficiency', 1.0) * peak / 1e12:.3g} TFLOP/s in a step",
-        f"memory         {measured.stream_bytes_per_s * measured.crowding / 1e9:.3g} GB/s",
-        *([f"at once        {at_once:.2g} ranks of a node at full speed"] if measured.num_ranks > 1 else []),
-        f"probes         {len(measured.probes)} steps, predicted to {found.error:.1%} (median)",
+    facts = [
+        ("matmuls reach", f"{dict(gpu.reached).get('matmul_efficiency', 1.0) * peak / 1e12:.3g} TFLOP/s in a step"),
+        ("memory", f"{measured.stream_bytes_per_s * measured.crowding / 1e9:.3g} GB/s"),
     ]
+    if measured.num_ranks > 1:
+        facts.append(("at once", f"{at_once:.2g} ranks of a node at full speed"))
+    facts.append(("probes", f"{len(measured.probes)} steps, predicted to {found.error:.1%} (median)"))
     if measured.taken > _MUCH_TAKEN:
-        lines.append(f"note           other guests of the host had the processors for {measured.taken:.0%} of the time")
-    return [*lines, f"written: {path}; dtlayout recommend --cluster {path}, or cluster.file in a config, take it"]
+        facts.append(("note", f"other guests of the host had the processors for {measured.taken:.0%} of the time"))
+    title = f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node"
+    return [
+        title,
+        *align(facts, ("<", "<")),
+        f"written: {path}; dtlayout recommend --cluster {path}, or cluster.file in a config, take it",
+    ]
 
 
 def _to_document(path: Path, measured: Measured, found: Calibration) -> dict[str, object]:

@@ -14,7 +14,6 @@ from rich.progress import Progress
 from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu
 from dtlayout.commands.dryrun_tables import RankTables, Table, list_times
-from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import device_of
@@ -26,6 +25,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.text import align
 from dtlayout.training.metrics import MemoryCurves
 from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
@@ -136,7 +136,7 @@ def _join(ranks: Iterable[int]) -> str:
 
 def _print_table(table: Table) -> None:
     if table:
-        print("\n".join(["", *(line.rstrip() for line in align(table))]))
+        print("\n".join(["", *align(table)]))
 
 
 def _choose_ranks(text: str | None, layout: Layout, estimate: Estimate) -> list[int]:

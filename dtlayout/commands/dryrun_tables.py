@@ -76,7 +76,7 @@ def choose_unit(nbytes: float) -> tuple[str, int]:
 def _describe_peak(report: RankReport, findings: Findings) -> str:
     unit, size = choose_unit(report.peak_bytes)
     capacity = ""
-    if findings.scenario.cluster.gpu.name != "cpu":
+    if findings.scenario.cluster.gpu.device_type != "cpu":
         fits = "" if findings.fits(report) else ": does not fit"
         capacity = f" of {findings.capacity_bytes / size:.2f}{fits},"
     at = f"{report.module or 'no module'}, {report.action or 'before the first action'}"

@@ -1,6 +1,5 @@
 """Emit: a recommended layout as a config that `torchrun train.py` runs unchanged."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -36,7 +35,7 @@ def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Se
 def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
     """The config's text."""
     cluster, model = scenario.cluster, scenario.model
-    is_plain_cpu = cluster.gpu.name == "cpu" and not cluster.gpu.reached
+    is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.reached
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
     num_nodes = math.ceil(cluster.num_gpus / per_node)
     processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
@@ -67,11 +66,12 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
         notes["data"] = (
             f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
         )
-    lines = [f"# {line}" for line in [*comments, f"Run it: torchrun {launch} train.py {path.name}"]]
+    comments.append(f"Run it: torchrun {launch} train.py {path.name}")
+    lines = ["# " + "".join(c if c.isprintable() else " " for c in line) for line in comments]
     for name, table in sections.items():
         if table:
-            lines += ["", f"[{name}]", *([f"# {notes[name]}"] if name in notes else [])]
-            lines += [f"{key} = {_show(value)}" for key, value in table.items()]
+            title, *values = toml.dumps({name: table}).splitlines()
+            lines += ["", title, *([f"# {notes[name]}"] if name in notes else []), *values]
     return "\n".join(lines) + "\n"
 
 
@@ -82,11 +82,8 @@ def _changes(value: Any, default: Any) -> dict[str, Any]:
 
 def _model(scenario: Scenario) -> dict[str, Any]:
     """The preset's name with what differs from it, or all sizes."""
-    values = {key: value for key, value in asdict(scenario.model).items() if value is not None}
-    preset = PRESETS.get(scenario.model.name)
-    if preset is None:
-        return values
-    return {key: value for key, value in values.items() if key == "name" or value != asdict(preset)[key]}
+    values, preset = asdict(scenario.model), PRESETS.get(scenario.model.name)
+    return {k: v for k, v in values.items() if preset is None or k == "name" or v != asdict(preset)[k]}
 
 
 def _layout(scenario: Scenario, estimate: Estimate) -> dict[str, Any]:
@@ -97,10 +94,3 @@ def _layout(scenario: Scenario, estimate: Estimate) -> dict[str, Any]:
     if own != estimate.stage_layers:
         values["stage_layers"] = estimate.stage_layers
     return {k: v for k, v in values.items() if k in always or v != getattr(defaults, k)}
-
-
-def _show(value: Any) -> str:
-    """As TOML writes it."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_show(entry)}" for key, entry in value.items()) + " }"
-    return json.dumps(list(value) if isinstance(value, tuple) else value)  # the same for all that stands here

@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu
-from dtlayout.commands.text import align
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
@@ -15,6 +14,7 @@ from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
+from dtlayout.text import align
 from dtlayout.training.prediction import make_scenario, predicted_kernels
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
@@ -71,13 +71,16 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         bound = f"memory: {limit.component}, {limit.share:.1%} of the peak on {where}"
     else:
         bound = f"{limit.component}: {limit.share:.1%} of the step"
-    mfu = "n/a" if gpu.name == "cpu" else f"{now.mfu:.1%}"
+    mfu = f"{now.mfu:.1%}" if gpu.has_mfu else "n/a"
+    facts = [
+        ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
+        ("engine", f"{engine.name}, {state}"),
+        ("fits", f"{'yes' if now.fits else 'no'}: {peak:.2f} of {capacity:.2f} GiB on {where}"),
+        ("step", f"{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}"),
+        ("bound by", bound),
+    ]
     return [
-        f"{'layout':<14}{now.layout} on {now.layout.world_size} x {gpu.name}",
-        f"{'engine':<14}{engine.name}, {state}",
-        f"{'fits':<14}{'yes' if now.fits else 'no'}: {peak:.2f} of {capacity:.2f} GiB on {where}",
-        f"{'step':<14}{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}",
-        f"{'bound by':<14}{bound}",
+        *align(facts, ("<12", "<")),
         "",
         *_format_memory(now),
         "",
@@ -158,33 +161,33 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         "calibrated": scenario.engine.is_calibrated,
         "layout": asdict(now.layout),
         "kernels": asdict(now.kernels),
-        **_numbers(now, has_peak=gpu.name != "cpu"),
+        **_numbers(now, has_mfu=gpu.has_mfu),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
         "capacity_bytes": now.capacity_bytes,
         "time_s": now.time.as_dict(),
         "limit": asdict(explanation.limit),
-        "changes": [_change_entry(change, has_peak=gpu.name != "cpu") for change in explanation.changes],
-        "growth": None if growth is None else _change_entry(growth, has_peak=gpu.name != "cpu"),
+        "changes": [_change_entry(change, has_mfu=gpu.has_mfu) for change in explanation.changes],
+        "growth": None if growth is None else _change_entry(growth, has_mfu=gpu.has_mfu),
     }
 
 
-def _change_entry(change: Change, *, has_peak: bool) -> dict[str, object]:
+def _change_entry(change: Change, *, has_mfu: bool) -> dict[str, object]:
     return {
         "knob": change.knob,
         "overrides": list(change.overrides),
         "gpus": change.estimate.layout.world_size,
         "layout": asdict(change.estimate.layout),
         "kernels": asdict(change.estimate.kernels),
-        **_numbers(change.estimate, has_peak=has_peak),
+        **_numbers(change.estimate, has_mfu=has_mfu),
         "saved_s": change.saved_s,
         "saved_bytes": change.saved_bytes,
     }
 
 
-def _numbers(estimate: Estimate, *, has_peak: bool) -> dict[str, object]:
+def _numbers(estimate: Estimate, *, has_mfu: bool) -> dict[str, object]:
     return {
         "fits": estimate.fits,
         "step_time_s": estimate.step_time_s,
-        "mfu": estimate.mfu if has_peak else None,
+        "mfu": estimate.mfu if has_mfu else None,
         "peak_memory_bytes": estimate.peak_bytes,
     }

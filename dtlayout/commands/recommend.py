@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         raise InvalidLayout([problem, *describe_dry_runs(verified)])
     answer = Answer(space, search, result, options, verified)
     if options.emit:
-        from dtlayout.commands.emit import write_config  # only now: it imports pydantic
+        from dtlayout.commands.emit import write_config  # only now: a search does without configs
 
         write_config(options.emit, space.scenario, result.ranked[0], give_reasons(answer))
     print(json.dumps(to_document(answer), indent=2) if options.json else "\n".join(to_text(answer)))
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _verify(scenario: Scenario, result: SearchResult, number: int) -> list["Verified"]:
     """The first `number` of them, and further ones until one fits."""
-    from dtlayout.commands.verify import verify  # only now: it imports pydantic
+    from dtlayout.commands.verify import verify  # only now: it imports torch
 
     found: list[Verified] = []
     for verified in verify(scenario, result.ranked, result.allowed_bytes):

@@ -64,10 +64,9 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
 
 
 def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:
-    has_peak = scenario.cluster.gpu.name != "cpu"
     return {
         "name": full_name(e), "layout": asdict(e.layout), "kernels": asdict(e.kernels), "stage_layers": e.stage_layers,
-        "mfu": e.mfu if has_peak else None, "step_time_s": e.step_time_s,
+        "mfu": e.mfu if scenario.cluster.gpu.has_mfu else None, "step_time_s": e.step_time_s,
         "tokens_per_s": scenario.batch.num_tokens / e.step_time_s, "time": e.time.as_dict(),
         "memory": [rank.as_dict() for rank in e.memory], "busiest_rank": e.busiest_rank, "peak_bytes": e.peak_bytes,
         "capacity_bytes": e.capacity_bytes,

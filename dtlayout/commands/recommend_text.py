@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dtlayout.commands.recommend_answer import Answer
-from dtlayout.commands.text import describe_records
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
@@ -14,6 +13,7 @@ from dtlayout.optimizers import AdamW
 from dtlayout.planner.reasons import GIB, Verdict, describe_difference
 from dtlayout.planner.search import SearchResult
 from dtlayout.planner.sizing import ScaleRow
+from dtlayout.text import align
 
 if TYPE_CHECKING:
     from dtlayout.commands.verify import Verified
@@ -33,8 +33,7 @@ def to_text(answer: Answer) -> list[str]:
     if answer.verified:
         lines += ["", "Dry runs:", *(f"  {line}" for line in describe_dry_runs(answer.verified))]
     lines += ["", f"Against other choices than those of 1, {answer.best.layout}:"]
-    width = max(len(name) for name, _ in answer.against)
-    lines += [f"  {name:<{width}}  {_shorten(verdict)}" for name, verdict in answer.against]
+    lines += align([(f"  {name}", _shorten(verdict)) for name, verdict in answer.against], ("<", "<"))
     if answer.why_not:
         lines += ["", f"Why not {answer.why_not.layout}? It is {answer.why_not.outcome}:"]
         lines += [f"  {problem}" for problem in answer.why_not.problems]
@@ -62,20 +61,17 @@ def give_reasons(answer: Answer) -> list[str]:
 
 def list_scale(scenario: Scenario, rows: Sequence[ScaleRow]) -> list[str]:
     """One line a cluster."""
-    tokens = scenario.batch.num_tokens
-    width = max((len(full_name(row.estimate)) for row in rows if row.estimate), default=6)
-    head = f"{'GPUs':>6}  {'layout':<{width}}  {'MFU':>12}  {'step s':>8}  {'tokens/s':>12}"
-    lines = [*_describe_scenario(scenario), "", f"{head}  microbatches  bubble  efficiency"]
+    cells = [["GPUs", "layout", "MFU", "step s", "tokens/s", "microbatches", "bubble", "efficiency"]]
     for row in rows:
         if (e := row.estimate) is None:
-            lines.append(f"{row.num_gpus:>6}  no layout is legal and fits")
+            cells.append([str(row.num_gpus), "no layout is legal and fits", *[""] * 6])
             continue
-        mfu, m = _describe_mfu(scenario, e, short=True), e.layout.num_microbatches(scenario.batch)
-        lines.append(
-            f"{row.num_gpus:>6}  {full_name(e):<{width}}  {mfu:>12}  {e.step_time_s:>8.3f}  "
-            f"{tokens / e.step_time_s:>12,.0f}  {m:>12}  {e.time.bubble / e.step_time_s:>6.1%}  {row.efficiency:>10.1%}"
-        )
-    return lines
+        cells.append([
+            str(row.num_gpus), full_name(e), _describe_mfu(scenario, e, short=True), f"{e.step_time_s:.3f}",
+            f"{scenario.batch.num_tokens / e.step_time_s:,.0f}", str(e.layout.num_microbatches(scenario.batch)),
+            f"{e.time.bubble / e.step_time_s:.1%}", f"{row.efficiency:.1%}",
+        ])  # fmt: skip
+    return [*_describe_scenario(scenario), "", *align(cells, (">6", "<", ">12", ">8", ">12"))]
 
 
 def describe_dry_runs(verified: Sequence["Verified"]) -> list[str]:
@@ -114,7 +110,7 @@ def _describe_scenario(scenario: Scenario) -> list[str]:
         f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {cluster.num_gpus} x "
         f"{cluster.gpu.name}{nodes}; {batch.global_batch} sequences of {batch.seq_len} tokens a step{updated}",
         f"engine {engine.name}{known}; predicted speeds are good to about {engine.error:.0%}",
-        *describe_records(cluster.records),
+        *map(str, cluster.records),
     ]
 
 
@@ -140,23 +136,27 @@ def _describe_baseline(answer: Answer) -> list[str]:
 
 
 def _table(scenario: Scenario, result: SearchResult) -> list[str]:
-    parts = list(result.ranked[0].time.as_dict())
-    width = max(6, *(len(full_name(e)) for e in result.ranked))
-    head = f"   {'layout':<{width}}  {'MFU':>12}  {'step s':>8}  {'memory of the busiest rank, GiB':<{_BAR + 14}}"
-    lines = [head]
-    for place, e in enumerate(result.ranked, start=1):
-        mfu = _describe_mfu(scenario, e, short=True)
-        lines.append(f"{place:<3}{full_name(e):<{width}}  {mfu:>12}  {e.step_time_s:>8.3f}  {_bar(e)}")
-    lines += ["", "   of the step, %".ljust(width - 8) + "".join(f"{part:>11}" for part in parts)]
-    for place, e in enumerate(result.ranked, start=1):
-        shares = "".join(f"{100 * seconds / e.step_time_s:>11.1f}" for seconds in e.time.as_dict().values())
-        lines.append(f"{place:<3}".ljust(max(17, width - 8)) + shares)
-    return lines
+    places = [f"{place:<3}" for place in range(1, len(result.ranked) + 1)]
+    layouts = [["   layout", "MFU", "step s", "memory of the busiest rank, GiB"]]
+    layouts += [
+        [place + full_name(e), _describe_mfu(scenario, e, short=True), f"{e.step_time_s:.3f}", _bar(e)]
+        for place, e in zip(places, result.ranked, strict=True)
+    ]
+    shares = [["   of the step, %", *result.ranked[0].time.as_dict()]]
+    shares += [
+        [place, *(f"{100 * seconds / e.step_time_s:.1f}" for seconds in e.time.as_dict().values())]
+        for place, e in zip(places, result.ranked, strict=True)
+    ]
+    names = max(len(row[0]) for row in layouts)
+    return [
+        *align(layouts, ("<", ">12", ">8", "<")), "",
+        *align(shares, (f"<{names - 11}", *[">9"] * (len(shares[0]) - 1))),
+    ]  # fmt: skip
 
 
 def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -> str:
     """With its band; the CPU has no peak that would make one."""
-    if scenario.cluster.gpu.name == "cpu":
+    if not scenario.cluster.gpu.has_mfu:
         return "n/a" if short else "MFU n/a"
     band = 100 * estimate.mfu * scenario.engine.error
     return f"{100 * estimate.mfu:.1f} ± {band:.1f} %" if short else f"{100 * estimate.mfu:.1f} ± {band:.1f} % MFU"

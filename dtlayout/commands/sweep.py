@@ -9,15 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
 from dtlayout.sweep.results import Journal, Outcome, TrialResult, keep_longest, rank
 from dtlayout.sweep.run import run_halved, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
+from dtlayout.text import align
 
 EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
 _BEST_SHOWN = 5
@@ -106,13 +107,13 @@ class _Board:
             self._say(f"    {_describe(result)}")
         self.running = None
 
-    def draw(self) -> RenderableType:
+    def draw(self) -> Text:
         """The live part, below the lines."""
         results = [self.results[trial.key] for trial in self.trials if trial.key in self.results]
         lines = [f"{self._count()}  {_count_outcomes(results)}  {self._describe_rest()}"]
         if self.running is not None:
             lines.append(f"running for {time.monotonic() - self.running[1]:.0f} s: {self.running[0].name}")
-        return Group("\n".join(lines), _tabulate(rank(results)[:_BEST_SHOWN]))
+        return Text("\n".join([*lines, *_tabulate(results)]), no_wrap=True)
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -146,20 +147,21 @@ def _count_outcomes(results: Sequence[TrialResult]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
 
 
-def _tabulate(best: Sequence[TrialResult]) -> Table:
-    table = Table(title="fastest so far" if best else None)
-    for name in ("trial", "s a step", "spread", "tokens/s a rank", "MFU", "peak MiB"):
-        table.add_column(name, justify="left" if name == "trial" else "right")
-    for result in best:
-        table.add_row(
+def _tabulate(results: Sequence[TrialResult]) -> list[str]:
+    """The fastest of them."""
+    rows = [["fastest so far", "s a step", "spread", "tokens/s a rank", "MFU", "peak MiB"]]
+    rows += [
+        [
             result.name,
             f"{result.step_time_s:.3f}",
             "n/a" if result.step_time_spread_s is None else f"{result.step_time_spread_s:.3f}",
             f"{result.tokens_per_s_per_gpu:,.0f}",
             "n/a" if result.mfu is None else f"{result.mfu:.1%}",
             f"{max(result.peak_memory_bytes) / 2**20:,.0f}" if result.peak_memory_bytes else "n/a",
-        )
-    return table
+        ]
+        for result in rank(results)[:_BEST_SHOWN]
+    ]
+    return ["", *align(rows)] if len(rows) > 1 else []
 
 
 def _print_summary(results: Sequence[TrialResult], num_trials: int, folder: Path) -> None:
@@ -167,10 +169,8 @@ def _print_summary(results: Sequence[TrialResult], num_trials: int, folder: Path
     console.print(f"{len(results)} of {num_trials} trials: {_count_outcomes(results)}", markup=False)
     for cause in dict.fromkeys(result.cause for result in results if result.outcome == "refused"):
         console.print(f"refused: {cause}", markup=False, soft_wrap=True)
-    if best := rank(results)[:_BEST_SHOWN]:
-        console.print(_tabulate(best))
-    if results:
-        console.print(f"{folder}/trials.jsonl", markup=False, soft_wrap=True)
+    for line in [*_tabulate(results), *([f"{folder}/trials.jsonl"] if results else [])]:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _find_ended(sweep: Sweep, trials: Sequence[Trial], folder: Path) -> dict[str, TrialResult]:

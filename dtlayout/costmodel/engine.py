@@ -6,10 +6,10 @@ runs of that engine on one GPU type, inside bounds that physics sets; where no r
 values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from importlib.resources import files
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from dtlayout import toml
 from dtlayout.cluster import Gpu
@@ -56,11 +56,18 @@ class Habits:
     """Whether a stage waits until its message has gone."""
     overlaps_reduction: bool = True
     """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
+    runs_ahead: bool = False
+    """Whether the host starts tp's collectives long before the GPU gets there, which hold their buffers meanwhile."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
+
+    @property
+    def kind_of_constants(self) -> type["Constants"]:
+        """What a program that does so has constants for."""
+        return RunAheadConstants if self.runs_ahead else Constants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +168,6 @@ class Constants:
     """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
     context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")
     """On the GPU, but not in the allocator's peak: CUDA context, NCCL."""
-    run_ahead_bytes: float = _constant(0.0, 0.0, 300.0, "byte/width")
-    """Full-width buffers, for each token of a microbatch, of tp collectives that the host started early."""
-    message_saved_bytes: float = _constant(0.0, 0.0, 40.0, "byte/width")
-    """Full-width buffers at tp > 1, for each token of each microbatch in flight in a pipeline."""
-    run_ahead_microbatches: float = _constant(0.0, 0.0, 1.5, "microbatches")
-    """More microbatches in flight than the schedule has, in pipelines at tp > 1, where the host is ahead."""
-    run_ahead_host_s: float = _constant(2e-3, 1e-4, 8e-3, "s")
-    """Host's time for a layer from which on it is not ahead."""
     thrash_share: float = _constant(1.0, 0.8, 1.0, "share")
     """Share of the memory above which the allocator frees and asks anew."""
     thrash_s: float = _constant(0.0, 0.0, 4.0, "s")
@@ -179,11 +178,25 @@ class Constants:
             raise InvalidConfig(problems)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunAheadConstants(Constants):
+    """Also those of a program with the habit `runs_ahead`."""
+
+    run_ahead_bytes: float = _constant(0.0, 0.0, 300.0, "byte/width")
+    """Full-width buffers, for each token of a microbatch, of tp collectives that the host started early."""
+    message_saved_bytes: float = _constant(0.0, 0.0, 40.0, "byte/width")
+    """Full-width buffers at tp > 1, for each token of each microbatch in flight in a pipeline."""
+    run_ahead_microbatches: float = _constant(0.0, 0.0, 1.5, "microbatches")
+    """More microbatches in flight than the schedule has, in pipelines at tp > 1, where the host is ahead."""
+    run_ahead_host_s: float = _constant(2e-3, 1e-4, 8e-3, "s")
+    """Host's time for a layer from which on it is not ahead."""
+
+
 UNCALIBRATED_ERROR = 0.25
 """Between the medians that general constants leave on AA-Scaling's runs on A100, 13 %, and nanotron's on H100, 39 %."""
 _NOTES = ("source", "error")
 """What stands beside an engine's fitted constants."""
-BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(Constants)}
+BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(RunAheadConstants)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +236,11 @@ class Engine:
             f"use selective, which computes attention alone again, or full"
         ]
 
+    @property
+    def at_bounds(self) -> tuple[str, ...]:
+        """The fitted constants that stand at a bound: the runs don't determine them, or the formula is wrong."""
+        return tuple(name for name in self.fitted if _is_at_bound(name, getattr(self.constants, name)))
+
     def with_constants(self, **values: float) -> "Engine":
         """The same engine with other constants; InvalidConfig if one is outside its bounds."""
         return replace(self, constants=replace(self.constants, **values))
@@ -241,13 +259,13 @@ def find_engine(name: str, gpu: str) -> Engine:
     if name not in _read_engines():
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(_read_engines())}")
     table = _read_engines()[name]
-    measured = table.get("fitted", {}).get(gpu, {})
+    habits, measured = table.get("habits", Habits()), table.get("fitted", {}).get(gpu, {})
     values = {key: value for key, value in measured.items() if key not in _NOTES}
     return Engine(
         name=name,
         gpu=gpu,
-        habits=Habits(**table.get("habits", {})),
-        constants=Constants(**{**_reached_on(gpu), **table.get("constants", {}), **values}),
+        habits=habits,
+        constants=habits.kind_of_constants(**{**_reached_on(gpu), **table.get("constants", {}), **values}),
         fitted=tuple(values),
         source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
         error=measured.get("error", UNCALIBRATED_ERROR),
@@ -263,9 +281,7 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     if name != OWN_ENGINE or not gpu.reached:
         return engine
     measured = dict(gpu.reached)
-    problems = [toml.describe_unknown_key(name, list(BOUNDS), "reached.") for name in measured if name not in BOUNDS]
-    problems += [f"reached.{line}" for name in measured if name in BOUNDS for line in _outside(name, measured[name])]
-    if problems:
+    if problems := _problems(measured, "reached", engine.habits):
         raise InvalidConfig(problems)
     return replace(
         engine.with_constants(**measured),
@@ -275,40 +291,46 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     )
 
 
+@cache
 def _reached_on(gpu: str) -> dict[str, float]:
     """Constants of a GPU type whatever the engine."""
-    tables = toml.loads((files("dtlayout") / "constants" / "reached.toml").read_text(encoding="utf-8"))
-    return {key: value for key, value in tables.get(gpu, {}).items() if key != "source"}
+    values = toml.read_constants()["reached.toml"].get(gpu, {})
+    return {key: value for key, value in values.items() if key not in _NOTES}
+
+
+_FILE = {"engine": str, "habits": Habits, "constants": dict[str, Any], "fitted": dict[str, dict[str, Any]]}
+"""Keys of an engine's file; below `fitted` a GPU type has constants and _NOTES."""
 
 
 @cache
 def _read_engines() -> dict[str, dict[str, Any]]:
-    folder = files("dtlayout") / "constants" / "engines"
-    entries = sorted((e for e in folder.iterdir() if e.name.endswith(".toml")), key=lambda e: e.name)
-    tables = [toml.loads(entry.read_text(encoding="utf-8")) for entry in entries]
-    for table, entry in zip(tables, entries, strict=True):
-        if problems := _problems(table):
-            raise InvalidConfig([f"{entry.name}: {problem}" for problem in problems])
-    return {table["engine"]: table for table in tables}
+    engines = {}
+    for file, tables in toml.read_constants("engines").items():
+        problems: list[str] = []
+        found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
+        habits = found.get("habits", Habits())
+        problems += _problems(found.get("constants", {}), "constants", habits)
+        for gpu, values in found.get("fitted", {}).items():
+            problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}", habits)
+        if problems:
+            raise InvalidConfig([f"{file}: {problem}" for problem in problems])
+        engines[found["engine"]] = found
+    return engines
 
 
-def _problems(table: dict[str, Any]) -> list[str]:
-    """Unknown habits and constants, and values that they cannot have."""
-    hints = get_type_hints(Habits)
-    problems = [f"habits.{key} is unknown" for key in table.get("habits", {}) if key not in hints]
-    for key, value in table.get("habits", {}).items():
-        allowed = get_args(hints.get(key))
-        if allowed and value not in allowed:
-            problems.append(f"habits.{key}={value!r} is unknown; use one of {list(allowed)}")
-    for values in (table.get("constants", {}), *table.get("fitted", {}).values()):
-        for key, value in values.items():
-            if key in BOUNDS:
-                problems += _outside(key, value)
-            elif key not in _NOTES:
-                problems.append(f"{key} is no constant")
-    return problems
+def _problems(values: Mapping[str, Any], name: str, habits: Habits) -> list[str]:
+    """What is no constant of a program with these habits, and what lies outside its bounds."""
+    problems: list[str] = []
+    types = {f.name: float for f in fields(habits.kind_of_constants)}
+    constants = toml.read_keys(values, types, (), name, problems)
+    return problems + [f"{name}.{line}" for key, value in constants.items() for line in _outside(key, value)]
 
 
 def _outside(name: str, value: float) -> list[str]:
     low, high = BOUNDS[name]
     return [] if low <= value <= high else [f"{name}={value} lies outside [{low}, {high}]"]
+
+
+def _is_at_bound(name: str, value: float) -> bool:
+    low, high = BOUNDS[name]
+    return min(value - low, high - value) < 1e-3 * (high - low)

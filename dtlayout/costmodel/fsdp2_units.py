@@ -114,7 +114,7 @@ class Sharding:
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
         self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
-        self.copies_buffer = self.shards == 1 or scenario.cluster.gpu.name == "cpu"
+        self.copies_buffer = self.shards == 1 or scenario.cluster.gpu.device_type == "cpu"
 
     def padded(self, unit: Unit) -> int:
         """Parameters of a unit with the padding of its shards."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dtlayout.costmodel.engine import RunAheadConstants
 from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
@@ -266,7 +267,7 @@ def run_ahead_bytes(
     """
     constants, t = scenario.engine.constants, layout.tp
     m, tokens, h = layout.num_microbatches(scenario.batch), tokens_of(scenario, layout), scenario.model.hidden_size
-    if t == 1 or m <= 1:
+    if not isinstance(constants, RunAheadConstants) or t == 1 or m <= 1:
         return 0.0
     if layout.pp == 1:
         return constants.run_ahead_bytes * tokens * h

@@ -25,13 +25,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtlayout.batch import Batch
 from dtlayout.config import Config
+from dtlayout.dryrun.collectives import Collective, observe_collective
 from dtlayout.dryrun.operators import copies_of, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.world import fake_tensors, fake_world
 from dtlayout.kernel import kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.collectives import Collective, observe_collective
 from dtlayout.measure.curve import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.places import PlaceRecorder

@@ -1,14 +1,14 @@
 """A model's sizes from wherever a user has them: a preset's name, a Hugging Face config.json, or a TOML file.
 
 A TOML file has a section [model] with the fields of `ModelShape`, on top of the preset that its `name` names, if any;
-a training config is such a file. Of a config.json only `models.families` are taken. No torch, no pydantic.
+a training config is such a file. Of a config.json only `models.families` are taken. No torch.
 """
 
 import difflib
 import json
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
@@ -29,7 +29,6 @@ _HF_NAMES = {
     "norm_eps": "rms_norm_eps",
 }
 """Field of ModelShape → key of config.json."""
-_TYPES = {f.name: (get_args(f.type) or (f.type,))[0] for f in fields(ModelShape)}
 
 
 def find_model(text: str) -> ModelShape:
@@ -84,7 +83,8 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     problems += [f"{key} is missing" for key in missing]
     if problems:
         raise InvalidConfig(problems)
-    shape = _make({"name": name or "own", "family": family, **FAMILIES[family].traits, **values})
+    values = {"name": name or "own", "family": family, **FAMILIES[family].traits, **values}
+    shape = toml.parse(values, ModelShape, "model")
     # Newer files say what follows from the others.
     return replace(shape, head_dim=None) if shape.head_width * shape.num_heads == shape.hidden_size else shape
 
@@ -95,33 +95,4 @@ def parse_toml(content: str) -> ModelShape:
     if not isinstance(table, dict):
         raise InvalidConfig("it has no section [model]")
     preset = PRESETS.get(str(table.get("name")))
-    return _make({**(asdict(preset) if preset else {}), "name": "own", **table})
-
-
-def _make(values: dict[str, Any]) -> ModelShape:
-    """The shape with every value of the type that it should have."""
-    problems = []
-    for key, value in values.items():
-        wanted = _TYPES.get(key)
-        if wanted is None:
-            near = difflib.get_close_matches(key, _TYPES, n=1, cutoff=0.5)
-            problems.append(f"model.{key} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
-        elif (
-            key != "rope_scaling"
-            and not (value is None and key == "head_dim")
-            and not (type(value) is wanted or (wanted is float and type(value) is int))
-        ):
-            problems.append(f"model.{key}={value!r} must be of type {wanted.__name__}")
-    required = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in values]
-    problems += [f"model.{name} is missing" for name in required]
-    scaling = values.get("rope_scaling")
-    if isinstance(scaling, dict):
-        if scaling.keys() != {f.name for f in fields(RopeScaling)}:
-            problems.append(f"model.rope_scaling needs {', '.join(f.name for f in fields(RopeScaling))}")
-        else:
-            values = {**values, "rope_scaling": RopeScaling(**scaling)}
-    elif scaling is not None and not isinstance(scaling, RopeScaling):
-        problems.append(f"model.rope_scaling={scaling!r} must be a table")
-    if problems:
-        raise InvalidConfig(problems)
-    return ModelShape(**values)
+    return toml.parse({**(asdict(preset) if preset else {}), "name": "own", **table}, ModelShape, "model")

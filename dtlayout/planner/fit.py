@@ -8,12 +8,12 @@ followed those would move with every run that is left out. Every constant stays 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from dtlayout.costmodel.engine import BOUNDS, Engine, find_engine
+from dtlayout.costmodel.engine import BOUNDS, Engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario
@@ -39,39 +39,23 @@ _SLOW_WEIGHT = 0.3
 """Weight of runs below the lowest MFU that is scored."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What a fit found."""
-
-    engine: Engine
-    """The engine with the fitted constants."""
-    constants: dict[str, float]
-    """Their values."""
-    at_bounds: tuple[str, ...]
-    """Those that ended at a bound: the runs don't determine them, or the formula is wrong."""
-    loss: float
-    """What was minimised, memory and time together."""
-
-
-def refit(runs: Sequence[Run], engine_name: str, gpu: str, start: Engine | None = None) -> Fit:
-    """Fit the constants that the engine's file names for this GPU type, starting at those of `start` or of the file."""
-    engine = start or find_engine(engine_name, gpu)
-    if not engine.fitted:
+def refit(runs: Sequence[Run], start: Engine) -> Engine:
+    """The engine with the constants fitted that its file names for its GPU type, starting at those it has."""
+    name, gpu = start.name, start.gpu
+    if not start.fitted:
         raise DtlayoutError(
-            f"engine {engine_name} has no constants to fit on {gpu}: its file has no [fitted.{gpu}], nor are there any "
+            f"engine {name} has no constants to fit on {gpu}: its file has no [fitted.{gpu}], nor are there any "
             f"of dtlayout calibrate"
         )
-    runs = [run for run in runs if run.scenario.engine.name == engine_name and run.scenario.cluster.gpu.name == gpu]
+    runs = [run for run in runs if run.scenario.engine.name == name and run.scenario.cluster.gpu.name == gpu]
     if not any(run.ran for run in runs):
-        raise DtlayoutError(f"no run of engine {engine_name} on {gpu} to fit to")
-    memory_names = [name for name in engine.fitted if name in MEMORY_CONSTANTS]
-    time_names = [name for name in engine.fitted if name not in MEMORY_CONSTANTS]
-    engine, memory_loss = minimise(engine, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
+        raise DtlayoutError(f"no run of engine {name} on {gpu} to fit to")
+    memory_names = [name for name in start.fitted if name in MEMORY_CONSTANTS]
+    time_names = [name for name in start.fitted if name not in MEMORY_CONSTANTS]
+    engine = minimise(start, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
     ran = [run for run in runs if run.ran]
     peaks = _predict_memory(ran, engine)
-    engine, time_loss = minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
-    values = {name: float(getattr(engine.constants, name)) for name in engine.fitted}
-    return Fit(engine, values, tuple(n for n in values if _is_at_bound(n, values[n])), memory_loss + time_loss)
+    return minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
 
 
 def minimise(
@@ -79,13 +63,13 @@ def minimise(
     names: Sequence[str],
     residuals: Callable[[Engine], np.ndarray],
     losses: Sequence[tuple[str, float]],
-) -> tuple[Engine, float]:
-    """Least loss of the residuals over the named constants, each scaled by the width of its bounds.
+) -> Engine:
+    """The engine with least loss of the residuals over the named constants, each scaled by the width of its bounds.
 
-    Each of the losses starts where the one before ended; returned is the last one's value.
+    Each of the losses starts where the one before ended.
     """
     if not names:
-        return engine, 0.0
+        return engine
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
 
     def apply(shares: np.ndarray) -> Engine:
@@ -93,15 +77,14 @@ def minimise(
         return engine.with_constants(**dict(zip(names, values, strict=True)))
 
     start = (np.array([getattr(engine.constants, name) for name in names]) - low) / (high - low)
-    cost = 0.0
     for loss, scale in losses:
         start = np.clip(start, 1e-3, 1 - 1e-3)
         found = least_squares(
             lambda shares: residuals(apply(shares)), start, bounds=(0, 1), loss=loss, f_scale=scale,
             diff_step=1e-4, ftol=1e-5, xtol=1e-5, max_nfev=60,
         )  # fmt: skip
-        start, cost = found.x, float(found.cost)
-    return apply(start), cost
+        start = found.x
+    return apply(start)
 
 
 def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:
@@ -144,8 +127,3 @@ def _predict_memory(runs: Sequence[Run], engine: Engine) -> list[tuple[MemoryEst
             estimators[run.scenario] = Estimator(replace(run.scenario, engine=engine))
         memory.append(estimators[run.scenario].memory(run.layout, run.kernels))
     return memory
-
-
-def _is_at_bound(name: str, value: float) -> bool:
-    low, high = BOUNDS[name]
-    return min(value - low, high - value) < 1e-3 * (high - low)

@@ -69,7 +69,7 @@ class Run:
     @property
     def speed(self) -> float | None:
         """MFU; on a CPU, which has none, steps a second."""
-        if self.mfu is None and self.scenario.cluster.gpu.name == "cpu" and self.step_time_s:
+        if self.mfu is None and not self.scenario.cluster.gpu.has_mfu and self.step_time_s:
             return 1 / self.step_time_s
         return self.mfu
 

@@ -34,8 +34,8 @@ class Prediction:
     @property
     def speed(self) -> float:
         """The predicted one of what `Run.speed` measures, of one kind for all rows of a table."""
-        is_cpu = self.run.scenario.cluster.gpu.name == "cpu"
-        return 1 / self.estimate.step_time_s if is_cpu and self.run.mfu is None else self.estimate.mfu
+        has_mfu = self.run.mfu is not None or self.run.scenario.cluster.gpu.has_mfu
+        return self.estimate.mfu if has_mfu else 1 / self.estimate.step_time_s
 
     @property
     def speed_error(self) -> float:

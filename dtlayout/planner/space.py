@@ -74,7 +74,7 @@ def parse_choice(text: str) -> tuple[str, Any]:
         near = difflib.get_close_matches(name, CHOICES, n=1, cutoff=0.5)
         advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(CHOICES)}"
         raise InvalidConfig(f"{name} is unknown; {advice}")
-    value: Any = _parse_value(written)
+    value: Any = toml.parse_value(written)
     value = tuple(value) if isinstance(value, list) else value
     if type(value) is not CHOICES[name]:
         kinds: dict[type, str] = {
@@ -87,13 +87,6 @@ def parse_choice(text: str) -> tuple[str, Any]:
     checked: dict[str, Any] = {name: value}
     Kernels(**checked) if name in KERNEL_NAMES else Layout(**checked)
     return name, value
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return toml.loads(f"value = {text}")["value"]
-    except toml.TOMLDecodeError:
-        return text
 
 
 class Sharding(NamedTuple):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dtlayout.costmodel.engine import BOUNDS, Constants, Engine, find_engine
+from dtlayout.costmodel.engine import Engine, find_engine
 from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
@@ -92,6 +92,20 @@ def _estimate(run: Run, find: Callable[[Scenario], Estimator]) -> Estimate:
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """An engine that was fitted to runs."""
+
+    engine: Engine
+    """With constants that are fitted to these runs."""
+    runs: Sequence[Run]
+    """A group's."""
+    before: Scores
+    """Of the runs with the constants that the engine had."""
+    predictions: Sequence[Prediction]
+    """For the runs with those that it has."""
+
+
+@dataclass(frozen=True)
 class Ablation:
     """What the predictions lose without one constant."""
 
@@ -116,8 +130,8 @@ def with_engine(runs: Iterable[Run], engine: Engine) -> list[Run]:
     return [replace(run, scenario=replace(run.scenario, engine=engine)) for run in runs]
 
 
-def fit_engine(runs: Sequence[Run], start: Engine) -> tuple[Engine, tuple[str, ...]]:
-    """The engine with its fitted constants fitted to these runs alone, and the names of those that ended at a bound.
+def fit_engine(runs: Sequence[Run], start: Engine) -> Engine:
+    """The engine with its fitted constants fitted to these runs alone.
 
     Runs that had to be made playable in batch or stages are left out: what they measured is not quite what is played.
     """
@@ -125,8 +139,15 @@ def fit_engine(runs: Sequence[Run], start: Engine) -> tuple[Engine, tuple[str, .
 
     played = [make_playable(run) for run in runs]
     usable = [new for new, run in zip(played, runs, strict=True) if new.scenario == run.scenario and run.mfu != 0]
-    fit = refit(usable, start.name, start.gpu, start=start)
-    return fit.engine, fit.at_bounds
+    return refit(usable, start)
+
+
+def fit_group(runs: Sequence[Run], progress: Progress = lambda line: None) -> Fitted:
+    """Fit the engine of a group's runs to them."""
+    start = runs[0].scenario.engine
+    progress(f"fitting {start.name} on {start.gpu}")
+    engine = fit_engine(runs, start)
+    return Fitted(engine, runs, score(predict(runs)), predict(with_engine(runs, engine)))
 
 
 def without_fit(engine: Engine) -> Engine:
@@ -156,7 +177,7 @@ def leave_one_out(runs: Sequence[Run], progress: Progress = lambda line: None) -
             fitted = engine
             if engine.fitted:
                 progress(f"fitting {engine.name} on {engine.gpu} without {model}")
-                fitted, _ = fit_engine(others, start=without_fit(engine))
+                fitted = fit_engine(others, start=without_fit(engine))
             left_out.setdefault(model, []).extend(predict(with_engine(own, fitted)))
     return left_out
 
@@ -169,11 +190,11 @@ def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line
     """
     from dtlayout.planner.fit import MEMORY_CONSTANTS
 
-    general = Constants()
+    general = engine.habits.kind_of_constants()
     start_values = {name: getattr(without_fit(engine).constants, name) for name in engine.fitted}
     set_by_hand = {
         name: getattr(general, name)
-        for name in BOUNDS
+        for name in vars(general)
         if name not in engine.fitted and getattr(engine.constants, name) != getattr(general, name)
     }
     ablations = []
@@ -182,6 +203,6 @@ def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line
         is_memory = name in MEMORY_CONSTANTS
         kind = tuple(n for n in engine.fitted if n != name and (n in MEMORY_CONSTANTS) == is_memory)
         start = replace(engine.with_constants(**{name: value}), fitted=kind)
-        fitted = fit_engine(runs, start)[0] if kind else start
+        fitted = fit_engine(runs, start) if kind else start
         ablations.append(Ablation(name, value, score(predict(with_engine(runs, fitted)))))
     return ablations

@@ -18,6 +18,7 @@ from dtlayout.planner.validate import predict
 from dtlayout.report import html
 from dtlayout.report.fastest import CHOICES, Common, find_common, list_options
 from dtlayout.report.findings import Finding, find, speed_of
+from dtlayout.text import to_markdown
 
 _STYLE = """
 body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }
@@ -102,11 +103,8 @@ class Report:
 
     def to_markdown(self) -> str:
         """Findings and best layouts."""
-        parts = [f"# {self.title}", "## Findings", *_to_markdown(self.list_findings())]
-        return (
-            "\n\n".join([*parts[:2], "\n".join(parts[2:]), "## Fastest", "\n".join(_to_markdown(self.list_best()))])
-            + "\n"
-        )
+        findings, best = ("\n".join(to_markdown(rows)) for rows in (self.list_findings(), self.list_best()))
+        return f"# {self.title}\n\n## Findings\n\n{findings}\n\n## Fastest\n\n{best}\n"
 
     def write_page(self, path: Path) -> None:
         """The page; DtlayoutError if it cannot be written."""
@@ -146,7 +144,7 @@ class Report:
             run.table, run.status, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
             "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
             run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100),
-            show(None if run.scenario.cluster.gpu.name == "cpu" else found.mfu, ".1f", 100),
+            show(found.mfu if run.scenario.cluster.gpu.has_mfu else None, ".1f", 100),
             show(run.peak_bytes, ".2f", 1 / GIB), show(found.memory[0].total, ".2f", 1 / GIB),
         ]  # fmt: skip
 
@@ -163,7 +161,7 @@ class Report:
     def _has_mfu(self) -> bool:
         """Somebody measured it, and nothing ran where no peak is known."""
         return any(run.mfu is not None for run in self.runs) and all(
-            run.scenario.cluster.gpu.name != "cpu" for run in self.runs
+            run.scenario.cluster.gpu.has_mfu for run in self.runs
         )
 
     @property
@@ -263,8 +261,3 @@ def _fold(name: str, width: int = 22) -> str:
     """A sweep's long name in several lines."""
     words = name.removeprefix("aa/").replace("_", " ").replace("/", "/ ")
     return textwrap.fill(words, width).replace("/ ", "/")
-
-
-def _to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = [f"| {' | '.join(row)} |" for row in rows]
-    return [head, "|" + "---|" * len(rows[0]), *body]

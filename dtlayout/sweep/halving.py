@@ -30,10 +30,10 @@ class Halving:
         problems = [
             f"halving.{name}={value!r} must lie above 0 and be at most 1"
             for name, value in (("keep", self.keep), ("first", self.first))
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1
+            if not 0 < value <= 1
         ]
-        counts = [count for count in self.steps if isinstance(count, int) and not isinstance(count, bool)]
-        if not counts or len(counts) < len(self.steps) or counts != sorted(set(counts)) or counts[0] < 1:
+        counts = list(self.steps)
+        if not counts or counts != sorted(set(counts)) or counts[0] < 1:
             problems.append(
                 f"halving.steps={list(self.steps)} must be whole numbers of at least 1, each above the last"
             )

@@ -16,20 +16,21 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from dtlayout import toml
-from dtlayout.cluster import Gpu, ask_device_names, find_gpu, find_gpu_by_device
+from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import expect_device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
+from dtlayout.measure.devices import ask_device_names
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.sweep.halving import Halving
@@ -52,7 +53,7 @@ class Sweep:
     """Ranks of a trial."""
     axes: dict[str, list[Any]] = field(default_factory=dict)
     """section.key → its values."""
-    source: str = ""
+    source: str = field(default="", metadata={"key": "from"})
     """recommend:K for the K best layouts of a search; `from` in the file."""
     overrides: tuple[str, ...] = ()
     """For all trials, as on the command line of train.py."""
@@ -68,6 +69,30 @@ class Sweep:
     """The command of a trial; {python}, {world} and {config} are put in."""
     halving: Halving | None = None
     """Successive halving instead of running every trial to its end; its steps go before `steps`."""
+
+    def __post_init__(self) -> None:
+        problems = [f"axes.{key} needs a list with values" for key, values in self.axes.items() if not values]
+        problems += [f"axes.{key}: {why}" for key, why in _SET.items() if key in self.axes]
+        if not self.axes and not self.source:
+            problems.append('nothing is swept: give [axes.layout] with lists, or from = "recommend:20"')
+        if self.source and not re.fullmatch(r"recommend:[1-9]\d*", self.source):
+            problems.append(f"from={self.source!r} must be recommend:K, such as recommend:20")
+        if self.source and any(key.startswith("layout.") for key in self.axes):
+            problems.append("[axes.layout] and from both say which layouts; leave one of them out")
+        for name, least in (("world", 1), ("steps", 1), ("warmup_steps", 0), ("timeout_s", 0), ("grace_s", 0)):
+            if not getattr(self, name) >= least:
+                problems.append(f"{name}={getattr(self, name)} must be at least {least}")
+        if not _is_command(self.launch):
+            problems.append(
+                f"launch={self.launch!r} must be a command, with {{python}}, {{world}} and {{config}} in it"
+            )
+        if self.warmup_steps >= self.steps:
+            problems.append("warmup_steps leaves no step to count; use more steps")
+        if self.halving and self.halving.steps[0] <= self.warmup_steps:
+            first = self.halving.steps[0]
+            problems.append(f"halving.steps[0]={first} leaves no step after {self.warmup_steps} to warm up")
+        if problems:
+            raise InvalidConfig(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,69 +123,12 @@ class Trial:
 
 def read_sweep(path: Path) -> Sweep:
     """The sweep of a file; InvalidConfig with every problem."""
-    try:
-        tables = toml.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidConfig(f"sweep {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidConfig(f"sweep {path} is not TOML: {error}") from None
-    known = ["from" if f.name == "source" else f.name for f in fields(Sweep) if f.name != "path"]
-    problems = [toml.describe_unknown_key(key, known) for key in tables if key not in known]
-    problems += [f"{key} is missing" for key in ("config", "world") if key not in tables]
-    axes = dict(_flatten(tables.get("axes", {})))
-    problems += [f"axes.{key} needs a list with values" for key, values in axes.items() if not values]
-    problems += [f"axes.{key}: {why}" for key, why in _SET.items() if key in axes]
-    if not axes and "from" not in tables:
-        problems.append('nothing is swept: give [axes.layout] with lists, or from = "recommend:20"')
-    problems += [
-        f"{key}={tables[key]!r} must be {words}" for key, (words, is_right) in _CHECKS.items()
-        if key in tables and not is_right(tables[key])
-    ]  # fmt: skip
-    if "from" in tables and any(key.startswith("layout.") for key in axes):
-        problems.append("[axes.layout] and from both say which layouts; leave one of them out")
-    if not problems and tables.get("warmup_steps", Sweep.warmup_steps) >= tables.get("steps", Sweep.steps):
-        problems.append("warmup_steps leaves no step to count; use more steps")
-    if problems:
-        raise InvalidConfig([f"{path}: {problem}" for problem in problems])
-    values = {key: value for key, value in tables.items() if key in known and key not in ("from", "axes", "config")}
-    values["overrides"] = tuple(values.get("overrides", ()))
-    if "halving" in tables:
-        values["halving"] = _read_halving(path, tables["halving"], tables.get("warmup_steps", Sweep.warmup_steps))
-    config = (path.parent / tables["config"]).resolve()
-    return Sweep(path=path, config=config, axes=axes, source=tables.get("from", ""), **values)
-
-
-def _read_halving(path: Path, table: Any, warmup_steps: int) -> Halving:
-    if not isinstance(table, dict):
-        raise InvalidConfig(f"{path}: halving is a table: write [halving] with steps, and keep and first if you like")
-    known = [f.name for f in fields(Halving)]
-    if unknown := [toml.describe_unknown_key(key, known, "halving.") for key in table if key not in known]:
-        raise InvalidConfig([f"{path}: {problem}" for problem in unknown])
-    steps = table.get("steps", Halving.steps)
-    try:
-        halving = Halving(**{**table, "steps": tuple(steps) if isinstance(steps, list | tuple) else (steps,)})
-    except InvalidConfig as error:
-        raise InvalidConfig([f"{path}: {problem}" for problem in error.problems]) from None
-    if halving.steps[0] <= warmup_steps:
-        raise InvalidConfig(
-            f"{path}: halving.steps[0]={halving.steps[0]} leaves no step after {warmup_steps} to warm up"
-        )
-    return halving
-
-
-def _is_whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-
-
-def _is_command(value: Any) -> bool:
-    try:
-        return bool(shlex.split(value.format(python="python", world=1, config="config")))
-    except (AttributeError, KeyError, IndexError, ValueError):
-        return False
+    tables = toml.read(path, "sweep")
+    if isinstance(axes := tables.get("axes"), dict):
+        tables["axes"] = dict(_flatten(axes))
+    with toml.problems_of(str(path)):
+        sweep = toml.parse(tables, Sweep, path=path)
+    return replace(sweep, config=(path.parent / sweep.config).resolve())
 
 
 _SET = {
@@ -169,29 +137,21 @@ _SET = {
     "checkpoint.save": "a trial saves none",
 }
 """What a sweep sets in each trial's config, and an axis cannot."""
-_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "config": ("the path of a config", lambda value: isinstance(value, str)),
-    "world": ("a whole number of at least 1", _is_whole(1)),
-    "from": ("recommend:K, such as recommend:20", lambda value: bool(re.fullmatch(r"recommend:[1-9]\d*", str(value)))),
-    "overrides": (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value),
-    ),
-    "steps": ("a whole number of at least 1", _is_whole(1)),
-    "warmup_steps": ("a whole number of at least 0", _is_whole(0)),
-    "timeout_s": ("a number of seconds", _is_seconds),
-    "grace_s": ("a number of seconds", _is_seconds),
-    "launch": ("a command, with {python}, {world} and {config} where they belong", _is_command),
-}
-"""Key of a sweep's file → what its value must be."""
 
 
-def _flatten(tables: Any, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    for key, value in tables.items() if isinstance(tables, dict) else ():
+def _is_command(launch: str) -> bool:
+    try:
+        return bool(shlex.split(launch.format(python="python", world=1, config="config")))
+    except (AttributeError, KeyError, IndexError, ValueError):
+        return False
+
+
+def _flatten(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tables.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value if isinstance(value, list) else []
+            yield f"{prefix}{key}", value
 
 
 def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:

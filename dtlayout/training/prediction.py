@@ -25,7 +25,7 @@ _GIB = 2**30
 
 def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:
     """What a config trains, on so many GPUs of a type."""
-    per_node = gpu.gpus_per_node if gpu.name == "cpu" else config.cluster.ranks_per_node
+    per_node = gpu.gpus_per_node if gpu.device_type == "cpu" else config.cluster.ranks_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
     return Scenario(
         model=config.model,
@@ -73,7 +73,7 @@ def describe_run(config: Config, layout: Layout, kernels: Kernels) -> dict[str, 
 def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     """InvalidLayout, with what would work, if a GPU's memory is far too small; `train.force` lets all pass."""
     predicted = predict(config, layout, gpu)
-    if predicted is None or gpu is None or gpu.name == "cpu" or config.train.force:
+    if predicted is None or gpu is None or gpu.device_type == "cpu" or config.train.force:
         return
     if predicted.peak_bytes <= HOPELESS_SHARE * predicted.capacity_bytes:
         return
@@ -96,7 +96,7 @@ def to_predicted(estimate: Estimate | None, gpu: Gpu | None) -> Predicted | None
         return None
     return Predicted(
         step_time_s=estimate.step_time_s,
-        mfu=None if gpu.name == "cpu" else estimate.mfu,
+        mfu=estimate.mfu if gpu.has_mfu else None,
         peak_memory_bytes=[round(memory.total) for memory in estimate.memory],
         gpu=gpu.name,
         calibrated=find_engine_on(OWN_ENGINE, gpu).is_calibrated,
@@ -109,7 +109,7 @@ def describe(predicted: Estimate | None, gpu: Gpu | None) -> str:
         return "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
     step, rank = f"predicted: step {predicted.step_time_s:.3g} s", predicted.busiest_rank
     engine = find_engine_on(OWN_ENGINE, gpu)
-    if gpu.name == "cpu":
+    if not gpu.has_mfu:
         peak = f"{predicted.peak_bytes / 2**20:.1f} MiB"
         state = (
             f"± {engine.error:.0%} (calibrated)" if engine.is_calibrated else "(uncalibrated: an order of magnitude)"

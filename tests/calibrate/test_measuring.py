@@ -22,7 +22,7 @@ def test_two_ranks_measure_everything_and_their_file_becomes_a_cluster(tmp_path,
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [*command, str(ROOT / "tests" / "calibrate_ranks.py"), str(path)],
+        [*command, str(ROOT / "tests" / "support" / "calibrate_ranks.py"), str(path)],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]

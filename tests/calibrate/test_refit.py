@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from machine import MACHINE, TRUTH, measure_machine, step_s
 
+from dtlayout import toml
 from dtlayout.calibrate.file import to_toml, update
 from dtlayout.calibrate.fit import Calibration
 from dtlayout.cli import main
@@ -92,7 +93,7 @@ def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
     lab, folder = swept
     before = max(map(abs, errors_of(lab, folder)))
     assert before > 0.2
-    assert main(["validate", str(folder), "--into", str(lab), "--json"]) == 0
+    assert main(["refit", str(folder), "--into", str(lab), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["median_error_after"] < 0.02 < told["median_error_before"]
     assert max(map(abs, errors_of(lab, folder))) < 0.06
@@ -107,6 +108,15 @@ def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
     model = ["--model", str(folder.parent / "config.toml"), "--seq-len", "192", "--global-batch", "8"]
     assert main(["recommend", *model, "--cluster", str(lab), "--precision", "compute=float32"]) == 0
     assert f"track record: out, {record.date}" in capsys.readouterr().out
+
+
+def test_a_cluster_file_keeps_what_people_wrote_into_it(swept):
+    lab, _ = swept
+    number = '[memory]\nvalue = 1e9\nunit = "byte"\nsource = "the label says 1 GB 😀"\n'
+    lab.write_text('gpu = "cpu"\ngpus = 4\n' + number)
+    update(lab, find_engine_on(OWN_ENGINE, load_cluster(lab).gpu), [], "a fit")
+    assert toml.read(lab, "cluster")["memory"]["source"] == "the label says 1 GB 😀"
+    assert load_cluster(lab).gpu.memory_bytes == 10**9
 
 
 def test_a_sweep_that_was_not_predicted_by_a_calibrated_file_is_no_record(swept):
@@ -136,12 +146,11 @@ def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["{folder}", "--into", "{lab}", "--ablate"], "--into takes sweeps and nothing else"),
-        (["{lab}", "--into", "{lab}"], "--into takes folders of sweeps"),
+        (["{lab}", "--into", "{lab}"], "refit takes folders of sweeps"),
         (["{folder}", "--into", "{plain}"], "has no measured constants to fit; dtlayout calibrate writes such a file"),
         (["{empty}", "--into", "{lab}"], "is no folder of a sweep"),
         (["{refused}", "--into", "{lab}"], "has no trial that was run"),
-        (["{folder}", "--into", "{torn}"], "record is not what dtlayout validate --into writes"),
+        (["{folder}", "--into", "{torn}"], "record[0].sweep is missing"),
     ],
 )
 def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, problem):
@@ -160,5 +169,5 @@ def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, 
         "refused": tmp_path / "refused",
     }
     before = lab.read_text()
-    assert main(["validate", *(text.format(**names) for text in arguments)]) == 2
+    assert main(["refit", *(text.format(**names) for text in arguments)]) == 2
     assert problem in capsys.readouterr().err and lab.read_text() == before

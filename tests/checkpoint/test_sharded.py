@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from checkpoint_ranks import ADAMW, State, build, load_each, message_of, refusal, train_and_save, update
 from tiny import SHAPE
 
@@ -35,13 +33,6 @@ LAYOUTS = [
 
 class Killed(BaseException):
     """Ends a save where a kill would."""
-
-
-@pytest.fixture
-def one_rank(tmp_path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

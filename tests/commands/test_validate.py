@@ -75,7 +75,6 @@ def few_constants(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
     fit_engine = planner_validate.fit_engine
     monkeypatch.setattr(planner_validate, "fit_engine", fit_few)
-    monkeypatch.setattr("dtlayout.commands.validate.fit_engine", fit_few)
     return names
 
 
@@ -269,8 +268,9 @@ def test_wrong_arguments_are_refused_by_name(measured, capsys, arguments, proble
 
 def test_a_file_that_cannot_be_written_is_refused(measured, tmp_path, capsys):
     out = tmp_path / "none" / "fitted.toml"
-    for option in (["--fit", "--out"], ["--into"]):
-        assert refuse(capsys, measured, *option, out) == f"{out} cannot be written: there is no folder {out.parent}\n"
+    for command in (["validate", "--fit", "--out"], ["refit", "--into"]):
+        assert main([*command, str(out), str(measured)]) == 2
+        assert capsys.readouterr().err == f"{out} cannot be written: there is no folder {out.parent}\n"
 
 
 def test_wrong_cells_are_refused_with_file_line_and_column(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Which link a collective or a message takes, and how long it does; 8 GPUs a node, of 100 and 10 GB/s."""
 
 import pytest
-from costmodel.small import US, scenario
+from small import US, scenario
 
 from dtlayout.costmodel.comm import Link, all_reduce_s, data_link, half_all_reduce_s, message_link, message_s, tp_link
 from dtlayout.layout import Layout

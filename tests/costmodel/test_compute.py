@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from costmodel.small import US, scenario
+from small import US, scenario
 
 from dtlayout.costmodel.compute import attention_s, block_time, block_tp_s, head_time, host_s, matmul_s, recompute_time
 from dtlayout.costmodel.engine import Habits

@@ -8,7 +8,7 @@ import pytest
 from dtlayout import toml
 from dtlayout.cluster import known_gpus
 from dtlayout.costmodel import engine
-from dtlayout.costmodel.engine import BOUNDS, Constants, Habits, find_engine, known_engines
+from dtlayout.costmodel.engine import BOUNDS, Constants, Habits, RunAheadConstants, find_engine, known_engines
 from dtlayout.errors import InvalidConfig
 
 GPU = "h100-80g-sxm"
@@ -26,12 +26,14 @@ def install(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
         (tmp_path / "constants" / "reached.toml").write_text(reached, encoding="utf-8")
-        monkeypatch.setattr(engine, "files", lambda package: tmp_path)
+        monkeypatch.setattr(toml, "files", lambda package: tmp_path)
         engine._read_engines.cache_clear()
+        engine._reached_on.cache_clear()
 
     yield write
     monkeypatch.undo()
     engine._read_engines.cache_clear()
+    engine._reached_on.cache_clear()
 
 
 def problems_of(name: str = "mine") -> list[str]:
@@ -74,9 +76,9 @@ def test_fitted_constants_are_few_and_lie_between_their_bounds(name, gpu):
 
 
 def test_every_general_constant_is_within_its_bounds_and_has_a_unit():
-    assert set(BOUNDS) == {f.name for f in fields(Constants)}
-    Constants()
-    assert all(f.metadata["unit"] for f in fields(Constants))
+    assert set(BOUNDS) == {f.name for f in fields(RunAheadConstants)}
+    RunAheadConstants()
+    assert all(f.metadata["unit"] for f in fields(RunAheadConstants))
 
 
 def test_an_unknown_engine_is_refused_with_those_there_are():
@@ -88,15 +90,26 @@ def test_an_unknown_engine_is_refused_with_those_there_are():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[habits]\nsharing = 1", "mine.toml: habits.sharing is unknown"),
+        ("[habits]\nsharing = 1", "mine.toml: habits.sharing is unknown; did you mean habits.sharding?"),
         (
             '[habits]\nloss = "none"',
             "mine.toml: habits.loss='none' is unknown; use one of ['vocab-parallel', 'replicated']",
         ),
-        ("[constants]\nspeed = 1.0", "mine.toml: speed is no constant"),
-        ("[constants]\noverlap = 1.5", "mine.toml: overlap=1.5 lies outside [0.0, 1.0]"),
-        (f"[fitted.{GPU}]\nsource = 'runs'\nspeed = 1.0", "mine.toml: speed is no constant"),
-        (f"[fitted.{GPU}]\nmatmul_efficiency = 0.1", "mine.toml: matmul_efficiency=0.1 lies outside [0.4, 0.95]"),
+        ("[constants]\noverlab = 1.0", "mine.toml: constants.overlab is unknown; did you mean constants.overlap?"),
+        ("[constants]\noverlap = '1'", "mine.toml: constants.overlap='1' must be a number"),
+        (
+            "[constants]\nrun_ahead_bytes = 1.0",
+            "mine.toml: constants.run_ahead_bytes is unknown; did you mean constants.overhead_bytes?",
+        ),
+        ("[constants]\noverlap = 1.5", "mine.toml: constants.overlap=1.5 lies outside [0.0, 1.0]"),
+        (
+            f"[fitted.{GPU}]\nsource = 'runs'\noverlab = 1.0",
+            f"mine.toml: fitted.{GPU}.overlab is unknown; did you mean fitted.{GPU}.overlap?",
+        ),
+        (
+            f"[fitted.{GPU}]\nmatmul_efficiency = 0.1",
+            f"mine.toml: fitted.{GPU}.matmul_efficiency=0.1 lies outside [0.4, 0.95]",
+        ),
     ],
 )
 def test_what_a_file_may_not_say_is_refused_with_its_name(install, text, problem):

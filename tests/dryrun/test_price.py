@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from costmodel.small import scenario
+from small import scenario
 
 from dtlayout.batch import Batch
 from dtlayout.costmodel.engine import Habits

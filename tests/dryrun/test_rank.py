@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from parity import BF16, FP32, MAX_NORM, SEQ_LEN, SHAPE, Case, local_rows
 from ranks import Ranks
+from recording import CollectiveRecorder
 from rehearsal import NUM_PLANTED, PLANTS, rehearse, rehearse_with
 
 from dtlayout.dryrun.rank import fold
 from dtlayout.dryrun.report import Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.collectives import CollectiveRecorder
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.optimizers import SGD

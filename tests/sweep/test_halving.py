@@ -35,9 +35,9 @@ def test_where_nothing_runs_nothing_is_left():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("halving = 3", "halving is a table: write [halving] with steps"),
+        ("halving = 3", "halving is a table: write [halving]"),
         ("[halving]\nkep = 0.3", "halving.kep is unknown; did you mean halving.keep?"),
-        ("[halving]\nkeep = 0", "halving.keep=0 must lie above 0 and be at most 1"),
+        ("[halving]\nkeep = 0", "halving.keep=0.0 must lie above 0 and be at most 1"),
         ("[halving]\nfirst = 2.0", "halving.first=2.0 must lie above 0 and be at most 1"),
         ("[halving]\nsteps = [6, 6]", "halving.steps=[6, 6] must be whole numbers of at least 1, each above the last"),
         ("[halving]\nsteps = []", "halving.steps=[] must be whole numbers"),

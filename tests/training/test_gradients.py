@@ -1,23 +1,13 @@
 """The gradient norm over every axis, and clipping by it, against torch on whole tensors."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from training_ranks import PLACEMENTS, make_gradients, norm_and_clipped, norm_over_two_meshes
 
 from dtlayout.layout import Layout
 from dtlayout.mesh.build import build_mesh
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
-
-
-@pytest.fixture
-def one_rank(tmp_path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def plain_parameters() -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tiny import write_tiny
 
-FAKE = Path(__file__).parent / "sweep" / "fake_trainer.py"
+FAKE = Path(__file__).with_name("fake_trainer.py")
 
 
 def write_sweep(folder: Path, *, seeds: int, timeout_s: float = 5, more: str = "") -> Path:

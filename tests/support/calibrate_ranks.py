@@ -1,4 +1,4 @@
-"""A rank of a short calibration: everything once, of few sizes. torchrun tests/calibrate_ranks.py MEASURED.json"""
+"""A rank of a short calibration: everything once, of few sizes. torchrun calibrate_ranks.py MEASURED.json"""
 
 import sys
 from itertools import islice

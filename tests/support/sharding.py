@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from parity import Case, Outcome, build_step, local_rows, named_parameters, run_layout
+from recording import CollectiveRecorder
 
-from dtlayout.measure.collectives import CollectiveRecorder
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtlayout.model_shape import ModelShape
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 """The checkout: train.py and configs/ are here."""
 
 SHAPE = ModelShape(

@@ -6,7 +6,6 @@ into the collective and what comes out of it on this rank, so that of an all-gat
 reduce-scatter the tensor before it is scattered.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,11 +13,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlayout.measure.storages import any_wraps, each_tensor
-
-COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
+from dtlayout.measure.storages import each_tensor
+from dtlayout.measure.work import COLLECTIVE_NAMESPACES
 
 _NAMES = {
     "allgather": "all_gather",
@@ -70,32 +67,6 @@ class Collective:
 
     dtype: torch.dtype | None
     """Of the first tensor; none for a barrier."""
-
-
-class CollectiveRecorder(TorchDispatchMode):
-    """Records every collective issued inside the `with` block, backward included."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Collective] = []
-
-    def counts(self) -> Counter[str]:
-        """How many of each name."""
-        return Counter(event.name for event in self.events)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any_wraps(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        event = observe_collective(func, args, kwargs, result)
-        if event is not None:
-            self.events.append(event)
-        return result
 
 
 def observe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:

@@ -1,14 +1,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from recording import CollectiveRecorder
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-from dtlayout.measure.collectives import CollectiveRecorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 

@@ -1,0 +1,68 @@
+"""dtlayout refit: fit a cluster file to sweeps that ran with it, and keep how right their predictions were."""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dtlayout.calibrate.file import update
+from dtlayout.cluster import load_cluster
+from dtlayout.commands.validate import tell
+from dtlayout.commands.validate_text import percent
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import InvalidConfig
+from dtlayout.files import check_writable
+from dtlayout.planner.scores import score
+from dtlayout.planner.validate import fit_group
+from dtlayout.report.record import make_record
+from dtlayout.report.rows import read_rows
+
+EXAMPLE = "dtlayout refit sweeps/debug-4cpu --into lab.toml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sweeps and the cluster file."""
+    parser.add_argument("sweeps", type=Path, nargs="+", metavar="SWEEP", help="folders of sweeps")
+    parser.add_argument(
+        "--into", type=Path, required=True, metavar="CLUSTER.toml", help="the cluster file that they ran with"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Put the fitted constants into the file; what was predicted before the sweeps ran goes on record."""
+    from dtlayout.calibrate.fit import told_by  # only now: it imports scipy
+
+    check_writable(options.into)
+    if tables := [str(path) for path in options.sweeps if not path.is_dir()]:
+        raise InvalidConfig(f"refit takes folders of sweeps, whose predictions are known; {', '.join(tables)} is none")
+    cluster = load_cluster(options.into)
+    if not cluster.gpu.reached:
+        raise InvalidConfig(f"{options.into} has no measured constants to fit; dtlayout calibrate writes such a file")
+    runs = read_rows(options.sweeps)
+    if not runs:
+        raise InvalidConfig(f"{', '.join(map(str, options.sweeps))} has no trial that was run")
+    if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
+        raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
+    records = [record for folder in options.sweeps if (record := make_record(folder))]
+    told = told_by([run.layout for run in runs], cluster.gpu.device_type)
+    engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=told)
+
+    def on_these_machines(scenario: Scenario) -> Scenario:
+        here = replace(cluster, num_gpus=scenario.cluster.num_gpus, records=())
+        return replace(scenario, cluster=here, engine=engine)
+
+    fitted = fit_group([replace(run, scenario=on_these_machines(run.scenario)) for run in runs], tell)
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    update(options.into, fitted.engine, records, f"dtlayout refit, {today}, {len(runs)} runs")
+    before, after = fitted.before.median_ape, score(fitted.predictions).median_ape
+    if options.json:
+        document = {"ok": True, "file": str(options.into), "records": list(map(asdict, records)),
+                    "median_error_before": before, "median_error_after": after}  # fmt: skip
+        print(json.dumps(document, indent=2))
+        return 0
+    lines = [*map(str, records)] or ["no record: these sweeps were not predicted with a calibrated file"]
+    lines.append(f"median error of speed {percent(before)} before the fit, {percent(after)} after, on the runs it saw")
+    print("\n".join([*lines, f"written: {options.into}"]))
+    return 0
