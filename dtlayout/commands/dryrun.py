@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -25,8 +24,9 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.planner.runs import Run
 from dtlayout.training.metrics import MemoryCurves
-from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"
 
@@ -84,7 +84,7 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
     ranks = _choose_ranks(options.ranks, layout, estimate)
     num_steps, folds, measured = options.steps, not options.whole, {}
     if curves is not None:
-        _check_same(curves, describe_run(config, layout, predicted_kernels(config, gpu)), options.run)
+        _check_same(curves.run, config, layout, predicted_kernels(config, gpu), options.run)
         num_steps, folds = curves.num_steps, False
         measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=True))
         ranks = list(measured) if options.ranks is None else ranks
@@ -111,9 +111,22 @@ def _first_ranks(layout: Layout) -> list[int]:
     return list(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
-def _check_same(curves: MemoryCurves, ours: dict[str, Any], folder: Path) -> None:
+def _check_same(run: Run, config: Config, layout: Layout, kernels: Kernels, folder: Path) -> None:
     """InvalidConfig if a run was one of something else than this config says."""
-    if differing := [f"{key}={curves.run.get(key)!r}" for key in ours if curves.run.get(key) != ours[key]]:
+    s = run.scenario
+    pairs = {
+        "model": (s.model, config.model), "batch": (s.batch, config.batch), "layout": (run.layout, layout),
+        "kernels": (run.kernels, kernels), "precision": (s.precision, config.precision),
+    }  # fmt: skip
+    differing = [
+        f"{section}.{key}={value!r}"
+        for section, (theirs, ours) in pairs.items()
+        for key, value in vars(theirs).items()
+        if value != getattr(ours, key)
+    ]
+    if s.document_mask != config.data.document_mask:
+        differing.append(f"data.document_mask={s.document_mask}")
+    if differing:
         raise InvalidConfig(f"the run of {folder} had {', '.join(differing)}; dry-run that, or measure this one")
 
 
@@ -188,6 +201,7 @@ def _to_document(findings: Findings) -> dict[str, object]:
     dry, predicted = findings.time, findings.estimate.time
     return {
         "ok": True,
+        "run": findings.to_run().to_dict(),
         "world_size": findings.layout.world_size,
         "num_steps": findings.num_steps,
         "capacity_bytes": findings.capacity_bytes,

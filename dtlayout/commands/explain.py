@@ -12,7 +12,7 @@ from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
-from dtlayout.training.prediction import make_scenario, predicted_kernels
+from dtlayout.planner.prediction import make_scenario, predicted_kernels
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 

@@ -12,13 +12,15 @@ from typing import Any
 
 from dtlayout.calibrate.file import update
 from dtlayout.cluster import Cluster, load_cluster
+from dtlayout.commands.dryrun_tables import choose_unit
 from dtlayout.commands.text import describe_records
 from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
-from dtlayout.planner.runs import GIB, KERNELS, Run
+from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
+from dtlayout.planner.tables import KERNELS
 from dtlayout.planner.validate import (
     Ablation,
     ablate,
@@ -29,7 +31,7 @@ from dtlayout.planner.validate import (
     with_engine,
 )
 from dtlayout.report.record import make_record
-from dtlayout.report.rows import read_rows
+from dtlayout.report.rows import ROWS, read_rows
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
@@ -50,9 +52,7 @@ class _Fitted:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tables, and what to do with them beside scoring."""
-    parser.add_argument(
-        "tables", type=Path, nargs="+", metavar="RUNS", help="CSV tables of measured runs, or folders of sweeps"
-    )
+    parser.add_argument("tables", type=Path, nargs="+", metavar="RUNS", help=ROWS)
     parser.add_argument("--engine", metavar="E", help="predict every row as this engine, whatever the table says")
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(path)
     if options.into:
         return _refresh(options)
-    runs = read_rows(options.tables, options.engine)
+    runs = read_rows(options.tables, options.engine).runs
     if options.fit and len({engine for engine, _ in group_runs(runs)}) > 1:
         engines = ", ".join(sorted({engine for engine, _ in group_runs(runs)}))
         raise InvalidConfig(f"--fit takes runs of one engine, these are of {engines}; pass fewer tables or --engine")
@@ -118,9 +118,7 @@ def _refresh(options: argparse.Namespace) -> int:
     cluster = load_cluster(options.into)
     if not cluster.gpu.reached:
         raise InvalidConfig(f"{options.into} has no measured constants to fit; dtlayout calibrate writes such a file")
-    runs = read_rows(folders)
-    if not runs:
-        raise InvalidConfig(f"{', '.join(map(str, folders))} has no trial that was run")
+    runs = read_rows(folders).runs
     if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
         raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
     records = [record for folder in folders if (record := make_record(folder))]
@@ -217,7 +215,7 @@ def _describe(
     yield ""
     tables = {table: score(rows) for table, rows in by_table(predictions).items()}
     yield from _tabulate("table", {**tables, "all": score(predictions)})
-    yield f"MAPE and median over rows that ran at an MFU of {LOWEST_MFU:.0%} or more; tau and top-1 of all: their means"
+    yield f"MAPE and median over {_scored(predictions)}; tau and top-1 of all: their means"
     if left_out:
         yield ""
         scores = {model: score(rows) for model, rows in left_out.items()}
@@ -240,6 +238,12 @@ def _describe_engine(engine: str, gpu: str, group: Sequence[Run]) -> Iterable[st
         at_bounds = [name for name, value in _constants_of(of).items() if _is_at_bound(name, value)]
         yield from _wrap("  fitted constants: ", of.fitted)
         yield from _wrap("  of these at a bound: ", at_bounds or ["none"])
+
+
+def _scored(predictions: Sequence[Prediction]) -> str:
+    """Of which rows the speed counts."""
+    with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
+    return with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
 
 
 def _is_at_bound(name: str, value: float) -> bool:
@@ -290,8 +294,10 @@ def _percent(value: float | None) -> str:
 def _describe_worst(predictions: Sequence[Prediction], number: int) -> Iterable[str]:
     """The rows with the largest errors of MFU and of memory, and the surest of the wrong outcomes."""
     speeds = [p for p in predictions if p.is_scored]
-    peaks = [p for p in predictions if p.run.status == "ok" and p.run.peak_bytes]
-    misjudged = [p for p in predictions if p.run.status in ("ok", "oom") and p.estimate.fits != (p.run.status == "ok")]
+    peaks = [p for p in predictions if p.run.has_peak]
+    misjudged = [
+        p for p in predictions if p.run.outcome in ("ok", "oom") and p.estimate.fits != (p.run.outcome == "ok")
+    ]
     for title, rows, error in (
         (f"speed, of {len(speeds)}", speeds, lambda p: abs(p.speed_error)),
         (f"peak memory, of {len(peaks)}", peaks, lambda p: abs(p.memory_error)),
@@ -312,7 +318,7 @@ def _distance(prediction: Prediction) -> float:
 def _describe_row(prediction: Prediction) -> Iterable[str]:
     run, estimate = prediction.run, prediction.estimate
     kernel = next((word for word, kernels in KERNELS.items() if kernels == run.kernels), run.kernels.attention)
-    yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.status}"
+    yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.outcome}"
     speed = "" if run.scenario.cluster.gpu.name == "cpu" else f"MFU {100 * estimate.mfu:.1f} %"
     if run.mfu:
         speed += f", measured {100 * run.mfu:.1f} % ({prediction.speed_error:+.1%})"
@@ -324,12 +330,14 @@ def _describe_row(prediction: Prediction) -> Iterable[str]:
     )
     shown = 0 if run.peak_bytes else estimate.busiest_rank
     memory = estimate.memory[shown]
-    peak = f"peak of pipeline rank {shown} {memory.total / GIB:.1f} GiB"
+    unit, size = choose_unit(memory.total)
+    peak = f"peak of pipeline rank {shown} {memory.total / size:.1f} {unit}"
     if run.peak_bytes:
-        peak += f", measured {run.peak_bytes / GIB:.1f} GiB ({prediction.memory_error:+.1%})"
-    peak += f"; highest of any rank {estimate.peak_bytes / GIB:.1f} of {estimate.capacity_bytes / GIB:.1f} GiB"
+        peak += f", measured {run.peak_bytes / size:.1f} {unit} ({prediction.memory_error:+.1%})"
+    peak += f"; highest of any rank {estimate.peak_bytes / size:.1f} of {estimate.capacity_bytes / size:.1f} {unit}"
     yield f"    {peak}"
-    yield from _wrap("      GiB: ", [f"{name} {size / GIB:.1f}" for name, size in memory.as_dict().items() if size])
+    parts = [f"{name} {nbytes / size:.1f}" for name, nbytes in memory.as_dict().items() if nbytes]
+    yield from _wrap(f"      {unit}: ", parts)
 
 
 def _format_fragment(fitted: _Fitted) -> str:

@@ -8,7 +8,7 @@ from dtlayout.costmodel.estimate import Estimate
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels, needs_mask
 from dtlayout.layout import Layout
-from dtlayout.training.prediction import predicted_kernels
+from dtlayout.planner.prediction import predicted_kernels
 
 
 def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:

@@ -80,7 +80,9 @@ def compare(measured: Number | None, predicted: Number | None, show: Callable[[N
     return f"{text} ({100 * (predicted / measured - 1):+.0f} %)" if measured else text
 
 
-def describe_peaks(measured: Sequence[int] | None, predicted: Sequence[int] | None) -> list[tuple[str, str]]:
+def describe_peaks(
+    measured: Sequence[int | None] | None, predicted: Sequence[int | None] | None
+) -> list[tuple[str, str]]:
     """A row of the table at the end for each pipeline rank.
 
     A run that ends early has measured none, a GPU that nobody knows has no prediction.

@@ -18,8 +18,9 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
 from dtlayout.mesh.ranks import coordinate
+from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.planner.runs import Run
 from dtlayout.training.metrics import MemoryCurves
-from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 DEBUG = ("dryrun", "configs/debug.toml", "--gpu", "cpu")
 
@@ -122,7 +123,10 @@ def run(tmp_path_factory):
     curves = [[Highest(**highest) for highest in rank["curve"]] for rank in (ranks[0], ranks[1])]
     config = load_config("configs/debug.toml")
     kernels = predicted_kernels(config, find_gpu("cpu"))
-    about = describe_run(config, config.layout.resolve(4), kernels)
+    about = Run(
+        table="runs", row="debug", scenario=own_scenario(config, 4, find_gpu("cpu")), layout=config.layout.resolve(4),
+        kernels=kernels, outcome="running",
+    )  # fmt: skip
     MemoryCurves(num_steps=2, by_pp_rank=curves, run=about).write(folder)
     return folder
 
