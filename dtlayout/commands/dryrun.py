@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -84,7 +85,9 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
     ranks = _choose_ranks(options.ranks, layout, estimate)
     num_steps, folds, measured = options.steps, not options.whole, {}
     if curves is not None:
-        _check_same(curves.run, config, layout, predicted_kernels(config, gpu), options.run)
+        scenario = own_scenario(config, layout.world_size, gpu)
+        asked = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
+        _check_same(curves.run, asked, options.run)
         num_steps, folds = curves.num_steps, False
         measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=True))
         ranks = list(measured) if options.ranks is None else ranks
@@ -111,23 +114,19 @@ def _first_ranks(layout: Layout) -> list[int]:
     return list(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
-def _check_same(run: Run, config: Config, layout: Layout, kernels: Kernels, folder: Path) -> None:
+def _check_same(theirs: Run, ours: Run, folder: Path) -> None:
     """InvalidConfig if a run was one of something else than this config says."""
-    s = run.scenario
-    pairs = {
-        "model": (s.model, config.model), "batch": (s.batch, config.batch), "layout": (run.layout, layout),
-        "kernels": (run.kernels, kernels), "precision": (s.precision, config.precision),
-    }  # fmt: skip
-    differing = [
-        f"{section}.{key}={value!r}"
-        for section, (theirs, ours) in pairs.items()
-        for key, value in vars(theirs).items()
-        if value != getattr(ours, key)
-    ]
-    if s.document_mask != config.data.document_mask:
-        differing.append(f"data.document_mask={s.document_mask}")
-    if differing:
+    had, asked = _list_settings(theirs), _list_settings(ours)
+    if differing := [f"{key}={value!r}" for key, value in had.items() if value != asked[key]]:
         raise InvalidConfig(f"the run of {folder} had {', '.join(differing)}; dry-run that, or measure this one")
+
+
+def _list_settings(run: Run) -> dict[str, Any]:
+    """What the memory of a run depends on, section.key → value."""
+    document = run.to_dict()
+    sections = ("model", "batch", "layout", "kernels", "precision")
+    values = {f"{section}.{key}": value for section in sections for key, value in document[section].items()}
+    return {**values, "data.document_mask": document["document_mask"]}
 
 
 def _print(findings: Findings, *, compares: bool) -> None:

@@ -54,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tables, and what to do with them beside scoring."""
     parser.add_argument("tables", type=Path, nargs="+", metavar="RUNS", help=ROWS)
     parser.add_argument("--engine", metavar="E", help="predict every row as this engine, whatever the table says")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE",
+        help="predict our own runs on its GPU type with this cluster file; else with what was measured when they ran",
+    )  # fmt: skip
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --fit writes instead of stdout")
@@ -77,6 +81,12 @@ def run(options: argparse.Namespace) -> int:
     if options.into:
         return _refresh(options)
     runs = read_rows(options.tables, options.engine).runs
+    if options.cluster:
+        cluster = load_cluster(options.cluster)
+        engine = find_engine_on(OWN_ENGINE, cluster.gpu)
+        own = {run.scenario for run in group_runs(runs).get((OWN_ENGINE, cluster.gpu.name), [])}
+        here = {scenario: _on(scenario, cluster, engine) for scenario in own}
+        runs = [replace(run, scenario=here.get(run.scenario, run.scenario)) for run in runs]
     if options.fit and len({engine for engine, _ in group_runs(runs)}) > 1:
         engines = ", ".join(sorted({engine for engine, _ in group_runs(runs)}))
         raise InvalidConfig(f"--fit takes runs of one engine, these are of {engines}; pass fewer tables or --engine")

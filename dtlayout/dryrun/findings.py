@@ -1,7 +1,7 @@
 """What dry runs of some ranks found, beside what the cost model predicts and what a real run measured. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from dtlayout.costmodel.estimate import Estimate, TimeEstimate
@@ -80,19 +80,14 @@ class Findings:
             report.coordinate[PP]: report for report in sorted(self.reports, key=lambda report: report.peak_bytes)
         }
         highest = [reports.get(rank) for rank in range(self.layout.pp)]
-        return Run(
-            table="dry runs",
-            row=self.title,
-            scenario=self.scenario,
-            layout=self.layout,
-            kernels=self.estimate.kernels,
-            outcome="dry",
-            predicted=to_predicted(self.estimate, self.scenario),
-            measured=Performance(
-                peak_memory_bytes=tuple(report.peak_bytes if report else None for report in highest),
-                memory=tuple(to_components(report) if report else None for report in highest),
-            ),
+        measured = Performance(
+            peak_memory_bytes=tuple(report.peak_bytes if report else None for report in highest),
+            memory=tuple(to_components(report) if report else None for report in highest),
         )
+        return Run(
+            table="dry runs", row=self.title, scenario=self.scenario, layout=self.layout, outcome="dry",
+            kernels=self.estimate.kernels, predicted=to_predicted(self.estimate, self.scenario), measured=measured,
+        )  # fmt: skip
 
     def predicted_curve(self, report: RankReport) -> list[float]:
         """The cost model's bytes in each part of the report's curve; Adam keeps nothing until the first update."""
@@ -115,14 +110,6 @@ class Findings:
 
 def to_components(report: RankReport) -> MemoryEstimate:
     """A rank's peak in the cost model's components: logits, messages and temporary bytes are among its activations."""
-    parts = report.parts
-    return MemoryEstimate(
-        parameters=parts.parameter + parts.gathered,
-        gradients=parts.gradient,
-        optimizer=parts.optimizer,
-        activations=parts.activation + parts.communication + parts.other,
-        logits=0,
-        buffers=0,
-        run_ahead=0,
-        overhead=0,
-    )
+    parts, nothing = report.parts, dict.fromkeys((f.name for f in fields(MemoryEstimate)), 0.0)
+    held = {"parameters": parts.parameter + parts.gathered, "gradients": parts.gradient, "optimizer": parts.optimizer}
+    return MemoryEstimate(**nothing | held | {"activations": parts.activation + parts.communication + parts.other})

@@ -19,12 +19,11 @@ A row of a table, a trial of a sweep, a dry run and a training run are each a `R
 | dry | a dry run, which takes no time and counts bytes |
 """
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Literal, get_type_hints
 
 from dtlayout import toml
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, Gpu, gpu_named
+from dtlayout.cluster import Cluster, gpu_named
 from dtlayout.costmodel.engine import find_engine_on
 from dtlayout.costmodel.estimate import TimeEstimate
 from dtlayout.costmodel.memory import MemoryEstimate
@@ -32,9 +31,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
-from dtlayout.precision import Precision
 
 GIB = 2**30
 FORMAT = 1
@@ -142,20 +139,15 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        s, gpu = self.scenario, self.scenario.cluster.gpu
+        gpu, cluster = self.scenario.cluster.gpu, self.scenario.cluster
         plain = vars(gpu_named(gpu.name))
         measured = {name: value for name, value in vars(gpu).items() if value != plain[name]}
-        cluster = _Machines(
-            gpu=gpu.name, measured=measured | {"reached": dict(gpu.reached)} if measured else {},
-            num_gpus=s.cluster.num_gpus, gpus_per_node=s.cluster.gpus_per_node,
-        )  # fmt: skip
-        names = {f.name for f in fields(self)} - {"scenario"}
-        return asdict(
-            _Document(
-                format=FORMAT, model=s.model, batch=s.batch, cluster=cluster, engine=s.engine.name,
-                precision=s.precision, document_mask=s.document_mask, **{name: getattr(self, name) for name in names},
-            )
-        )  # fmt: skip
+        machines = {"gpu": gpu.name, "measured": measured, "num_gpus": cluster.num_gpus}
+        document = asdict(self)
+        scenario = document.pop("scenario") | {
+            "cluster": machines | {"gpus_per_node": cluster.gpus_per_node}, "engine": self.scenario.engine.name,
+        }  # fmt: skip
+        return {"format": FORMAT, **scenario, **document}
 
     @classmethod
     def from_dict(cls, document: Any) -> "Run":
@@ -165,17 +157,17 @@ class Run:
             raise InvalidConfig(
                 f"run.format={found!r}, and this version of dtlayout reads {FORMAT}; use the version that wrote it"
             )
-        d = toml.parse(document, _Document, "run")
-        gpu = d.cluster.to_gpu()
-        scenario = Scenario(
-            model=d.model,
-            batch=d.batch,
-            cluster=Cluster(gpu=gpu, num_gpus=d.cluster.num_gpus, gpus_per_node=d.cluster.gpus_per_node),
-            engine=find_engine_on(d.engine, gpu),
-            precision=d.precision,
-            document_mask=d.document_mask,
-        )
-        return cls(scenario=scenario, **{f.name: getattr(d, f.name) for f in fields(cls) if f.name != "scenario"})
+        types = get_type_hints(Scenario) | get_type_hints(cls) | {"cluster": _Machines, "engine": str, "format": int}
+        problems: list[str] = []
+        required = [f.name for f in (*fields(Scenario), *fields(cls)) if f.name != "scenario" and f.default is MISSING]
+        values = toml.read_keys(document, types, required, "run", problems)
+        if problems:
+            raise InvalidConfig(problems)
+        cluster = values.pop("cluster").to_cluster()
+        scenario = {f.name: values.pop(f.name) for f in fields(Scenario) if f.name in values}
+        scenario |= {"cluster": cluster, "engine": find_engine_on(scenario["engine"], cluster.gpu)}
+        del values["format"]
+        return cls(scenario=Scenario(**scenario), **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,30 +181,10 @@ class _Machines:
     num_gpus: int
     gpus_per_node: int
 
-    def to_gpu(self) -> Gpu:
+    def to_cluster(self) -> Cluster:
         gpu, measured = gpu_named(self.gpu), dict(self.measured)
-        if unknown := measured.keys() - vars(gpu).keys():
+        if unknown := [key for key in measured if key not in vars(gpu)]:
             raise InvalidConfig([toml.describe_unknown_key(key, vars(gpu), "run.cluster.measured.") for key in unknown])
         if "reached" in measured:
-            measured["reached"] = tuple(measured["reached"].items())
-        return replace(gpu, **measured)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A run in JSON, key by key."""
-
-    format: int
-    table: str
-    row: str
-    model: ModelShape
-    batch: Batch
-    cluster: _Machines
-    engine: str
-    precision: Precision
-    document_mask: bool
-    layout: Layout
-    kernels: Kernels
-    outcome: Outcome
-    predicted: Predicted | None
-    measured: Performance
+            measured["reached"] = tuple((name, value) for name, value in measured["reached"])
+        return Cluster(gpu=replace(gpu, **measured), num_gpus=self.num_gpus, gpus_per_node=self.gpus_per_node)

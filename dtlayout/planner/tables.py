@@ -94,61 +94,35 @@ def _read_rows(reader: "csv.DictReader[str]", engine: str | None, problems: list
 
 
 def _to_run(cells: dict[str, Any]) -> Run:
-    gpu, num_gpus, layout = cells["gpu"], cells["gpus"], _to_layout(cells)
+    gpu, num_gpus, step_time_s, peak_gib = (cells[name] for name in ("gpu", "gpus", "step_time_s", "peak_memory_gb"))
+    model = ModelShape(
+        name=cells["model"], hidden_size=cells["hidden"], num_layers=cells["layers"], num_heads=cells["heads"],
+        num_kv_heads=cells["kv_heads"] or cells["heads"], ffn_size=cells["ffn"], vocab_size=cells["vocab"],
+        tied_embeddings=cells["tied"],
+    )  # fmt: skip
+    zero, virtual_stages = cells["zero"], cells["virtual_stages"] or 1
+    is_replicated = zero == 0
+    layout = Layout(
+        pp=cells["pp"], dp_replicate=cells["dp"] if is_replicated else 1, dp_shard=1 if is_replicated else cells["dp"],
+        cp=cells["cp"] or 1, tp=cells["tp"], sequence_parallel=cells["sequence_parallel"],
+        micro_batch=cells["micro_batch"], schedule="interleaved-1f1b" if virtual_stages > 1 else "1f1b",
+        virtual_stages=virtual_stages, zero=zero or 1, recompute=cells["recompute"],
+    )  # fmt: skip
     if layout.world_size != num_gpus:
         raise InvalidConfig(f"dp·cp·tp·pp is {layout.world_size}, but gpus={num_gpus}")
     batch = Batch(global_batch=cells["global_batch"], seq_len=cells["seq_len"])
-    step_time_s, peak_gib = cells["step_time_s"], cells["peak_memory_gb"]
+    cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=cells["gpus_per_node"] or gpu.gpus_per_node)
+    measured = Performance(
+        step_time_s=step_time_s,
+        tokens_per_s=batch.num_tokens / step_time_s if step_time_s else None,
+        mfu=cells["mfu"],
+        peak_memory_bytes=None if peak_gib is None else (round(peak_gib * GIB), *(None,) * (layout.pp - 1)),
+    )
+    engine = find_engine(cells["engine"], gpu.name)
     return Run(
-        table=cells["table"],
-        row=cells["row"],
-        scenario=Scenario(
-            model=_to_model(cells),
-            batch=batch,
-            cluster=Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=cells["gpus_per_node"] or gpu.gpus_per_node),
-            engine=find_engine(cells["engine"], gpu.name),
-        ),
-        layout=layout,
-        kernels=cells["kernel"],
-        outcome=cells["status"],
-        measured=Performance(
-            step_time_s=step_time_s,
-            tokens_per_s=batch.num_tokens / step_time_s if step_time_s else None,
-            mfu=cells["mfu"],
-            peak_memory_bytes=None if peak_gib is None else (round(peak_gib * GIB), *(None,) * (layout.pp - 1)),
-        ),
-    )
-
-
-def _to_model(cells: dict[str, Any]) -> ModelShape:
-    return ModelShape(
-        name=cells["model"],
-        hidden_size=cells["hidden"],
-        num_layers=cells["layers"],
-        num_heads=cells["heads"],
-        num_kv_heads=cells["kv_heads"] or cells["heads"],
-        ffn_size=cells["ffn"],
-        vocab_size=cells["vocab"],
-        tied_embeddings=cells["tied"],
-    )
-
-
-def _to_layout(cells: dict[str, Any]) -> Layout:
-    zero, virtual_stages = cells["zero"], cells["virtual_stages"] or 1
-    is_replicated = zero == 0
-    return Layout(
-        pp=cells["pp"],
-        dp_replicate=cells["dp"] if is_replicated else 1,
-        dp_shard=1 if is_replicated else cells["dp"],
-        cp=cells["cp"] or 1,
-        tp=cells["tp"],
-        sequence_parallel=cells["sequence_parallel"],
-        micro_batch=cells["micro_batch"],
-        schedule="interleaved-1f1b" if virtual_stages > 1 else "1f1b",
-        virtual_stages=virtual_stages,
-        zero=zero or 1,
-        recompute=cells["recompute"],
-    )
+        table=cells["table"], row=cells["row"], kernels=cells["kernel"], outcome=cells["status"],
+        scenario=Scenario(model=model, batch=batch, cluster=cluster, engine=engine), layout=layout, measured=measured,
+    )  # fmt: skip
 
 
 # Cells.

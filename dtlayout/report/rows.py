@@ -36,10 +36,9 @@ class Rows:
 
     def describe_left_out(self) -> str:
         """In a line; empty if nothing was left out."""
-        reasons = [f"{count} {reason}" for reason, count in self.left_out.most_common(_MOST_REASONS)]
-        if more := len(self.left_out) - _MOST_REASONS:
-            num_more = self.left_out.total() - sum(count for _, count in self.left_out.most_common(_MOST_REASONS))
-            reasons += [f"{num_more} for {more} other reasons"] * (more > 0)
+        told = self.left_out.most_common(_MOST_REASONS)
+        rest = self.left_out.total() - sum(count for _, count in told)
+        reasons = [f"{count} {reason}" for reason, count in told] + [f"{rest} for other reasons"] * (rest > 0)
         return f"left out: {'; '.join(reasons)}" if reasons else ""
 
 
@@ -48,25 +47,19 @@ def read_rows(paths: Sequence[Path], engine: str | None = None) -> Rows:
 
     DtlayoutError for what is none of these, and where nothing says how a layout ended.
     """
-    found = {path: _find_document(path) for path in paths}
-    runs, left_out = read_tables([path for path, document in found.items() if document is None], engine), Counter[str]()
-    for path, document in found.items():
-        if document is None:
-            continue
+    documents = {path: document for path in paths if (document := _find_document(path))}
+    rows = Rows(read_tables([path for path in paths if path not in documents], engine), Counter())
+    for path, document in documents.items():
         for run, reason in _read_sweep(document, path) if document.suffix == ".jsonl" else [_read_run(document)]:
             if run is None or run.outcome in UNTRIED:
-                left_out[reason] += 1
-            elif not run.scenario.cluster.gpu.is_known:
-                name = run.scenario.cluster.gpu.name
-                raise InvalidConfig(
-                    f"{path} ran on a GPU type that is not known, {name}; set cluster.gpu in its config"
-                )
+                rows.left_out[reason] += 1
+            elif not (gpu := run.scenario.cluster.gpu).is_known:
+                rows.left_out[f"on a GPU type that is not known, {gpu.name}: set cluster.gpu in the config"] += 1
             else:
-                runs.append(run)
-    rows = Rows(runs, left_out)
-    if not runs:
-        names, why = ", ".join(map(str, paths)), rows.describe_left_out()
-        raise InvalidConfig(f"{names} has no row that says how a layout ended{f'; {why}' if why else ''}")
+                rows.runs.append(run)
+    if not rows.runs:
+        why = [f"{', '.join(map(str, paths))} has no row that says how a layout ended", rows.describe_left_out()]
+        raise InvalidConfig("; ".join(filter(None, why)))
     return rows
 
 

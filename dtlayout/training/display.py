@@ -77,7 +77,7 @@ def compare(measured: Number | None, predicted: Number | None, show: Callable[[N
     if predicted is None:
         return text
     text += f", predicted {show(predicted)}"
-    return f"{text} ({100 * (predicted / measured - 1):+.0f} %)" if measured else text
+    return f"{text} ({round(100 * (predicted / measured - 1)):+d} %)" if measured else text
 
 
 def describe_peaks(

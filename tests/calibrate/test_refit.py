@@ -94,6 +94,9 @@ def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["median_error_after"] < 0.02 < told["median_error_before"]
     assert max(map(abs, errors_of(lab, folder))) < 0.06
+    for arguments, is_right in (([], False), (["--cluster", str(lab)], True)):
+        assert main(["validate", str(folder), *arguments, "--json"]) == 0
+        assert (json.loads(capsys.readouterr().out)["pooled"]["median_ape"] < 0.02) == is_right
     [record] = load_cluster(lab).records
     assert (record.sweep, record.hardware, record.runs) == ("out", "cpu", len(Journal(folder).read()))
     assert record.error > 0.05, "it says what was predicted before the sweep"

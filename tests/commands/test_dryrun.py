@@ -58,6 +58,11 @@ def test_a_program_reads_the_default_ranks_with_the_curve_of_their_first_steps(c
     assert main([*DEBUG, "--world", "4", "--steps", "2", "--json", "--page", str(page)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in document["ranks"]] == [0, 3]
+    run, (first, last) = Run.from_dict(document["run"]), document["ranks"]
+    assert (run.outcome, run.layout.tp, run.step_time_s) == ("dry", 2, None)
+    assert run.measured.peak_memory_bytes == (first["peak_bytes"], last["peak_bytes"])
+    assert run.measured.memory[0].total == first["peak_bytes"]
+    assert run.predicted.memory[1].total == pytest.approx(last["compared_bytes"]["peak"]["predicted"])
     first = document["ranks"][0]
     actions = [part["action"] for part in first["curve"]]
     assert actions[: len(actions) // 2] == actions[len(actions) // 2 :]  # two steps

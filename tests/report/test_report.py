@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import pytest
 from tiny import write_tiny
 
 from dtlayout.cli import main
-from dtlayout.cluster import find_gpu
+from dtlayout.cluster import Cluster, find_gpu, gpu_named
 from dtlayout.config import load_config
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.report.page import Report
-from dtlayout.report.rows import read_rows
+from dtlayout.report.rows import Rows, read_rows
 from dtlayout.sweep.results import Journal, TrialResult
+from dtlayout.training.metrics import Summary
 
 HEADER = (
     "table,row,model,hidden,layers,heads,ffn,vocab,seq_len,gpu,gpus,global_batch,micro_batch,dp,tp,pp,kernel,status,"
@@ -89,6 +91,49 @@ def test_a_sweeps_folder_gives_the_rows_that_were_tried(sweep):
     assert dict(zip(head, best, strict=True))["tp"] == "2"
 
 
+def test_trials_are_read_without_their_folder_and_those_that_say_nothing_are_counted_by_reason(sweep, tmp_path, capsys):
+    journal, first = Journal(sweep), Journal(sweep).read()["a"]
+    for key, changes in (
+        ("e", {"run": None, "cause": "tp=3 does not divide num_heads=4"}),
+        ("f", {"run": replace(first.run, outcome="skipped"), "cause": "predicted to need 90.0 GiB of 79.2"}),
+        ("g", {"run": replace(first.run, scenario=replace(first.run.scenario, cluster=Cluster(
+            gpu=gpu_named("GeForce GTX 970"), num_gpus=4, gpus_per_node=4)))}),
+    ):  # fmt: skip
+        journal.append(replace(first, key=key, setting=key, **changes))
+    whole = read_rows([sweep])
+    alone = tmp_path / "kept.jsonl"
+    (sweep / "trials.jsonl").rename(alone)
+    rows = read_rows([alone])
+    assert [replace(run, table=str(sweep)) for run in rows.runs] == whole.runs and len(rows.runs) == 3
+    left_out = {
+        "refused: tp=3 does not divide num_heads=4": 2, "predicted not to fit": 1,
+        "on a GPU type that is not known, GeForce GTX 970: set cluster.gpu in the config": 1,
+    }  # fmt: skip
+    assert rows.left_out == left_out
+    assert main(["report", str(alone), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == left_out
+    assert main(["report", str(alone), "--page", str(tmp_path / "page.html")]) == 0
+    line = "left out: 2 refused: tp=3 does not divide num_heads=4; 1 "
+    assert line in capsys.readouterr().out and line in (tmp_path / "page.html").read_text()
+
+
+def test_a_run_and_a_dry_run_are_reported_and_validated_as_rows(sweep, tmp_path, capsys):
+    ran = replace(Journal(sweep).read()["a"].run, table="runs", row="one")
+    dry = replace(ran, table="dry runs", outcome="dry", measured=Performance(peak_memory_bytes=(2_000_000,)))
+    Summary(outcome="done", run=ran).write(tmp_path / "runs" / "one")
+    Summary(outcome="running").write(tmp_path / "runs" / "two")
+    (tmp_path / "dry.json").write_text(json.dumps({"ok": True, "run": dry.to_dict(), "ranks": []}))
+    folders = [tmp_path / "runs" / name for name in ("one", "two")]
+    assert read_rows([*folders, tmp_path / "dry.json"]) == Rows([ran, dry], Counter(running=1))
+    assert read_rows([folders[0] / "summary.json"]).runs == [ran]
+    paths = [str(path) for path in (*folders, tmp_path / "dry.json")]
+    assert main(["report", *paths]) == 0
+    assert "2 layouts in 2 sweeps, of which 1 ran\n\nleft out: 1 running\n" in capsys.readouterr().out
+    assert main(["validate", *paths, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["tables"]
+    assert scores["runs"]["mape"] > 0 and scores["dry runs"]["mape"] is None and scores["dry runs"]["memory"] > 0
+
+
 def test_of_the_rounds_of_successive_halving_the_longest_counts(sweep):
     first = Journal(sweep).read()["a"]
     longer, crashed = (
@@ -135,8 +180,21 @@ def test_the_speed_of_what_did_not_end_well_is_none(table):
     assert {Report(runs)._speed(i) for i in range(len(runs))} == {0.0}
 
 
-@pytest.mark.parametrize(("name", "problem"), [("nothing", "cannot be read"), (".", "is no folder of a sweep")])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nothing", "cannot be read"),
+        ("nothing.json", "cannot be read"),
+        ("nothing.jsonl", "cannot be read"),
+        (".", "is no folder of a sweep or a run"),
+        ("list.json", "has no record of a run; give a run's summary.json"),
+        ("torn.json", "has no record of a run"),
+        ("old.json", "old.json: run.format=0, and this version"),
+    ],
+)
 def test_what_is_no_table_and_no_sweep_is_refused(tmp_path, name, problem, capsys):
+    for file, text in (("list", "[]"), ("torn", "{"), ("old", '{"run": {"format": 0}}')):
+        (tmp_path / f"{file}.json").write_text(text)
     assert main(["report", str(tmp_path / name)]) == 2
     assert problem in capsys.readouterr().err
 
