@@ -23,7 +23,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, get_type_hints
 
 from dtlayout import toml
-from dtlayout.cluster import Cluster, gpu_named
+from dtlayout.cluster import Cluster, Gpu, gpu_named
 from dtlayout.costmodel.engine import find_engine_on
 from dtlayout.costmodel.estimate import TimeEstimate
 from dtlayout.costmodel.memory import MemoryEstimate
@@ -142,6 +142,7 @@ class Run:
         gpu, cluster = self.scenario.cluster.gpu, self.scenario.cluster
         plain = vars(gpu_named(gpu.name))
         measured = {name: value for name, value in vars(gpu).items() if value != plain[name]}
+        measured |= {"reached": dict(gpu.reached)} if gpu.reached else {}
         machines = {"gpu": gpu.name, "measured": measured, "num_gpus": cluster.num_gpus}
         document = asdict(self)
         scenario = document.pop("scenario") | {
@@ -158,6 +159,7 @@ class Run:
                 f"run.format={found!r}, and this version of dtlayout reads {FORMAT}; use the version that wrote it"
             )
         types = get_type_hints(Scenario) | get_type_hints(cls) | {"cluster": _Machines, "engine": str, "format": int}
+        del types["scenario"]
         problems: list[str] = []
         required = [f.name for f in (*fields(Scenario), *fields(cls)) if f.name != "scenario" and f.default is MISSING]
         values = toml.read_keys(document, types, required, "run", problems)
@@ -182,9 +184,12 @@ class _Machines:
     gpus_per_node: int
 
     def to_cluster(self) -> Cluster:
-        gpu, measured = gpu_named(self.gpu), dict(self.measured)
-        if unknown := [key for key in measured if key not in vars(gpu)]:
-            raise InvalidConfig([toml.describe_unknown_key(key, vars(gpu), "run.cluster.measured.") for key in unknown])
-        if "reached" in measured:
-            measured["reached"] = tuple((name, value) for name, value in measured["reached"])
-        return Cluster(gpu=replace(gpu, **measured), num_gpus=self.num_gpus, gpus_per_node=self.gpus_per_node)
+        problems: list[str] = []
+        types = get_type_hints(Gpu) | {"reached": dict[str, float]}
+        numbers = toml.read_keys(self.measured, types, (), "run.cluster.measured", problems)
+        if problems:
+            raise InvalidConfig(problems)
+        if "reached" in numbers:
+            numbers["reached"] = tuple(numbers["reached"].items())
+        gpu = replace(gpu_named(self.gpu), **numbers)
+        return Cluster(gpu=gpu, num_gpus=self.num_gpus, gpus_per_node=self.gpus_per_node)

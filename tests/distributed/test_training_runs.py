@@ -75,7 +75,9 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     assert len(re.findall("^kernels.attention=auto is sdpa-flash: the CPU's one fused kernel$", log, re.M)) == 1
     assert "USDT" not in log  # what the profiler says to nobody
     assert len(re.findall(r"^predicted: peak .* MiB on pipeline rank 0 \(no step time: .*\)$", log, re.M)) == 1
-    assert re.search(r"step time +│ [\d.]+ s +│", log) and re.search(r"rank 0 +│ .* MiB, predicted .* MiB \(", log)
+    assert re.search(r"step time +│ [\d.]+ s +│", log) and re.search(
+        r"rank 0 +│ .* [KM]iB, predicted .* [KM]iB \(", log
+    )
     assert (config.layout.tp, config.layout.dp_shard, config.train.steps) == (2, 1, 6)
     assert sorted(path.name for path in (straight.run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 

@@ -17,6 +17,8 @@ from dtlayout.models.presets import find_preset
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.precision import Precision
 
+CLUSTER = {"gpu": "cpu", "measured": {}, "num_gpus": 1, "gpus_per_node": 1}
+
 
 def make_run(gpu: str = "a100-80g-sxm", model=SHAPE, **changes) -> Run:
     scenario = Scenario(
@@ -63,8 +65,11 @@ def test_a_gpu_of_which_only_the_name_is_known_is_none_to_predict_for():
         ({"layout": {"tp": "two"}}, "run.layout.tp='two' must be a whole number"),
         ({"layout": {"tp": 0}}, "layout.tp=0 must be at least 1"),
         ({"measured": {"memory": [{"parameters": 1.0}]}}, "gradients is missing"),
+        ({"scenario": {}}, "run.scenario is unknown"),
+        ({"cluster": CLUSTER | {"measured": {"memory_bytes": "all"}}}, "measured.memory_bytes='all' must be a whole"),
+        ({"cluster": CLUSTER | {"measured": {"reached": {"a": "b"}}}}, "measured.reached.a='b' must be a number"),
         ({"engine": "steam"}, "engine 'steam' is unknown"),
-        ({"cluster": {"gpu": "cpu", "measured": {"speed": 1}, "num_gpus": 1, "gpus_per_node": 1}}, "speed is unknown"),
+        ({"cluster": CLUSTER | {"measured": {"speed": 1}}}, "run.cluster.measured.speed is unknown"),
     ],
 )
 def test_what_is_no_run_of_this_version_is_refused_by_key(change, problem):
