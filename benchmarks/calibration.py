@@ -119,8 +119,8 @@ def join(repeats: Sequence[Sequence[TrialResult]]) -> Iterator[Row]:
     """Each layout that ran every time."""
     by_name = [{result.name: result for result in results} for results in repeats]
     for name, first in by_name[0].items():
-        steps_s = [results[name].step_time_s for results in by_name if name in results]
-        assert first.predicted and first.predicted.step_time_s, "a CPU is always predicted"
+        steps_s = [results[name].measured.step_time_s for results in by_name if name in results]
+        assert first.predicted and first.predicted.step_time_s, "it is calibrated"
         if len(steps_s) == len(repeats):
             yield Row(name, first.predicted.step_time_s, tuple(step_s for step_s in steps_s if step_s))
 

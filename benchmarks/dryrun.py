@@ -22,8 +22,8 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
+from dtlayout.planner.prediction import own_scenario, predict
 from dtlayout.precision import Precision
-from dtlayout.training.prediction import own_scenario, predict
 
 _GIB = 2**30
 

@@ -79,6 +79,11 @@ class Gpu:
         """Whether there is a peak that MFU is a share of; a CPU has none."""
         return self.device_type != "cpu"
 
+    @property
+    def is_known(self) -> bool:
+        """Whether more than its name is known; without that nothing is predicted for it."""
+        return self.peak_flops_per_s > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -151,6 +156,12 @@ def find_gpu(name: str) -> Gpu:
             f"GPU type {name!r} is unknown; use {'' if near else 'one of '}{' or '.join(near) or ', '.join(known)}"
         )
     return _read_constants()[name]
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU type called `name`, or one of which nothing else is known (`Gpu.is_known`)."""
+    nothing: dict[str, Any] = {field: 0 for field, _ in _NUMBERS.values()}
+    return _read_constants().get(name) or Gpu(name=name, device_names=(name,), capability=(), **nothing)
 
 
 def find_gpu_by_device(device_name: str) -> Gpu | None:

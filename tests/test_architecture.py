@@ -25,9 +25,9 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
         "pipelining.timing", "pipelining.sharing",
     ],
+    "configuration": ["config"],
     "cost model": ["costmodel.*"],
     "planner": ["planner.*"],
-    "configuration": ["config"],
     "one device": ["ops.*", "models.llama", "measure.*"],
     "many devices": [
         "mesh.build", "plans.apply", "plans.fsdp", "plans.init", "plans.local_norm", "plans.vocab_parallel",
@@ -41,7 +41,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "programs": ["commands.*", "cli", "launch"],
 }  # fmt: skip
 ORDER = list(LAYERS)
-WITHOUT_TORCH = ORDER[: ORDER.index("configuration") + 1]
+WITHOUT_TORCH = ORDER[: ORDER.index("planner") + 1]
 
 STRANGERS = {  # package: what it never sees
     "models": ("mesh", "plans", "pipelining"),

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     world_size = config.layout.smallest_world_size if options.world is None else options.world
     layout = check_layout(config, world_size, config.device)
     if options.world is not None and config.device.gpu is not None:
-        from dtlayout.training.prediction import refuse_hopeless  # only now: it imports the cost model
+        from dtlayout.planner.prediction import refuse_hopeless  # only now: it imports the cost model
 
         refuse_hopeless(config, layout, config.device.gpu)
     notes = _find_notes(config, layout)

@@ -25,9 +25,10 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.planner.runs import Run
 from dtlayout.text import align
 from dtlayout.training.metrics import MemoryCurves
-from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"
 
@@ -85,7 +86,9 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
     ranks = _choose_ranks(options.ranks, layout, estimate)
     num_steps, folds, measured = options.steps, not options.whole, {}
     if curves is not None:
-        _check_same(curves, describe_run(config, layout, predicted_kernels(config, gpu)), options.run)
+        scenario = own_scenario(config, layout.world_size, gpu)
+        asked = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
+        _check_same(curves.run, asked, options.run)
         num_steps, folds = curves.num_steps, False
         measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=True))
         ranks = list(measured) if options.ranks is None else ranks
@@ -112,10 +115,19 @@ def _first_ranks(layout: Layout) -> list[int]:
     return list(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
-def _check_same(curves: MemoryCurves, ours: dict[str, Any], folder: Path) -> None:
+def _check_same(theirs: Run, ours: Run, folder: Path) -> None:
     """InvalidConfig if a run was one of something else than this config says."""
-    if differing := [f"{key}={curves.run.get(key)!r}" for key in ours if curves.run.get(key) != ours[key]]:
+    had, asked = _list_settings(theirs), _list_settings(ours)
+    if differing := [f"{key}={value!r}" for key, value in had.items() if value != asked[key]]:
         raise InvalidConfig(f"the run of {folder} had {', '.join(differing)}; dry-run that, or measure this one")
+
+
+def _list_settings(run: Run) -> dict[str, Any]:
+    """What the memory of a run depends on, section.key → value."""
+    document = run.to_dict()
+    sections = ("model", "batch", "layout", "kernels", "precision")
+    values = {f"{section}.{key}": value for section in sections for key, value in document[section].items()}
+    return {**values, "data.document_mask": document["document_mask"]}
 
 
 def _print(findings: Findings, *, compares: bool) -> None:
@@ -189,6 +201,7 @@ def _to_document(findings: Findings) -> dict[str, object]:
     dry, predicted = findings.time, findings.estimate.time
     return {
         "ok": True,
+        "run": findings.to_run().to_dict(),
         "world_size": findings.layout.world_size,
         "num_steps": findings.num_steps,
         "capacity_bytes": findings.capacity_bytes,

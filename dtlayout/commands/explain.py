@@ -14,8 +14,8 @@ from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
+from dtlayout.planner.prediction import make_scenario, predicted_kernels
 from dtlayout.text import align
-from dtlayout.training.prediction import make_scenario, predicted_kernels
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 

@@ -11,11 +11,10 @@ from dtlayout.cluster import load_cluster
 from dtlayout.commands.validate import tell
 from dtlayout.commands.validate_text import percent
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
-from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner.scores import score
-from dtlayout.planner.validate import fit_group
+from dtlayout.planner.validate import fit_group, on_cluster, with_engine
 from dtlayout.report.record import make_record
 from dtlayout.report.rows import read_rows
 
@@ -40,20 +39,13 @@ def run(options: argparse.Namespace) -> int:
     cluster = load_cluster(options.into)
     if not cluster.gpu.reached:
         raise InvalidConfig(f"{options.into} has no measured constants to fit; dtlayout calibrate writes such a file")
-    runs = read_rows(options.sweeps)
-    if not runs:
-        raise InvalidConfig(f"{', '.join(map(str, options.sweeps))} has no trial that was run")
+    runs = read_rows(options.sweeps).runs
     if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
         raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
     records = [record for folder in options.sweeps if (record := make_record(folder))]
     told = told_by([run.layout for run in runs], cluster.gpu.device_type)
     engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=told)
-
-    def on_these_machines(scenario: Scenario) -> Scenario:
-        here = replace(cluster, num_gpus=scenario.cluster.num_gpus, records=())
-        return replace(scenario, cluster=here, engine=engine)
-
-    fitted = fit_group([replace(run, scenario=on_these_machines(run.scenario)) for run in runs], tell)
+    fitted = fit_group(with_engine(on_cluster(runs, cluster), engine), tell)
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     update(options.into, fitted.engine, records, f"dtlayout refit, {today}, {len(runs)} runs")
     before, after = fitted.before.median_ape, score(fitted.predictions).median_ape

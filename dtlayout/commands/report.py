@@ -5,26 +5,23 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from dtlayout.errors import InvalidConfig
 from dtlayout.report.page import Report
-from dtlayout.report.rows import read_rows
+from dtlayout.report.rows import ROWS, read_rows
 
 EXAMPLE = "dtlayout report sweeps/debug-4cpu --page report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the rows are, and where the report goes."""
-    parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="folders of sweeps, and CSV tables of runs")
+    parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help=ROWS)
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page with plots and all layouts")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write findings and best layouts as Markdown")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report, and write it where asked."""
-    runs = read_rows(options.rows)
-    if not runs:
-        raise InvalidConfig(f"{', '.join(map(str, options.rows))} has no row that says how a layout ended")
-    report = Report(runs)
+    rows = read_rows(options.rows)
+    report = Report(rows.runs, rows.describe_left_out())
     if options.json:
         findings = [
             {
@@ -37,7 +34,8 @@ def run(options: argparse.Namespace) -> int:
             for finding in report.findings
         ]
         common = [{**asdict(each), "says": each.describe()} for each in report.common]
-        print(json.dumps({"ok": True, "rows": len(runs), "findings": findings, "fastest": common}, indent=2))
+        counts = {"rows": len(rows.runs), "left_out": rows.left_out}
+        print(json.dumps({"ok": True, **counts, "findings": findings, "fastest": common}, indent=2))
     else:
         print(report.to_markdown(), end="")
     if options.markdown:

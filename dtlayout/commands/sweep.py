@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 from rich.console import Console
 from rich.live import Live
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
-from dtlayout.sweep.results import Journal, Outcome, TrialResult, keep_longest, rank
+from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, rank
 from dtlayout.sweep.run import run_halved, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
 from dtlayout.text import align
@@ -40,9 +39,8 @@ def run(options: argparse.Namespace) -> int:
     sweep = read_sweep(options.sweep)
     folder = options.folder or Path("sweeps") / options.sweep.stem
     retries = [text.strip() for text in options.retry.split(",") if text.strip()]
-    failures = [outcome for outcome in get_args(Outcome) if outcome != "ok"]
-    if unknown := [text for text in retries if text not in failures]:
-        raise InvalidConfig(f"--retry={','.join(unknown)} cannot be tried again; use {', '.join(failures)}")
+    if unknown := [text for text in retries if text not in FAILURES]:
+        raise InvalidConfig(f"--retry={','.join(unknown)} cannot be tried again; use {', '.join(FAILURES)}")
     trials = make_trials(sweep, folder)
     if options.list:
         if options.json:
@@ -76,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
                     board.note(result)
     found = [board.results[trial.key] for trial in trials if trial.key in board.results]
     if options.json:
-        print(json.dumps({"ok": True, "folder": str(folder), "trials": [asdict(r) for r in found]}, indent=2))
+        print(json.dumps({"ok": True, "folder": str(folder), "trials": [r.to_dict() for r in found]}, indent=2))
     else:
         _print_summary(found, len(trials), folder)
         if stop.is_made:
@@ -134,12 +132,13 @@ class _Board:
 
 
 def _describe(result: TrialResult) -> str:
-    if result.outcome != "ok" or result.step_time_s is None:
+    measured = result.measured
+    if result.outcome != "ok" or measured.step_time_s is None:
         return f"{result.outcome}: {result.cause}"
-    text = f"{result.step_time_s:.3f} s a step"
+    text = f"{measured.step_time_s:.3f} s a step"
     if result.predicted and result.predicted.step_time_s:
         text += f", predicted {result.predicted.step_time_s:.3f} s"
-    return text if result.mfu is None else f"{text}, MFU {result.mfu:.1%}"
+    return text if measured.mfu is None else f"{text}, MFU {measured.mfu:.1%}"
 
 
 def _count_outcomes(results: Sequence[TrialResult]) -> str:
@@ -150,17 +149,18 @@ def _count_outcomes(results: Sequence[TrialResult]) -> str:
 def _tabulate(results: Sequence[TrialResult]) -> list[str]:
     """The fastest of them."""
     rows = [["fastest so far", "s a step", "spread", "tokens/s a rank", "MFU", "peak MiB"]]
-    rows += [
-        [
+    for result in rank(results)[:_BEST_SHOWN]:
+        assert result.run is not None, "what ran was possible"
+        run, measured = result.run, result.measured
+        peaks = [peak for peak in measured.peak_memory_bytes or () if peak is not None]
+        rows.append([
             result.name,
-            f"{result.step_time_s:.3f}",
-            "n/a" if result.step_time_spread_s is None else f"{result.step_time_spread_s:.3f}",
-            f"{result.tokens_per_s_per_gpu:,.0f}",
-            "n/a" if result.mfu is None else f"{result.mfu:.1%}",
-            f"{max(result.peak_memory_bytes) / 2**20:,.0f}" if result.peak_memory_bytes else "n/a",
-        ]
-        for result in rank(results)[:_BEST_SHOWN]
-    ]
+            f"{measured.step_time_s:.3f}",
+            "n/a" if measured.step_time_spread_s is None else f"{measured.step_time_spread_s:.3f}",
+            f"{run.tokens_per_s_per_gpu:,.0f}",
+            "n/a" if measured.mfu is None else f"{measured.mfu:.1%}",
+            f"{max(peaks) / 2**20:,.0f}" if peaks else "n/a",
+        ])  # fmt: skip
     return ["", *align(rows)] if len(rows) > 1 else []
 
 

@@ -7,22 +7,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dtlayout.cluster import load_cluster
 from dtlayout.commands.validate_text import describe, format_fragment, list_constants
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner.scores import Prediction, by_table, score
-from dtlayout.planner.validate import Ablation, Fitted, ablate, fit_group, group_runs, leave_one_out, predict
-from dtlayout.report.rows import read_rows
+from dtlayout.planner.validate import (
+    Ablation,
+    Fitted,
+    ablate,
+    fit_group,
+    group_runs,
+    leave_one_out,
+    on_cluster,
+    predict,
+)
+from dtlayout.report.rows import ROWS, read_rows
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tables, and what to do with them beside scoring."""
-    parser.add_argument(
-        "tables", type=Path, nargs="+", metavar="RUNS", help="CSV tables of measured runs, or folders of sweeps"
-    )
+    parser.add_argument("tables", type=Path, nargs="+", metavar="RUNS", help=ROWS)
     parser.add_argument("--engine", metavar="E", help="predict every row as this engine, whatever the table says")
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE",
+        help="predict our own runs on its GPU type with this cluster file; else with what was measured when they ran",
+    )  # fmt: skip
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --fit writes instead of stdout")
@@ -39,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig("--out names the file that --fit writes; add --fit")
     if options.out:
         check_writable(options.out)
-    runs = read_rows(options.tables, options.engine)
+    runs = read_rows(options.tables, options.engine).runs
+    runs = on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
     groups = group_runs(runs)
     if options.fit and len(engines := sorted({engine for engine, _ in groups})) > 1:
         raise InvalidConfig(

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
 from dtlayout import toml
+from dtlayout.commands.dryrun_tables import choose_unit
 from dtlayout.costmodel.engine import Engine
-from dtlayout.planner.runs import GIB, KERNELS, Run
+from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
+from dtlayout.planner.tables import KERNELS
 from dtlayout.planner.validate import Ablation, Fitted, group_runs
 from dtlayout.text import align, wrap
 
@@ -27,7 +29,7 @@ def describe(
     yield ""
     tables = {table: score(rows) for table, rows in by_table(predictions).items()}
     yield from _tabulate("table", {**tables, "all": score(predictions)})
-    yield f"MAPE and median over rows that ran at an MFU of {LOWEST_MFU:.0%} or more; tau and top-1 of all: their means"
+    yield f"MAPE and median over {_scored(predictions)}; tau and top-1 of all: their means"
     if left_out:
         yield ""
         scores = {model: score(rows) for model, rows in left_out.items()}
@@ -67,6 +69,12 @@ def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:
     return align([head, *rows])
 
 
+def _scored(predictions: Sequence[Prediction]) -> str:
+    """Of which rows the speed counts."""
+    with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
+    return with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
+
+
 def _shorten(name: str, width: int = _NAME_WIDTH) -> str:
     """Its ends, since tables of one study begin alike and sweeps of one model end alike."""
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}"
@@ -84,8 +92,10 @@ def percent(value: float | None) -> str:
 def _describe_worst(predictions: Sequence[Prediction], number: int) -> Iterator[str]:
     """The rows with the largest errors of MFU and of memory, and the surest of the wrong outcomes."""
     speeds = [p for p in predictions if p.is_scored]
-    peaks = [p for p in predictions if p.run.status == "ok" and p.run.peak_bytes]
-    misjudged = [p for p in predictions if p.run.status in ("ok", "oom") and p.estimate.fits != (p.run.status == "ok")]
+    peaks = [p for p in predictions if p.run.has_peak]
+    misjudged = [
+        p for p in predictions if p.run.outcome in ("ok", "oom") and p.estimate.fits != (p.run.outcome == "ok")
+    ]
     for title, rows, error in (
         (f"speed, of {len(speeds)}", speeds, lambda p: abs(p.speed_error)),
         (f"peak memory, of {len(peaks)}", peaks, lambda p: abs(p.memory_error)),
@@ -106,7 +116,7 @@ def _distance(prediction: Prediction) -> float:
 def _describe_row(prediction: Prediction) -> Iterator[str]:
     run, estimate = prediction.run, prediction.estimate
     kernel = next((word for word, kernels in KERNELS.items() if kernels == run.kernels), run.kernels.attention)
-    yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.status}"
+    yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.outcome}"
     speed = f"MFU {100 * estimate.mfu:.1f} %" if run.scenario.cluster.gpu.has_mfu else ""
     if run.mfu:
         speed += f", measured {100 * run.mfu:.1f} % ({prediction.speed_error:+.1%})"
@@ -118,12 +128,14 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
     )
     shown = 0 if run.peak_bytes else estimate.busiest_rank
     memory = estimate.memory[shown]
-    peak = f"peak of pipeline rank {shown} {memory.total / GIB:.1f} GiB"
+    unit, size = choose_unit(memory.total)
+    peak = f"peak of pipeline rank {shown} {memory.total / size:.1f} {unit}"
     if run.peak_bytes:
-        peak += f", measured {run.peak_bytes / GIB:.1f} GiB ({prediction.memory_error:+.1%})"
-    peak += f"; highest of any rank {estimate.peak_bytes / GIB:.1f} of {estimate.capacity_bytes / GIB:.1f} GiB"
+        peak += f", measured {run.peak_bytes / size:.1f} {unit} ({prediction.memory_error:+.1%})"
+    peak += f"; highest of any rank {estimate.peak_bytes / size:.1f} of {estimate.capacity_bytes / size:.1f} {unit}"
     yield f"    {peak}"
-    yield from wrap("      GiB: ", [f"{name} {size / GIB:.1f}" for name, size in memory.as_dict().items() if size])
+    parts = [f"{name} {nbytes / size:.1f}" for name, nbytes in memory.as_dict().items() if nbytes]
+    yield from wrap(f"      {unit}: ", parts)
 
 
 def format_fragment(fitted: Fitted) -> str:

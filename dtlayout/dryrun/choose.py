@@ -10,7 +10,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import AttentionKernel, Kernel, find_kernel
 from dtlayout.kernels import Kernels, find_alternative
 from dtlayout.layout import Layout
-from dtlayout.training.prediction import predicted_kernels
+from dtlayout.planner.prediction import predicted_kernels
 
 
 def has_stand_in(kernel: Kernel) -> bool:

@@ -1,7 +1,7 @@
 """What dry runs of some ranks found, beside what the cost model predicts and what a real run measured. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from dtlayout.costmodel.estimate import Estimate, TimeEstimate
@@ -12,6 +12,8 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.layout import Layout
 from dtlayout.measure.curve import UPDATE, Highest
 from dtlayout.mesh.axes import PP
+from dtlayout.planner.prediction import to_predicted
+from dtlayout.planner.runs import Performance, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +61,33 @@ class Findings:
 
     def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
         """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""
-        dry, predicted = report.parts, self.predicted(report)
+        dry, predicted = to_components(report), self.predicted(report)
         if self.num_steps and not dry.optimizer:  # at the peak of a first step, which makes the state in the end
             predicted = replace(predicted, optimizer=0.0)
         return {
-            "parameters, gathered": (dry.parameter + dry.gathered, predicted.parameters),
-            "gradients": (dry.gradient, predicted.gradients),
+            "parameters, gathered": (dry.parameters, predicted.parameters),
+            "gradients": (dry.gradients, predicted.gradients),
             "optimizer": (dry.optimizer, predicted.optimizer),
             "activations, messages, temporary": (
-                dry.activation + dry.communication + dry.other,
-                predicted.activations + predicted.logits + predicted.buffers + predicted.overhead,
+                dry.activations, predicted.activations + predicted.logits + predicted.buffers + predicted.overhead
             ),
             "peak": (report.peak_bytes, predicted.total),
+        }  # fmt: skip
+
+    def to_run(self) -> Run:
+        """The record of it: bytes of the pipeline ranks that were run, and no time."""
+        reports = {
+            report.coordinate[PP]: report for report in sorted(self.reports, key=lambda report: report.peak_bytes)
         }
+        highest = [reports.get(rank) for rank in range(self.layout.pp)]
+        measured = Performance(
+            peak_memory_bytes=tuple(report.peak_bytes if report else None for report in highest),
+            memory=tuple(to_components(report) if report else None for report in highest),
+        )
+        return Run(
+            table="dry runs", row=self.title, scenario=self.scenario, layout=self.layout, outcome="dry",
+            kernels=self.estimate.kernels, predicted=to_predicted(self.estimate, self.scenario), measured=measured,
+        )  # fmt: skip
 
     def predicted_curve(self, report: RankReport) -> list[float]:
         """The cost model's bytes in each part of the report's curve; before the first update without the state."""
@@ -90,3 +106,10 @@ class Findings:
             if part.action == UPDATE:
                 held = start[2]
         return curve
+
+
+def to_components(report: RankReport) -> MemoryEstimate:
+    """A rank's peak in the cost model's components: logits, messages and temporary bytes are among its activations."""
+    parts, nothing = report.parts, dict.fromkeys((f.name for f in fields(MemoryEstimate)), 0.0)
+    held = {"parameters": parts.parameter + parts.gathered, "gradients": parts.gradient, "optimizer": parts.optimizer}
+    return MemoryEstimate(**nothing | held | {"activations": parts.activation + parts.communication + parts.other})

@@ -90,17 +90,17 @@ def minimise(
 def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:
     """Logarithms of predicted over measured peaks; for outcomes alone, the root of their logistic loss."""
     memory = _predict_memory(runs, engine)
-    outcomes = [run.status for run in runs if not run.peak_bytes]
+    outcomes = [run.outcome for run in runs if not run.peak_bytes]
     weights = {s: 1 / max(1, outcomes.count(s)) for s in ("ok", "oom")}
     residuals = []
     for run, ranks in zip(runs, memory, strict=True):
         if run.peak_bytes:
             residuals.append(np.log(ranks[0].total / run.peak_bytes))
-        elif run.status in weights:
+        elif run.outcome in weights:
             capacity = run.scenario.cluster.gpu.memory_bytes - engine.constants.context_bytes
             distance = np.log(max(rank.total for rank in ranks) / capacity) / _MARGIN
-            side = distance if run.status == "ok" else -distance
-            residuals.append(np.sqrt(weights[run.status] * np.logaddexp(0, side)))
+            side = distance if run.outcome == "ok" else -distance
+            residuals.append(np.sqrt(weights[run.outcome] * np.logaddexp(0, side)))
     return np.array(residuals)
 
 

@@ -47,9 +47,9 @@ def write_plots(predictions: Sequence[Prediction], folder: str | Path) -> list[P
     for table, rows in by_table(predictions).items():
         mfu[table] = [(100 * p.run.mfu, 100 * p.estimate.mfu) for p in rows if p.run.ran and p.run.mfu]
         memory[table] = [
-            (p.run.peak_bytes / GIB, p.estimate.memory[0].total / GIB)
+            (measured / GIB, p.estimate.memory[0].total / GIB)
             for p in rows
-            if p.run.status == "ok" and p.run.peak_bytes
+            if p.run.has_peak and (measured := p.run.peak_bytes)
         ]
     written = []
     for name, title, unit, points in (

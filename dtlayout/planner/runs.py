@@ -1,70 +1,122 @@
-"""Runs: rows of a table of measured training runs, read into the values that a prediction takes.
+"""Run: one record of what a layout reached, whoever ran it, predicted and measured under the same names.
 
-The columns are those of published sweeps: model sizes, engine, GPUs, batch, degrees, kernel, status, step time, MFU and
-peak memory in GiB; an empty cell means that the source does not say. `zero` 0 is replicated state: dp_replicate = dp.
-docs/sweep.md has a line on each.
+A row of a table, a trial of a sweep, a dry run and a training run are each a `Run`. Its JSON form (`to_dict`,
+`from_dict`) stands under "run" in each line of trials.jsonl, in summary.json, memory.json and what `dtlayout dryrun
+--json` prints, and needs nothing beside it.
+
+| outcome | |
+|---|---|
+| ok | its steps were done, or it was stopped after some |
+| oom | memory ran out, of a GPU or of the host |
+| crashed | a process failed otherwise |
+| crashed_or_oom | one of the two, and the source does not say which |
+| killed | a process was ended by SIGKILL, which is also what a host that is short of memory does |
+| hung | no end within the time limit |
+| non_finite | the loss or the gradients became NaN or infinite |
+| running | it has not ended, or its end left no word |
+| refused | the layout or a kernel is not possible; nothing was started, or the trainer said so |
+| skipped | it was not tried: predicted not to fit, or the source has no number |
+| dry | a dry run, which takes no time and counts bytes |
 """
 
-import csv
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Literal, get_type_hints
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.costmodel.engine import find_engine
+from dtlayout import toml
+from dtlayout.cluster import Cluster, Gpu, gpu_named
+from dtlayout.costmodel.engine import find_engine_on
+from dtlayout.costmodel.estimate import TimeEstimate
+from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.pipelining.schedules import schedule_with
+from dtlayout.models.counting import count_model_flops_per_token
 
 GIB = 2**30
-KERNELS = {
-    "torch": Kernels(attention="torch", norm="eager"),
-    "megatron-softmax": Kernels(attention="megatron-softmax", norm="eager"),
-    "flash1": Kernels(attention="flash1", norm="eager"),
-    "flash2": Kernels(attention="sdpa-flash", norm="eager"),
-    "flash2+rmsnorm": Kernels(attention="sdpa-flash", norm="fused"),
-}
-"""A table's word for attention and norm → our kernels."""
+FORMAT = 1
+"""Of a run's JSON; another one is refused."""
 
-Status = Literal["ok", "oom", "crashed_or_oom", "unavailable", "error"]
-_NUMBERS = (
-    "hidden", "layers", "heads", "ffn", "vocab", "seq_len", "gpus", "global_batch", "micro_batch", "dp", "tp", "pp",
-)  # fmt: skip
-_REQUIRED = ("table", "row", "model", "gpu", "kernel", "status", *_NUMBERS)
+Outcome = Literal[
+    "ok", "oom", "crashed", "crashed_or_oom", "killed", "hung", "non_finite", "running", "refused", "skipped", "dry"
+]
+UNTRIED: tuple[Outcome, ...] = ("running", "refused", "skipped")
+"""Outcomes that say nothing of how a layout ends."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Performance:
+    """What a step takes; None is what nobody knows."""
+
+    step_time_s: float | None = None
+    """Seconds of a step; measured, the median of those that count."""
+    step_time_spread_s: float | None = None
+    """Between the quartiles of the measured steps; None of a single one."""
+    tokens_per_s: float | None = None
+    """Over all GPUs."""
+    mfu: float | None = None
+    """By the study's convention, 0 to 1; None where the peak is not known, as on a CPU."""
+    peak_memory_bytes: tuple[int | None, ...] | None = None
+    """Of each pipeline rank, the largest over its other axes."""
+    time: TimeEstimate | None = None
+    """The step's seconds by component."""
+    memory: tuple[MemoryEstimate | None, ...] | None = None
+    """The peaks by component."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted(Performance):
+    """A prediction made before the run, and what it rests on."""
+
+    calibrated: bool
+    """Whether runs of this engine on this GPU type stand behind it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One row: what ran, and what was measured."""
+    """What ran, how it ended, what was predicted of it and what was measured."""
 
     table: str
-    """The sweep it belongs to."""
+    """The sweep, table or folder that it belongs to."""
     row: str
     """Its name there."""
     scenario: Scenario
-    """Model, batch, cluster and engine."""
+    """Model, batch, cluster, engine, precision and whether documents are masked."""
     layout: Layout
     """Its layout; not always one that our trainer takes."""
     kernels: Kernels
     """Its kernels."""
-    status: Status
+    outcome: Outcome
     """How it ended."""
-    step_time_s: float | None
-    """Measured seconds of a step."""
-    mfu: float | None
-    """Measured MFU, 0 to 1."""
-    peak_bytes: float | None
-    """Measured peak of the allocator on pipeline rank 0."""
+    predicted: Predicted | None = None
+    """Before it ran; None where nobody predicted it."""
+    measured: Performance = Performance()
+    """While it ran."""
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Measured seconds of a step."""
+        return self.measured.step_time_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Measured MFU, 0 to 1."""
+        return self.measured.mfu
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Measured peak of the allocator on pipeline rank 0."""
+        return self.measured.peak_memory_bytes[0] if self.measured.peak_memory_bytes else None
+
+    @property
+    def has_peak(self) -> bool:
+        """Whether that is the peak of whole steps."""
+        return self.outcome in ("ok", "dry") and bool(self.peak_bytes)
 
     @property
     def ran(self) -> bool:
         """Whether it ended with a speed."""
-        return self.status == "ok" and self.speed is not None
+        return self.outcome == "ok" and self.speed is not None
 
     @property
     def speed(self) -> float | None:
@@ -73,100 +125,71 @@ class Run:
             return 1 / self.step_time_s
         return self.mfu
 
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """Measured; from the MFU where no time is known, None if it did not run."""
+        s = self.scenario
+        if self.outcome != "ok":
+            return None
+        if self.step_time_s:
+            return s.batch.num_tokens / self.step_time_s / s.cluster.num_gpus
+        if self.mfu:
+            return self.mfu * s.cluster.gpu.peak_flops_per_s / count_model_flops_per_token(s.model, s.batch.seq_len)
+        return None
 
-def read_runs(paths: Sequence[str | Path], engine: str | None = None) -> list[Run]:
-    """All rows of tables; `engine` is put in the place of each row's own. InvalidConfig names file, row and column."""
-    return [run for path in paths for run in _read_table(Path(path), engine)]
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        gpu, cluster = self.scenario.cluster.gpu, self.scenario.cluster
+        plain = vars(gpu_named(gpu.name))
+        measured = {name: value for name, value in vars(gpu).items() if value != plain[name]}
+        measured |= {"reached": dict(gpu.reached)} if gpu.reached else {}
+        machines = {"gpu": gpu.name, "measured": measured, "num_gpus": cluster.num_gpus}
+        document = asdict(self)
+        scenario = document.pop("scenario") | {
+            "cluster": machines | {"gpus_per_node": cluster.gpus_per_node}, "engine": self.scenario.engine.name,
+        }  # fmt: skip
+        return {"format": FORMAT, **scenario, **document}
 
-
-def _read_table(path: Path, engine: str | None) -> list[Run]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in _REQUIRED if name not in (reader.fieldnames or ())]
-            if missing:
-                raise InvalidConfig(f"table {path} has no column {', '.join(missing)}")
-            rows = list(reader)
-    except OSError as error:
-        raise InvalidConfig(f"table {path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidConfig(f"table {path} is not CSV: {error}") from None
-    runs = []
-    for number, row in enumerate(rows, start=2):
-        try:
-            runs.append(_parse(row, engine))
-        except (DtlayoutError, ValueError, KeyError) as error:
-            what = f"{error.args[0]} is unknown" if isinstance(error, KeyError) else str(error)
-            raise InvalidConfig(f"table {path}, line {number}: {what}") from None
-    return runs
-
-
-def _parse(row: dict[str, str], engine: str | None) -> Run:
-    gpu, kernel = find_gpu(row["gpu"]), row["kernel"]
-    n = {name: int(float(row[name])) for name in _NUMBERS}
-    n["kv_heads"] = _whole(row, "kv_heads", n["heads"])
-    n["gpus_per_node"] = _whole(row, "gpus_per_node", gpu.gpus_per_node)
-    if kernel not in KERNELS:
-        raise InvalidConfig(f"kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
-    peak_gib, layout = _optional(row, "peak_memory_gb"), _parse_layout(row, n)
-    if layout.world_size != n["gpus"]:
-        raise InvalidConfig(f"dp·cp·tp·pp is {layout.world_size}, but gpus={n['gpus']}")
-    return Run(
-        table=row["table"],
-        row=row["row"],
-        scenario=Scenario(
-            model=_parse_model(row, n),
-            batch=Batch(global_batch=n["global_batch"], seq_len=n["seq_len"]),
-            cluster=Cluster(gpu=gpu, num_gpus=n["gpus"], gpus_per_node=n["gpus_per_node"]),
-            engine=find_engine(engine or row.get("engine") or "megatron", gpu.name),
-        ),
-        layout=layout,
-        kernels=KERNELS[kernel],
-        status=row["status"],  # type: ignore[arg-type]
-        step_time_s=_optional(row, "step_time_s"),
-        mfu=_optional(row, "mfu"),
-        peak_bytes=None if peak_gib is None else peak_gib * GIB,
-    )
+    @classmethod
+    def from_dict(cls, document: Any) -> "Run":
+        """The run of its JSON form; DtlayoutError for what is none, or one of another version."""
+        found = document.get("format") if isinstance(document, dict) else None
+        if found != FORMAT:
+            raise InvalidConfig(
+                f"run.format={found!r}, and this version of dtlayout reads {FORMAT}; use the version that wrote it"
+            )
+        types = get_type_hints(Scenario) | get_type_hints(cls) | {"cluster": _Machines, "engine": str, "format": int}
+        del types["scenario"]
+        problems: list[str] = []
+        required = [f.name for f in (*fields(Scenario), *fields(cls)) if f.name != "scenario" and f.default is MISSING]
+        values = toml.read_keys(document, types, required, "run", problems)
+        if problems:
+            raise InvalidConfig(problems)
+        cluster = values.pop("cluster").to_cluster()
+        scenario = {f.name: values.pop(f.name) for f in fields(Scenario) if f.name in values}
+        scenario |= {"cluster": cluster, "engine": find_engine_on(scenario["engine"], cluster.gpu)}
+        del values["format"]
+        return cls(scenario=Scenario(**scenario), **values)
 
 
-def _parse_model(row: dict[str, str], n: dict[str, int]) -> ModelShape:
-    return ModelShape(
-        name=row["model"],
-        hidden_size=n["hidden"],
-        num_layers=n["layers"],
-        num_heads=n["heads"],
-        num_kv_heads=n["kv_heads"],
-        ffn_size=n["ffn"],
-        vocab_size=n["vocab"],
-        tied_embeddings=_is_true(row.get("tied")),
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Machines:
+    """A cluster in JSON."""
 
+    gpu: str
+    """The name of its type."""
+    measured: dict[str, Any]
+    """Fields of Gpu that are not those of the constants, for somebody has measured them."""
+    num_gpus: int
+    gpus_per_node: int
 
-def _parse_layout(row: dict[str, str], n: dict[str, int]) -> Layout:
-    zero, virtual_stages = _whole(row, "zero", 1), _whole(row, "virtual_stages", 1)
-    is_replicated = zero == 0
-    return Layout(
-        pp=n["pp"],
-        dp_replicate=n["dp"] if is_replicated else 1,
-        dp_shard=1 if is_replicated else n["dp"],
-        cp=_whole(row, "cp", 1),
-        tp=n["tp"],
-        sequence_parallel=_is_true(row.get("sequence_parallel")),
-        micro_batch=n["micro_batch"],
-        schedule=schedule_with(virtual_stages),
-        virtual_stages=virtual_stages,
-        zero=max(1, zero),  # type: ignore[arg-type]
-        recompute=row.get("recompute") or "none",
-    )
-
-
-def _whole(row: dict[str, str], name: str, default: int) -> int:
-    return int(float(row[name])) if row.get(name) else default
-
-
-def _optional(row: dict[str, str], name: str) -> float | None:
-    return float(row[name]) if row.get(name) else None
-
-
-def _is_true(text: str | None) -> bool:
-    return (text or "").strip().lower() == "true"
+    def to_cluster(self) -> Cluster:
+        problems: list[str] = []
+        types = get_type_hints(Gpu) | {"reached": dict[str, float]}
+        numbers = toml.read_keys(self.measured, types, (), "run.cluster.measured", problems)
+        if problems:
+            raise InvalidConfig(problems)
+        if "reached" in numbers:
+            numbers["reached"] = tuple(numbers["reached"].items())
+        gpu = replace(gpu_named(self.gpu), **numbers)
+        return Cluster(gpu=gpu, num_gpus=self.num_gpus, gpus_per_node=self.gpus_per_node)

@@ -78,7 +78,7 @@ def score(predictions: Sequence[Prediction]) -> Scores:
     tables = list(by_table(predictions).values())
     ran = [p for p in predictions if p.run.ran]
     errors = [abs(p.speed_error) for p in predictions if p.is_scored]
-    peaks = [abs(p.memory_error) for p in predictions if p.run.status == "ok" and p.run.peak_bytes]
+    peaks = [abs(p.memory_error) for p in predictions if p.run.has_peak]
     taus = [tau for table in tables if (tau := _score_ranking(table)) is not None]
     top = [found for table in tables if (found := _score_best(table)) is not None]
     return Scores(
@@ -116,8 +116,8 @@ def kendall_tau_b(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def _score_fit(predictions: Iterable[Prediction]) -> float | None:
-    fitted = [p.estimate.fits for p in predictions if p.run.status == "ok"]
-    failed = [not p.estimate.fits for p in predictions if p.run.status == "oom"]
+    fitted = [p.estimate.fits for p in predictions if p.run.outcome == "ok"]
+    failed = [not p.estimate.fits for p in predictions if p.run.outcome == "oom"]
     return (mean(fitted) + mean(failed)) / 2 if fitted and failed else None
 
 
@@ -127,7 +127,7 @@ def _score_ranking(table: Iterable[Prediction]) -> float | None:
 
 
 def _score_best(table: Sequence[Prediction]) -> float | None:
-    candidates = [p for p in table if p.run.status in ("ok", "oom", "crashed_or_oom") and p.estimate.fits]
+    candidates = [p for p in table if p.run.outcome in ("ok", "oom", "crashed_or_oom") and p.estimate.fits]
     best = max((p.run.speed or 0.0 for p in table if p.run.ran), default=0.0)
     if not candidates or not best:
         return None

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dtlayout.costmodel.engine import Engine, find_engine
+from dtlayout.cluster import Cluster
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
@@ -123,6 +124,19 @@ def group_runs(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
     for run in runs:
         groups.setdefault((run.scenario.engine.name, run.scenario.cluster.gpu.name), []).append(run)
     return groups
+
+
+def on_cluster(runs: Iterable[Run], cluster: Cluster) -> list[Run]:
+    """The same runs, those of our own engine on its GPU type with what is known of the cluster's machines now."""
+    engine = find_engine_on(OWN_ENGINE, cluster.gpu)
+
+    def move(scenario: Scenario) -> Scenario:
+        if (scenario.engine.name, scenario.cluster.gpu.name) != (engine.name, cluster.gpu.name):
+            return scenario
+        here = replace(cluster, num_gpus=scenario.cluster.num_gpus, records=())
+        return replace(scenario, cluster=here, engine=engine)
+
+    return [replace(run, scenario=move(run.scenario)) for run in runs]
 
 
 def with_engine(runs: Iterable[Run], engine: Engine) -> list[Run]:

@@ -7,7 +7,6 @@ import numpy as np
 
 from dtlayout.planner.runs import Run
 from dtlayout.report.chance import MOST_CHANCE, deal, number, rarity
-from dtlayout.report.findings import speed_of
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ def list_options(name: str, runs: Sequence[Run]) -> list[Hashable]:
 
 def find_common(runs: Sequence[Run]) -> list[Common]:
     """For each choice with several values, the one that the fastest tenth of each sweep favours most."""
-    ran = [run for run in runs if speed_of(run)]
+    ran = [run for run in runs if run.tokens_per_s_per_gpu]
     if not ran:
         return []
-    tables, speeds = number([run.table for run in ran]), np.array([speed_of(run) for run in ran])
+    tables, speeds = number([run.table for run in ran]), np.array([run.tokens_per_s_per_gpu for run in ran])
     fastest = _fastest(speeds[:, None], tables)
     dealt = _fastest(deal(speeds, tables), tables)
     common = []

@@ -11,7 +11,6 @@ from math import exp, log
 
 import numpy as np
 
-from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.runs import Run
 from dtlayout.report.chance import MOST_CHANCE, deal, number, rarity, sign_test
 from dtlayout.report.questions import QUESTIONS, Question
@@ -95,18 +94,6 @@ class Finding:
         return "; ".join(sentences)
 
 
-def speed_of(run: Run) -> float | None:
-    """Tokens a second of one GPU, measured; from the MFU where no time is given; None if it did not run."""
-    batch, cluster = run.scenario.batch, run.scenario.cluster
-    if run.status != "ok":
-        return None
-    if run.step_time_s:
-        return batch.num_tokens / run.step_time_s / cluster.num_gpus
-    if run.mfu:
-        return run.mfu * cluster.gpu.peak_flops_per_s / count_model_flops_per_token(run.scenario.model, batch.seq_len)
-    return None
-
-
 def find(runs: Sequence[Run]) -> list[Finding]:
     """The answers that rows give to all questions."""
     rows = _Rows(runs)
@@ -123,9 +110,11 @@ class _Rows:
 
     def __init__(self, runs: Sequence[Run]):
         self.runs = runs
-        self.speeds = np.array([log(speed) if (speed := speed_of(run)) else np.nan for run in runs])
+        self.speeds = np.array([log(speed) if (speed := run.tokens_per_s_per_gpu) else np.nan for run in runs])
         self.totals = self.speeds + np.log([run.scenario.cluster.num_gpus for run in runs])
-        self.fits = np.array([1.0 if run.status in _FIT else 0.0 if run.status in _MISFIT else np.nan for run in runs])
+        self.fits = np.array(
+            [1.0 if run.outcome in _FIT else 0.0 if run.outcome in _MISFIT else np.nan for run in runs]
+        )
         self._dealt: dict[tuple[str, Callable[[Run], Hashable]], np.ndarray] = {}
 
     def deal(self, name: str, pool: Callable[[Run], Hashable]) -> np.ndarray:

@@ -17,7 +17,7 @@ from dtlayout.planner.runs import GIB, Run
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
 from dtlayout.report.fastest import CHOICES, Common, find_common, list_options
-from dtlayout.report.findings import Finding, find, speed_of
+from dtlayout.report.findings import Finding, find
 from dtlayout.text import to_markdown
 
 _STYLE = """
@@ -51,7 +51,7 @@ document.getElementById('filter').addEventListener('input', event => {
 });
 """
 _COLUMNS = (
-    "sweep", "status", "micro_batch", "tp", "pp", "dp", "sp", "zero", "recompute", "attention", "norm", "step_s",
+    "sweep", "outcome", "micro_batch", "tp", "pp", "dp", "sp", "zero", "recompute", "attention", "norm", "step_s",
     "mfu_%", "predicted_mfu_%", "peak_gib", "predicted_gib",
 )  # fmt: skip
 _BARS = 24
@@ -63,9 +63,9 @@ _LEGEND_COLUMNS, _LABEL_LETTERS, _MOST_LABELS = 6, 130, 40
 class Report:
     """All that is said of some rows."""
 
-    def __init__(self, runs: Sequence[Run]):
-        """Finds and predicts at once; a second for a thousand rows."""
-        self.runs = list(runs)
+    def __init__(self, runs: Sequence[Run], left_out: str = ""):
+        """Finds and predicts at once, a second for a thousand rows; `left_out` says of which there is nothing."""
+        self.runs, self.left_out = list(runs), left_out
         self.findings: list[Finding] = find(runs)
         self.common: list[Common] = find_common(runs)
         self.estimates: list[Estimate] = [prediction.estimate for prediction in predict(runs)]
@@ -75,7 +75,7 @@ class Report:
     @property
     def title(self) -> str:
         """What the report is about."""
-        ran = sum(speed_of(run) is not None for run in self.runs)
+        ran = sum(run.tokens_per_s_per_gpu is not None for run in self.runs)
         plural = "" if len(self.tables) == 1 else "s"
         return f"{len(self.runs)} layouts in {len(self.tables)} sweep{plural}, of which {ran} ran"
 
@@ -89,9 +89,9 @@ class Report:
         """The fastest layout of each sweep."""
         rows = [list(_COLUMNS)]
         for places in self.tables.values():
-            ran = [i for i in places if speed_of(self.runs[i])]
+            ran = [i for i in places if self.runs[i].tokens_per_s_per_gpu]
             if ran:
-                rows.append(self._describe(max(ran, key=lambda i: speed_of(self.runs[i]) or 0.0)))
+                rows.append(self._describe(max(ran, key=lambda i: self.runs[i].tokens_per_s_per_gpu or 0.0)))
         return rows
 
     def write_markdown(self, path: Path) -> None:
@@ -104,13 +104,16 @@ class Report:
     def to_markdown(self) -> str:
         """Findings and best layouts."""
         findings, best = ("\n".join(to_markdown(rows)) for rows in (self.list_findings(), self.list_best()))
-        return f"# {self.title}\n\n## Findings\n\n{findings}\n\n## Fastest\n\n{best}\n"
+        parts = [f"# {self.title}", self.left_out, "## Findings", findings, "## Fastest", best]
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def write_page(self, path: Path) -> None:
         """The page; DtlayoutError if it cannot be written."""
         html.write_page(path, self.title, self._parts(), _STYLE)
 
     def _parts(self) -> Iterator[str]:
+        if self.left_out:
+            yield html.paragraph(self.left_out)
         yield html.heading("Findings")
         yield html.table(self.list_findings(), ' class="findings"')
         yield html.heading("The fastest layout of each sweep")
@@ -141,7 +144,7 @@ class Report:
             return "" if value is None else format(value * factor, form)
 
         return [
-            run.table, run.status, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
+            run.table, run.outcome, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
             "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
             run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100),
             show(found.mfu if run.scenario.cluster.gpu.has_mfu else None, ".1f", 100),
@@ -150,7 +153,7 @@ class Report:
 
     def _speed(self, place: int) -> float:
         """Measured MFU in percent, or tokens a second of one GPU where nobody knows the peak; 0 if it did not run."""
-        run, speed = self.runs[place], speed_of(self.runs[place])
+        run, speed = self.runs[place], self.runs[place].tokens_per_s_per_gpu
         if speed is None or not self._has_mfu:
             return speed or 0.0
         scenario = run.scenario

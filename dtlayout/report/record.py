@@ -15,9 +15,14 @@ def make_record(folder: Path) -> Record | None:
     All that ran there counts as one choice, so a folder should hold one model and batch.
     """
     pairs = [
-        (r.predicted.step_time_s, r.step_time_s, r.predicted.gpu)
-        for r in keep_longest(Journal(folder).read().values())
-        if r.outcome == "ok" and r.step_time_s and r.predicted and r.predicted.calibrated and r.predicted.step_time_s
+        (run.predicted.step_time_s, run.step_time_s, run.scenario.cluster.gpu.name)
+        for result in keep_longest(Journal(folder).read().values())
+        if (run := result.run)
+        and run.outcome == "ok"
+        and run.step_time_s
+        and run.predicted
+        and run.predicted.calibrated
+        and run.predicted.step_time_s
     ]
     if not pairs:
         return None

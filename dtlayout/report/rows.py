@@ -1,65 +1,102 @@
-"""The rows that a report is made of: tables of measured runs, and what sweeps of our own have left."""
+"""The rows that a report is made of: tables of measured runs, sweeps, and single runs, each known by its record alone.
 
+| given | holds |
+|---|---|
+| a CSV file | a table (columns as in planner/tables.py) |
+| a sweep's folder, or its trials.jsonl wherever it lies | a trial a line |
+| a run's folder, its summary.json, or what `dtlayout dryrun --json` printed | one run |
+"""
+
+import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dtlayout.cluster import find_gpu
-from dtlayout.config import load_config
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.planner.runs import Run, Status
+from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.planner.runs import UNTRIED, Run
 from dtlayout.planner.tables import read_tables
-from dtlayout.sweep.results import Journal, Outcome, TrialResult, keep_longest
-from dtlayout.sweep.spec import trial_folder
-from dtlayout.training.prediction import own_scenario
+from dtlayout.sweep.results import keep_longest, read_results
+from dtlayout.training.metrics import SUMMARY_NAME
 
-_STATUS: dict[Outcome, Status] = {
-    "ok": "ok", "oom": "oom", "crashed": "error", "killed": "error", "hung": "error", "non_finite": "error",
-}  # fmt: skip
-"""What was tried; the rest says nothing of how it would have ended."""
+ROWS = "CSV tables, folders of sweeps or runs, a trials.jsonl, a summary.json, what dryrun --json printed"
+"""What is read, for who asks a command for help."""
+_MOST_REASONS = 5
+"""Reasons that are told."""
 
 
-def read_rows(paths: Sequence[Path], engine: str | None = None) -> list[Run]:
-    """Rows of CSV tables (columns as in planner/runs.py) and folders of sweeps; InvalidConfig for what is neither.
+@dataclass(frozen=True)
+class Rows:
+    """What was read."""
 
-    `engine` goes before what a table says; sweeps are all our own.
+    runs: list[Run]
+    """What says how it ended."""
+    left_out: Counter[str]
+    """Why others do not → how many."""
+
+    def describe_left_out(self) -> str:
+        """In a line; empty if nothing was left out."""
+        told = self.left_out.most_common(_MOST_REASONS)
+        rest = self.left_out.total() - sum(count for _, count in told)
+        reasons = [f"{count} {reason}" for reason, count in told] + [f"{rest} for other reasons"] * (rest > 0)
+        return f"left out: {'; '.join(reasons)}" if reasons else ""
+
+
+def read_rows(paths: Sequence[Path], engine: str | None = None) -> Rows:
+    """All rows; `engine` goes before what a table says, the others know theirs.
+
+    DtlayoutError for what is none of these, and where nothing says how a layout ended.
     """
-    tables = [path for path in paths if not path.is_dir()]
+    documents = {path: document for path in paths if (document := _find_document(path))}
+    rows = Rows(read_tables([path for path in paths if path not in documents], engine), Counter())
+    for path, document in documents.items():
+        for run, reason in _read_sweep(document, path) if document.suffix == ".jsonl" else [_read_run(document)]:
+            if run is None or run.outcome in UNTRIED:
+                rows.left_out[reason] += 1
+            elif not (gpu := run.scenario.cluster.gpu).is_known:
+                rows.left_out[f"on a GPU type that is not known, {gpu.name}: set cluster.gpu in the config"] += 1
+            else:
+                rows.runs.append(run)
+    if not rows.runs:
+        why = [f"{', '.join(map(str, paths))} has no row that says how a layout ended", rows.describe_left_out()]
+        raise InvalidConfig("; ".join(filter(None, why)))
+    return rows
+
+
+def _find_document(path: Path) -> Path | None:
+    """The file with records that a path stands for; None for a table."""
+    if not path.is_dir():
+        return path if path.suffix in (".json", ".jsonl") else None
+    for name in ("trials.jsonl", SUMMARY_NAME):
+        if (path / name).exists():
+            return path / name
+    raise InvalidConfig(f"{path} is no folder of a sweep or a run: there is no trials.jsonl and no {SUMMARY_NAME}")
+
+
+def _read_sweep(journal: Path, given: Path) -> list[tuple[Run | None, str]]:
+    """Runs of the trials, of one setting the longest, and why some say nothing."""
+    found = read_results(journal).values()
+    tried = keep_longest([result for result in found if result.outcome not in UNTRIED])
+    rest = [result for result in found if result.outcome in UNTRIED]
     return [
-        *read_tables(tables, engine),
-        *(run for path in dict.fromkeys(paths) if path.is_dir() for run in _read_sweep(path)),
-    ]
+        (result.run and replace(result.run, table=str(given)),
+         "predicted not to fit" if result.outcome == "skipped" else f"{result.outcome}: {result.cause}")
+        for result in (*tried, *rest)
+    ]  # fmt: skip
 
 
-def _read_sweep(folder: Path) -> list[Run]:
-    journal = Journal(folder)
-    if not journal.path.exists():
-        raise InvalidConfig(f"{folder} is no folder of a sweep: there is no trials.jsonl")
-    tried = [result for result in journal.read().values() if result.outcome in _STATUS]
-    return [_to_run(folder, result) for result in keep_longest(tried)]
-
-
-def _to_run(folder: Path, result: TrialResult) -> Run:
-    assert result.layout is not None and result.kernels is not None, "what was tried was possible"
-    path = trial_folder(folder, result.key) / "config.toml"
+def _read_run(path: Path) -> tuple[Run | None, str]:
+    """The run of a document that has one, or why it has none."""
     try:
-        config = load_config(path)
-    except InvalidConfig:  # the cluster's file may be gone since
-        config = load_config(path, ["--cluster.file="])
-    layout = Layout(**{**result.layout, "stage_layers": tuple(result.layout["stage_layers"])})
-    if result.predicted is None:
-        raise InvalidConfig(f"{folder} ran on a GPU type that is not known; set cluster.gpu in the sweep's config")
-    known = config.cluster.known_gpu
-    gpu = known if known and known.name == result.predicted.gpu else find_gpu(result.predicted.gpu)
-    return Run(
-        table=str(folder),
-        row=result.key,
-        scenario=own_scenario(config, layout.world_size, gpu),
-        layout=layout,
-        kernels=Kernels(**result.kernels),
-        status=_STATUS[result.outcome],
-        step_time_s=result.step_time_s,
-        mfu=result.mfu,
-        peak_bytes=result.peak_memory_bytes[0] if result.peak_memory_bytes else None,
-    )
+        document = json.loads(path.read_text(encoding="utf-8"))
+        run = document["run"]
+        reason = f"{document['outcome']}: {'; '.join(document['problems'])}" if run is None else ""
+        return run and Run.from_dict(run), reason.removesuffix(": ")
+    except OSError as error:
+        raise InvalidConfig(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        raise InvalidConfig(
+            f"{path} has no record of a run; give a run's {SUMMARY_NAME}, or what dtlayout dryrun --json prints"
+        ) from None
+    except DtlayoutError as error:
+        raise InvalidConfig(f"{path}: {error}") from None

@@ -1,31 +1,23 @@
 """How trials ended: one JSON object a trial in trials.jsonl, from which a sweep goes on and reports are made.
 
-| outcome | |
-|---|---|
-| ok | all steps were done |
-| oom | memory ran out, of a GPU or of the host |
-| crashed | a process failed otherwise |
-| killed | a process was ended by SIGKILL, which is also what a host that is short of memory does |
-| hung | no end within the time limit |
-| non_finite | the loss or the gradients became NaN or infinite |
-| refused | the layout or a kernel is not possible; nothing was started, or the trainer said so |
-| skipped | it is predicted not to fit, and was not tried |
+Each holds the trial's `Run`, so that nothing but this file is needed to report it. What outcomes mean stands there.
 """
 
 import json
 import os
 import re
-import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError
-from dtlayout.training.metrics import MetricsFile, Predicted, read_summary
+from dtlayout.planner.runs import Outcome, Performance, Predicted, Run
+from dtlayout.training.metrics import MetricsFile, read_summary, time_steps
 
-Outcome = Literal["ok", "oom", "crashed", "killed", "hung", "non_finite", "refused", "skipped"]
-
+FAILURES: tuple[Outcome, ...] = ("oom", "crashed", "killed", "hung", "non_finite", "refused", "skipped")
+"""Outcomes of trials other than ok."""
 _TAIL = 40
 """Lines of a log that are kept."""
 _OUT_OF_MEMORY = re.compile(
@@ -54,29 +46,35 @@ class TrialResult:
     """The same but for its number of steps, by which rounds of successive halving differ."""
     overrides: list[str]
     """What sets it apart from the sweep's config."""
-    layout: dict[str, Any] | None = None
-    """Resolved; None where it is not possible."""
-    kernels: dict[str, Any] | None = None
-    outcome: Outcome
+    run: Run | None = None
+    """What it was, and what it was predicted to reach and reached; None where it is not possible."""
     cause: str = ""
     """Why it is not ok, in a line."""
     log: list[str] = field(default_factory=list)
     """The end of the log, where it is not ok."""
     steps: int = 0
     """Optimizer steps done."""
-    step_time_s: float | None = None
-    """Median of the steps after those of warming up."""
-    step_time_spread_s: float | None = None
-    """Between the quartiles of those steps; None of a single one."""
-    tokens_per_s_per_gpu: float | None = None
-    model_tflops_per_gpu: float | None = None
-    mfu: float | None = None
-    peak_memory_bytes: list[int] | None = None
-    """Of each pipeline rank."""
-    predicted: Predicted | None = None
-    """Before it was started."""
     seconds: float = 0.0
     """From its start to its end."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended."""
+        return self.run.outcome if self.run else "refused"
+
+    @property
+    def predicted(self) -> Predicted | None:
+        """Before it was started."""
+        return self.run.predicted if self.run else None
+
+    @property
+    def measured(self) -> Performance:
+        """Of the steps after those of warming up."""
+        return self.run.measured if self.run else Performance()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its line."""
+        return {**vars(self), "outcome": self.outcome, "run": self.run and self.run.to_dict()}
 
     @property
     def name(self) -> str:
@@ -101,16 +99,8 @@ class Journal:
         self.path = folder / "trials.jsonl"
 
     def read(self) -> dict[str, TrialResult]:
-        """Key → result of what has ended; a torn line is none. DtlayoutError for what another program wrote."""
-        if not self.path.exists():
-            return {}
-        whole = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1:] == "\n"]
-        try:
-            return {result.key: result for result in map(_parse, whole)}
-        except (ValueError, TypeError, KeyError) as error:
-            raise DtlayoutError(
-                f"{self.path} is not what a sweep of this version writes: {error}; use another folder"
-            ) from None
+        """As `read_results`; nothing if there is no file yet."""
+        return read_results(self.path) if self.path.exists() else {}
 
     def append(self, result: TrialResult) -> None:
         """Add a line; it is on disk when this returns, and what a kill tore before it is gone."""
@@ -118,15 +108,28 @@ class Journal:
         with self.path.open("r+b" if text else "wb") as file:
             file.seek(text.rfind(b"\n") + 1)
             file.truncate()
-            file.write((json.dumps(asdict(result)) + "\n").encode())
+            file.write((json.dumps(result.to_dict()) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
 
 
+def read_results(path: Path) -> dict[str, TrialResult]:
+    """Key → result of what has ended; a torn line is none. DtlayoutError for what this version does not write."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        whole = [line for line in text.splitlines(keepends=True) if line[-1:] == "\n"]
+        return {result.key: result for result in map(_parse, whole)}
+    except OSError as error:
+        raise DtlayoutError(f"{path} cannot be read: {error.strerror}") from None
+    except (DtlayoutError, ValueError, TypeError, KeyError) as error:
+        what = f"no {error.args[0]!r} in a line" if isinstance(error, KeyError) else str(error)
+        raise DtlayoutError(f"{path} is not what a sweep of this version writes: {what}; use another folder") from None
+
+
 def _parse(line: str) -> TrialResult:
     values = json.loads(line)
-    predicted = values.pop("predicted")
-    return TrialResult(**values, predicted=Predicted(**predicted) if predicted else None)
+    run, _ = values.pop("run"), values.pop("outcome")  # which the run says
+    return TrialResult(**values, run=run and Run.from_dict(run))
 
 
 def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str, list[str]]:
@@ -170,28 +173,24 @@ def _describe_progress(run: Path) -> str:
     return f"{done} steps were done" if done != 1 else "1 step was done"
 
 
-def measure(run: Path, warmup_steps: int) -> dict[str, Any]:
-    """What a run reached, as fields of TrialResult; steps that warm up or watch memory count if there are no others."""
+def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performance]:
+    """Steps that a run did, and what it reached; those that warm up or watch memory count if there are no others."""
     lines = MetricsFile(run / "metrics.jsonl").read()
     if not lines:
-        return {}
+        return 0, Performance()
     counted = [line for line in lines[warmup_steps:] if line["peak_memory_bytes"] is None]  # watching memory takes time
-    times = [line["step_time_s"] for line in counted or lines[warmup_steps:] or lines[-1:]]
-    lower, median, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0], times[0], times[0])
-    last = lines[-1]  # all else of it is proportional to its time
-
-    def scale(name: str) -> float | None:
-        return None if last[name] is None else last[name] * last["step_time_s"] / median
-
-    return {
-        "steps": len(lines),
-        "step_time_s": median,
-        "step_time_spread_s": upper - lower if len(times) > 1 else None,
-        "tokens_per_s_per_gpu": scale("tokens_per_s_per_gpu"),
-        "model_tflops_per_gpu": scale("model_tflops_per_gpu"),
-        "mfu": scale("mfu"),
-        "peak_memory_bytes": read_summary(run).get("peak_memory_bytes_by_pp_rank"),
-    }
+    counted = counted or lines[warmup_steps:] or lines[-1:]
+    step_time_s, spread_s = time_steps([line["step_time_s"] for line in counted], 0)
+    assert step_time_s is not None, "there are lines"
+    last = lines[-1]  # its MFU is proportional to its speed
+    peaks = read_summary(run).get("peak_memory_bytes_by_pp_rank")
+    return len(lines), Performance(
+        step_time_s=step_time_s,
+        step_time_spread_s=spread_s,
+        tokens_per_s=batch.num_tokens / step_time_s,
+        mfu=None if last["mfu"] is None else last["mfu"] * last["step_time_s"] / step_time_s,
+        peak_memory_bytes=peaks and tuple(peaks),
+    )
 
 
 def keep_longest(results: Collection[TrialResult]) -> list[TrialResult]:
@@ -202,4 +201,5 @@ def keep_longest(results: Collection[TrialResult]) -> list[TrialResult]:
 
 def rank(results: Sequence[TrialResult]) -> list[TrialResult]:
     """Those that ran, the fastest first."""
-    return sorted((r for r in results if r.step_time_s and r.outcome == "ok"), key=lambda r: r.step_time_s or 0.0)
+    ran = [(result.measured.step_time_s, result) for result in results if result.outcome == "ok"]
+    return [result for step_time_s, result in sorted(ran, key=lambda pair: pair[0] or 0.0) if step_time_s]

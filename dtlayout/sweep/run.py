@@ -8,16 +8,18 @@ import fcntl
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+from dtlayout.cluster import gpu_named
 from dtlayout.errors import DtlayoutError
+from dtlayout.planner.prediction import own_scenario, to_predicted
+from dtlayout.planner.runs import Outcome, Performance, Run
 from dtlayout.sweep import processes
 from dtlayout.sweep.halving import halve
-from dtlayout.sweep.results import Journal, Outcome, TrialResult, diagnose, measure
+from dtlayout.sweep.results import Journal, TrialResult, diagnose, measure
 from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, make_trial, to_command, trial_folder
 from dtlayout.training.metrics import read_summary
-from dtlayout.training.prediction import to_predicted
 
 
 def run_sweep(
@@ -42,7 +44,7 @@ def run_sweep(
                 continue
             if is_stopped():
                 return
-            result = _judge(trial, tries_misfits=tries_misfits)
+            result = _judge(sweep, trial, tries_misfits=tries_misfits)
             if result is None:
                 on_start(trial)
                 result = _run(sweep, trial, folder, is_stopped)
@@ -88,7 +90,8 @@ def run_halved(
         ended = {trial.overrides: results[trial.key] for trial in chosen if trial.key in results}
         if len(ended) < len(chosen):  # stopped
             return {}
-        return {each: r.step_time_s for each, r in ended.items() if r.outcome == "ok" and r.step_time_s}
+        ran = ((each, r.measured.step_time_s) for each, r in ended.items() if r.outcome == "ok")
+        return {each: step_time_s for each, step_time_s in ran if step_time_s}
 
     candidates = [
         t for t in trials if t.config is not None and (tries_misfits or t.estimate is None or t.estimate.fits)
@@ -117,13 +120,13 @@ def _mark(folder: Path) -> str:
     return str(folder.resolve())
 
 
-def _judge(trial: Trial, *, tries_misfits: bool) -> TrialResult | None:
+def _judge(sweep: Sweep, trial: Trial, *, tries_misfits: bool) -> TrialResult | None:
     """The result of a trial that need not be run."""
     if trial.config is None:
-        return _to_result(trial, "refused", "; ".join(trial.problems))
+        return _to_result(sweep, trial, "refused", "; ".join(trial.problems))
     if trial.estimate is not None and not trial.estimate.fits and not tries_misfits:
         peak, capacity = (size / 2**30 for size in (trial.estimate.peak_bytes, trial.estimate.capacity_bytes))
-        return _to_result(trial, "skipped", f"predicted to need {peak:.1f} GiB of {capacity:.1f}")
+        return _to_result(sweep, trial, "skipped", f"predicted to need {peak:.1f} GiB of {capacity:.1f}")
     return None
 
 
@@ -133,7 +136,7 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
     place = trial_folder(folder, trial.key)
     run, log, config = place / "run", place / "log.txt", place / "config.toml"
     if read_summary(run).get("outcome") == "done":  # the sweep was killed before it wrote that down
-        return _to_result(trial, "ok", run=run, sweep=sweep)
+        return _to_result(sweep, trial, "ok", run=run)
     place.mkdir(parents=True, exist_ok=True)
     forced = replace(trial.config, train=replace(trial.config.train, force=True))  # whoever asks for misfits gets them
     config.write_text(forced.to_toml(), encoding="utf-8")
@@ -149,32 +152,38 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
     if is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
         return None
     seconds = time.monotonic() - started
-    return _to_result(trial, outcome, cause, tail, run=run, sweep=sweep, seconds=seconds)
+    return _to_result(sweep, trial, outcome, cause, tail, run=run, seconds=seconds)
 
 
 def _to_result(
+    sweep: Sweep,
     trial: Trial,
     outcome: Outcome,
     cause: str = "",
     log: Sequence[str] = (),
     *,
     run: Path | None = None,
-    sweep: Sweep | None = None,
     seconds: float = 0.0,
 ) -> TrialResult:
-    config = trial.config
-    gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu) if config else None
-    measured = measure(run, sweep.warmup_steps) if run and sweep else {}
+    """Of a trial that ended so, as its run's folder tells if there is one."""
+    steps, record = 0, None
+    if trial.config is not None:
+        config, layout, kernels = trial.config, trial.layout, trial.kernels
+        assert layout is not None and kernels is not None, "what has a config is possible"
+        steps, measured = measure(run, sweep.warmup_steps, config.batch) if run else (0, Performance())
+        gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu) or gpu_named("unknown")
+        scenario = own_scenario(config, layout.world_size, gpu)
+        record = Run(
+            table=sweep.path.stem, row=trial.key, scenario=scenario, layout=layout, kernels=kernels, outcome=outcome,
+            predicted=to_predicted(trial.estimate, scenario), measured=measured,
+        )  # fmt: skip
     return TrialResult(
         key=trial.key,
         setting=trial.setting,
         overrides=list(trial.overrides),
-        layout=asdict(trial.layout) if trial.layout else None,
-        kernels=asdict(trial.kernels) if trial.kernels else None,
-        outcome=outcome,
+        run=record,
         cause=cause,
         log=list(log),
-        predicted=to_predicted(trial.estimate, gpu),
+        steps=steps,
         seconds=seconds,
-        **measured,
     )

@@ -31,11 +31,11 @@ from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.devices import ask_device_names
+from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.sweep.halving import Halving
 from dtlayout.sweep.results import name_trial
-from dtlayout.training.prediction import own_scenario, predict, predicted_kernels
 
 LAUNCH = "{python} -m torch.distributed.run --standalone --nproc-per-node={world} -m dtlayout.launch {config}"
 """How a trial is started where the sweep does not say."""

@@ -77,10 +77,12 @@ def compare(measured: Number | None, predicted: Number | None, show: Callable[[N
     if predicted is None:
         return text
     text += f", predicted {show(predicted)}"
-    return f"{text} ({100 * (predicted / measured - 1):+.0f} %)" if measured else text
+    return f"{text} ({round(100 * (predicted / measured - 1)):+d} %)" if measured else text
 
 
-def describe_peaks(measured: Sequence[int] | None, predicted: Sequence[int] | None) -> list[tuple[str, str]]:
+def describe_peaks(
+    measured: Sequence[int | None] | None, predicted: Sequence[int | None] | None
+) -> list[tuple[str, str]]:
     """A row of the table at the end for each pipeline rank.
 
     A run that ends early has measured none, a GPU that nobody knows has no prediction.

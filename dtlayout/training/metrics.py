@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dtlayout.files import write_whole
 from dtlayout.measure.curve import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
+from dtlayout.planner.runs import Run
 
 SUMMARY_NAME = "summary.json"
 MEMORY_NAME = "memory.json"
@@ -46,30 +48,8 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
-    """What a run is predicted to reach, or reached; the same keys for both."""
-
-    step_time_s: float | None
-    """Seconds of a step; measured, the median as in Summary."""
-    mfu: float | None
-    """By the study's convention; None where the peak is not known."""
-    peak_memory_bytes: list[int] | None
-    """Of each pipeline rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predicted(Reached):
-    """A prediction, and what it rests on."""
-
-    gpu: str
-    """The GPU type that it is for."""
-    calibrated: bool
-    """Whether runs of this trainer on that type stand behind it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Summary:
-    """summary.json: how a run ended and what it reached."""
+    """summary.json: how a run ended, and what it reached."""
 
     outcome: str
     """done, stopped, non_finite, refused, or running: until it ends, and for ever if it crashes."""
@@ -79,36 +59,42 @@ class Summary:
     """Optimizer steps that the newest state has seen."""
     final_loss: float | None = None
     """Mean of the last ten steps, nats a token."""
-    model: str = ""
     parameters: int | None = None
-    layout: dict[str, Any] | None = None
-    world_size: int | None = None
     device: str = ""
     torch: str = ""
     attention_kernels: list[str] = field(default_factory=list)
     """The attention kernels that really ran."""
     kernels: dict[str, list[str]] = field(default_factory=dict)
     """The same of each operation, as far as names tell."""
-    step_time_s: float | None = None
-    """Median of this process's steps, the first two left out."""
-    tokens_per_s: float | None = None
-    tokens_per_s_per_gpu: float | None = None
-    model_tflops_per_gpu: float | None = None
-    mfu: float | None = None
-    """None where the peak is not known."""
-    peak_memory_bytes_by_pp_rank: list[int] | None = None
-    """Largest over the other axes; None if no step was measured."""
-    predicted: Predicted | None = None
-    """Before the first step; None where the GPU type is not known."""
-    measured: Reached | None = None
-    """The same of the run as it was."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused."""
+    run: Run | None = None
+    """The record that can be reported and compared; None of a run that never began."""
 
     def write(self, folder: Path) -> None:
-        """Write RUN/summary.json."""
+        """Write RUN/summary.json: the fields, and of the record above itself what most readers look for."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
+        short, run = (_shorten(self.run), self.run.to_dict()) if self.run else ({}, None)
+        write_whole(folder / SUMMARY_NAME, json.dumps({**vars(self), **short, "run": run}, indent=2) + "\n")
+
+
+def _shorten(run: Run) -> dict[str, Any]:
+    """What most readers look for in a record, as a few flat keys."""
+    scenario, measured, world_size = run.scenario, run.measured, run.layout.world_size
+    speed = Speed(scenario.model, scenario.batch, world_size, None)
+    names = ("step_time_s", "mfu", "peak_memory_bytes")
+    predicted = {name: getattr(run.predicted, name, None) for name in (*names, "calibrated")}
+    return {
+        "model": scenario.model.name,
+        "layout": asdict(run.layout),
+        "world_size": world_size,
+        **(speed.describe(measured.step_time_s) if measured.step_time_s else {}),
+        "step_time_s": measured.step_time_s,
+        "mfu": measured.mfu,
+        "peak_memory_bytes_by_pp_rank": measured.peak_memory_bytes,
+        "predicted": predicted | {"gpu": scenario.cluster.gpu.name} if run.predicted else None,
+        "measured": {name: getattr(measured, name) for name in names},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +105,14 @@ class MemoryCurves:
     """How many, from the first."""
     by_pp_rank: list[list[Highest]]
     """Of each pipeline rank, the actions of one step after those of the other."""
-    run: dict[str, Any]
-    """What ran, as `prediction.describe_run` says it."""
+    run: Run
+    """What ran."""
 
     def write(self, folder: Path) -> None:
         """Write RUN/memory.json."""
-        write_whole(folder / MEMORY_NAME, json.dumps(asdict(self)) + "\n")
+        curves = [[asdict(highest) for highest in curve] for curve in self.by_pp_rank]
+        document = {"num_steps": self.num_steps, "by_pp_rank": curves, "run": self.run.to_dict()}
+        write_whole(folder / MEMORY_NAME, json.dumps(document) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "MemoryCurves":
@@ -135,13 +123,13 @@ class MemoryCurves:
             curves = [
                 [Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in found["by_pp_rank"]
             ]
-            return cls(num_steps=int(found["num_steps"]), by_pp_rank=curves, run=dict(found["run"]))
+            return cls(num_steps=int(found["num_steps"]), by_pp_rank=curves, run=Run.from_dict(found["run"]))
         except OSError as error:
             raise DtlayoutError(
                 f"{path} cannot be read: {error.strerror}; a run writes it with --metrics.memory=true"
             ) from None
-        except (ValueError, KeyError, TypeError):
-            raise DtlayoutError(f"{path} is not what a run writes with --metrics.memory=true") from None
+        except (DtlayoutError, ValueError, KeyError, TypeError) as error:
+            raise DtlayoutError(f"{path} is not what a run writes with --metrics.memory=true: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -201,6 +189,13 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def median_step_time(times_s: list[float], num_slow: int = 2) -> float | None:
-    """Median without the first steps, which warm up and are measured for memory; None without any step."""
-    return statistics.median(times_s[num_slow:] or times_s) if times_s else None
+def time_steps(times_s: Sequence[float], num_slow: int = 2) -> tuple[float | None, float | None]:
+    """Median of steps and what lies between their quartiles, None of fewer than one and than two.
+
+    The first ones, which warm up and are measured for memory, count if there are no others.
+    """
+    counted = times_s[num_slow:] or times_s
+    if len(counted) < 2:
+        return (counted[0] if counted else None), None
+    lower, median, upper = statistics.quantiles(counted, n=4)
+    return median, upper - lower

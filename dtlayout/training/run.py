@@ -19,6 +19,7 @@ from dtlayout.checkpoint.sharded import (
     read_origin,
     save_checkpoint,
 )
+from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
 from dtlayout.data.documents import find_starts
@@ -35,6 +36,8 @@ from dtlayout.mesh.ranks import dp_rank
 from dtlayout.models.counting import count_parameters
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.partition import count_blocks
+from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
+from dtlayout.planner.runs import Performance, Run
 from dtlayout.signals import StopRequest
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import join_ranks, open_device
@@ -43,14 +46,12 @@ from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import (
     MemoryCurves,
     MetricsFile,
-    Reached,
     Speed,
     StepMetrics,
     Summary,
-    median_step_time,
+    time_steps,
 )
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from dtlayout.training.prediction import describe, describe_run, predict, refuse_hopeless, to_predicted
 from dtlayout.training.step import StepResult, TrainStep
 
 STEPS_DRAWN = 4
@@ -118,7 +119,12 @@ class _Run:
         self.step_times_s: list[float] = []
         self.num_drawn = 0  # steps of which memory.json shows the curve
         estimate = predict(replace(config, kernels=kernels), layout, device.gpu)
-        self.prediction_line, self.predicted = describe(estimate, device.gpu), to_predicted(estimate, device.gpu)
+        scenario = own_scenario(config, layout.world_size, device.gpu or gpu_named(device.name))
+        self.prediction_line = describe(estimate, scenario)
+        self.record = Run(
+            table=self.folder.resolve().parent.name, row=self.folder.name, scenario=scenario, layout=layout,
+            kernels=kernels, outcome="running", predicted=to_predicted(estimate, scenario),
+        )  # fmt: skip
 
     def execute(self) -> int:
         first_step = self._resume()
@@ -232,8 +238,7 @@ class _Run:
         self.assembly.runtime.before_action = lambda action: None
         curves = self.memory.gather_curves(self.assembly.runtime.group)
         if self.is_writer:
-            run = describe_run(self.config, self.layout, self.kernels)
-            MemoryCurves(num_steps=num_steps, by_pp_rank=curves, run=run).write(self.folder)
+            MemoryCurves(num_steps=num_steps, by_pp_rank=curves, run=self.record).write(self.folder)
 
     def _say_what_starts(self, first_step: int) -> None:
         blocks = ", ".join(map(str, count_blocks(self.assembly.slices)))
@@ -251,48 +256,47 @@ class _Run:
         if not self.is_writer:
             return
         losses = [line["loss"] for line in self.metrics.read()]
-        step_time_s = median_step_time(self.step_times_s, max(2, self.num_drawn))
+        step_time_s, spread_s = time_steps(self.step_times_s, max(2, self.num_drawn))
         speed = self.speed.describe(step_time_s) if step_time_s else {}
+        peaks = self.memory.peaks_by_pp_rank
+        measured = Performance(
+            step_time_s=step_time_s,
+            step_time_spread_s=spread_s,
+            tokens_per_s=speed.get("tokens_per_s"),
+            mfu=speed.get("mfu"),
+            peak_memory_bytes=None if peaks is None else tuple(peaks),
+        )
         summary = Summary(
             outcome=OUTCOMES[exit_code],
             exit_code=exit_code,
             steps=done,
             final_loss=fmean(losses[-10:]) if losses else None,
-            model=self.config.model.name,
             parameters=count_parameters(self.config.model),
-            layout=asdict(self.layout),
-            world_size=self.layout.world_size,
             device=self.device.name,
             torch=torch.__version__,
             attention_kernels=self.recorder.executed["attention"],
             kernels=self.recorder.executed,
-            step_time_s=step_time_s,
-            peak_memory_bytes_by_pp_rank=self.memory.peaks_by_pp_rank,
-            predicted=self.predicted,
-            measured=Reached(
-                step_time_s=step_time_s, mfu=speed.get("mfu"), peak_memory_bytes=self.memory.peaks_by_pp_rank
-            ),
-            **speed,  # type: ignore[arg-type]
+            run=replace(self.record, outcome="non_finite" if exit_code == EXIT_NON_FINITE else "ok", measured=measured),
         )
         summary.write(self.folder)
-        self.display.show_table(f"{summary.outcome} after {done} steps", self._describe(summary))
+        self.display.show_table(f"{summary.outcome} after {done} steps", self._describe(summary, measured))
 
-    def _describe(self, summary: Summary) -> list[tuple[str, str]]:
+    def _describe(self, summary: Summary, measured: Performance) -> list[tuple[str, str]]:
         def show(value: float | None, form: str) -> str:
             return "n/a" if value is None else format(value, form)
 
-        predicted = summary.predicted or Reached(step_time_s=None, mfu=None, peak_memory_bytes=None)
+        predicted = self.record.predicted or Performance()
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
             ("loss, mean of the last 10 steps", show(summary.final_loss, ".4f")),
-            ("step time", compare(summary.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
-            ("tokens/s", show(summary.tokens_per_s, ",.0f")),
-            ("MFU", compare(summary.mfu, predicted.mfu, "{:.1%}".format)),
-            *describe_peaks(summary.peak_memory_bytes_by_pp_rank, predicted.peak_memory_bytes),
+            ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
+            ("tokens/s", show(measured.tokens_per_s, ",.0f")),
+            ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
+            *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
             ("attention kernels", ", ".join(summary.attention_kernels)),
             ("run folder", str(self.folder)),
         ]
-        if summary.mfu is not None and summary.mfu > 1:
+        if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
 

@@ -1,7 +1,7 @@
 """A finished sweep refits the constants of its machine, and what was predicted of it stays on record."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,11 @@ from dtlayout.cli import main
 from dtlayout.cluster import load_cluster
 from dtlayout.config import load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
+from dtlayout.planner.prediction import own_scenario, predict, to_predicted
+from dtlayout.planner.runs import Performance, Run
 from dtlayout.report.record import make_record
 from dtlayout.sweep.results import Journal, TrialResult
-from dtlayout.sweep.spec import make_trials, read_sweep, trial_folder
-from dtlayout.training.prediction import predict, to_predicted
+from dtlayout.sweep.spec import make_trials, read_sweep
 
 SWEEP = """
 config = "config.toml"
@@ -63,29 +64,26 @@ def swept(tmp_path):
     for trial in make_trials(read_sweep(tmp_path / "sweep.toml"), folder):
         if trial.config is None or trial.layout is None:
             continue
-        place = trial_folder(folder, trial.key)
-        place.mkdir(parents=True)
-        (place / "config.toml").write_text(trial.config.to_toml())
         assert trial.kernels is not None
-        predicted = to_predicted(trial.estimate, load_cluster(lab).gpu)
-        Journal(folder).append(
-            TrialResult(
-                key=trial.key, setting=trial.setting, overrides=list(trial.overrides), layout=asdict(trial.layout),
-                kernels=asdict(trial.kernels), outcome="ok", predicted=predicted,
-                step_time_s=step_s(trial.config.model, trial.config.batch, trial.layout),
-            )
+        scenario = own_scenario(trial.config, 4, load_cluster(lab).gpu)
+        measured = Performance(step_time_s=step_s(trial.config.model, trial.config.batch, trial.layout))
+        run = Run(
+            table="sweep", row=trial.key, scenario=scenario, layout=trial.layout, kernels=trial.kernels, outcome="ok",
+            predicted=to_predicted(trial.estimate, scenario), measured=measured,
         )  # fmt: skip
+        Journal(folder).append(
+            TrialResult(key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=run)
+        )
     return lab, folder
 
 
 def errors_of(lab: Path, folder: Path) -> list[float]:
     """Of what is predicted now."""
-    found = []
+    config, found = load_config(folder.parent / "config.toml"), []
     for result in Journal(folder).read().values():
-        config = load_config(trial_folder(folder, result.key) / "config.toml")
-        estimate = predict(config, config.layout.resolve(4), config.cluster.known_gpu)
-        assert estimate is not None and result.step_time_s
-        found.append(estimate.step_time_s / result.step_time_s - 1)
+        estimate = predict(config, result.run.layout, config.cluster.known_gpu)
+        assert estimate is not None and result.run.step_time_s
+        found.append(estimate.step_time_s / result.run.step_time_s - 1)
     return found
 
 
@@ -97,6 +95,9 @@ def test_a_sweep_puts_the_constants_right_and_itself_on_record(swept, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["median_error_after"] < 0.02 < told["median_error_before"]
     assert max(map(abs, errors_of(lab, folder))) < 0.06
+    for arguments, is_right in (([], False), (["--cluster", str(lab)], True)):
+        assert main(["validate", str(folder), *arguments, "--json"]) == 0
+        assert (json.loads(capsys.readouterr().out)["pooled"]["median_ape"] < 0.02) == is_right
     [record] = load_cluster(lab).records
     assert (record.sweep, record.hardware, record.runs) == ("out", "cpu", len(Journal(folder).read()))
     assert record.error > 0.05, "it says what was predicted before the sweep"
@@ -122,18 +123,24 @@ def test_a_cluster_file_keeps_what_people_wrote_into_it(swept):
 def test_a_sweep_that_was_not_predicted_by_a_calibrated_file_is_no_record(swept):
     _, folder = swept
     record, result = make_record(folder), next(iter(Journal(folder).read().values()))
-    Journal(folder).append(replace(result, key="shorter", steps=-1, step_time_s=1e-3))  # an earlier round of the same
+    earlier = replace(result.run, measured=Performance(step_time_s=1e-3))
+    Journal(folder).append(replace(result, key="shorter", steps=-1, run=earlier))  # an earlier round of the same
     assert record is not None and make_record(folder) == record
     journal = folder / "trials.jsonl"
     journal.write_text(journal.read_text().replace('"calibrated": true', '"calibrated": false'))
     assert make_record(folder) is None
 
 
-def test_a_sweep_can_be_read_when_its_cluster_file_is_gone(swept, capsys):
+def test_a_sweep_is_validated_alike_when_its_folder_and_its_cluster_file_are_gone(swept, capsys):
     lab, folder = swept
+    journal = folder.parent / "kept.jsonl"
+    assert main(["validate", str(folder), "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)["pooled"]
     lab.unlink()
-    assert main(["validate", str(folder)]) == 0
-    assert "uncalibrated" in capsys.readouterr().out
+    (folder / "trials.jsonl").rename(journal)
+    folder.rmdir()
+    assert main(["validate", str(journal), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pooled"] == before, "by the constants that it ran with"
 
 
 def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
@@ -149,7 +156,7 @@ def test_scores_of_a_sweep_on_cpus_are_those_of_its_steps(swept, capsys):
         (["{lab}", "--into", "{lab}"], "refit takes folders of sweeps"),
         (["{folder}", "--into", "{plain}"], "has no measured constants to fit; dtlayout calibrate writes such a file"),
         (["{empty}", "--into", "{lab}"], "is no folder of a sweep"),
-        (["{refused}", "--into", "{lab}"], "has no trial that was run"),
+        (["{refused}", "--into", "{lab}"], "has no row that says how a layout ended"),
         (["{folder}", "--into", "{torn}"], "record[0].sweep is missing"),
     ],
 )
@@ -158,7 +165,7 @@ def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, 
     (tmp_path / "plain.toml").write_text('gpu = "cpu"\ngpus = 4\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "refused").mkdir()
-    Journal(tmp_path / "refused").append(TrialResult(key="a", setting="a", overrides=[], outcome="refused"))
+    Journal(tmp_path / "refused").append(TrialResult(key="a", setting="a", overrides=[]))
     (tmp_path / "torn.toml").write_text('gpu = "cpu"\ngpus = 4\n[[record]]\nerror = "x"\n')
     names = {
         "torn": tmp_path / "torn.toml",

@@ -18,8 +18,9 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
 from dtlayout.mesh.ranks import coordinate
+from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.planner.runs import Run
 from dtlayout.training.metrics import MemoryCurves
-from dtlayout.training.prediction import describe_run, own_scenario, predict, predicted_kernels
 
 DEBUG = ("dryrun", "configs/debug.toml", "--gpu", "cpu")
 
@@ -57,6 +58,11 @@ def test_a_program_reads_the_default_ranks_with_the_curve_of_their_first_steps(c
     assert main([*DEBUG, "--world", "4", "--steps", "2", "--json", "--page", str(page)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in document["ranks"]] == [0, 3]
+    run, (first, last) = Run.from_dict(document["run"]), document["ranks"]
+    assert (run.outcome, run.layout.tp, run.step_time_s) == ("dry", 2, None)
+    assert run.measured.peak_memory_bytes == (first["peak_bytes"], last["peak_bytes"])
+    assert run.measured.memory[0].total == first["peak_bytes"]
+    assert run.predicted.memory[1].total == pytest.approx(last["compared_bytes"]["peak"]["predicted"])
     first = document["ranks"][0]
     actions = [part["action"] for part in first["curve"]]
     assert actions[: len(actions) // 2] == actions[len(actions) // 2 :]  # two steps
@@ -122,7 +128,10 @@ def run(tmp_path_factory):
     curves = [[Highest(**highest) for highest in rank["curve"]] for rank in (ranks[0], ranks[1])]
     config = load_config("configs/debug.toml")
     kernels = predicted_kernels(config, find_gpu("cpu"))
-    about = describe_run(config, config.layout.resolve(4), kernels)
+    about = Run(
+        table="runs", row="debug", scenario=own_scenario(config, 4, find_gpu("cpu")), layout=config.layout.resolve(4),
+        kernels=kernels, outcome="running",
+    )  # fmt: skip
     MemoryCurves(num_steps=2, by_pp_rank=curves, run=about).write(folder)
     return folder
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -169,10 +170,18 @@ def test_a_gpu_without_calibration_is_marked(measured, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("torchtitan on h100-80g-sxm, 24 rows: uncalibrated; ")
 
 
-def test_a_table_without_rows_has_no_scores(tmp_path, capsys):
+def test_a_table_without_rows_is_refused(tmp_path, capsys):
     path = write_rows(tmp_path / "empty.csv", [])
-    assert run_json(capsys, path) == {"tables": {}, "pooled": dict.fromkeys(KEYS, None) | {"rows": 0}}
-    assert main(["validate", str(path)]) == 0
+    assert refuse(capsys, path) == f"{path} has no row that says how a layout ended\n"
+
+
+def test_on_a_cpu_nothing_is_said_of_mfu_and_small_peaks_are_mebibytes(tmp_path, capsys):
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 256, "seq_len": 64}
+    rows = make_rows(engine="dtlayout", gpu="cpu", step_time_s=1, peak_memory_gb=0.2, **sizes)
+    assert main(["validate", str(write_rows(tmp_path / "runs.csv", rows)), "--worst", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "MFU" not in out and "MAPE and median over steps a second of rows that ran" in out
+    assert re.search(r"peak of pipeline rank 0 [\d.]+ MiB, measured 204\.8 MiB", out)
 
 
 # Fits.

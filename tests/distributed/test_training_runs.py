@@ -13,6 +13,7 @@ from tiny import SHAPE, TinyFiles, write_tiny
 from dtlayout.cli import main
 from dtlayout.config import load_config
 from dtlayout.models.counting import count_parameters
+from dtlayout.planner.runs import Run
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
@@ -65,14 +66,18 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     assert measured["step_time_s"] == summary["step_time_s"]
     assert measured["peak_memory_bytes"] == summary["peak_memory_bytes_by_pp_rank"]
     assert (measured["mfu"], predicted["mfu"], predicted["gpu"], predicted["calibrated"]) == (None, None, "cpu", False)
-    assert predicted["step_time_s"] > 0 and len(predicted["peak_memory_bytes"]) == 1
+    assert predicted["step_time_s"] is None and len(predicted["peak_memory_bytes"]) == 1
+    run = Run.from_dict(summary["run"])
+    assert (run.outcome, run.layout, run.scenario.model) == ("ok", config.layout.resolve(2), config.model)
+    assert (run.kernels.attention, run.measured.tokens_per_s) == ("sdpa-flash", summary["tokens_per_s"])
+    assert run.predicted.memory[0].total == pytest.approx(predicted["peak_memory_bytes"][0], abs=1)
     log = (straight.config.parent / "log").read_text()
     assert len(re.findall("^kernels.attention=auto is sdpa-flash: the CPU's one fused kernel$", log, re.M)) == 1
     assert "USDT" not in log  # what the profiler says to nobody
-    assert (
-        len(re.findall(r"^predicted: step .* s \(uncalibrated: .*\), peak .* MiB on pipeline rank 0$", log, re.M)) == 1
+    assert len(re.findall(r"^predicted: peak .* MiB on pipeline rank 0 \(no step time: .*\)$", log, re.M)) == 1
+    assert re.search(r"step time +│ [\d.]+ s +│", log) and re.search(
+        r"rank 0 +│ .* [KM]iB, predicted .* [KM]iB \(", log
     )
-    assert re.search(r"step time +│ .* s, predicted .* s \(", log)
     assert (config.layout.tp, config.layout.dp_shard, config.train.steps) == (2, 1, 6)
     assert sorted(path.name for path in (straight.run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 

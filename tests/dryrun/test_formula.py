@@ -17,7 +17,7 @@ from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
-from dtlayout.training.prediction import own_scenario, predict
+from dtlayout.planner.prediction import own_scenario, predict
 
 STUDY_13B, LLAMA_8B, LLAMA_70B = (
     replace(subject, global_batch=max(2, subject.layout.pp) * subject.layout.dp)

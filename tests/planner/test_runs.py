@@ -1,128 +1,86 @@
-"""Rows of a table become runs, and what is no table is refused by name."""
+"""A run is one record, which JSON gives back whole, and what is not one of this version is refused by key."""
 
-import csv
-from pathlib import Path
+import json
 
 import pytest
+from tiny import SHAPE
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, gpu_named
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import DtlayoutError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.runs import GIB, read_runs
+from dtlayout.models.presets import find_preset
+from dtlayout.planner.runs import Performance, Run
+from dtlayout.precision import Precision
 
-ROW = {
-    "table": "sweep", "row": "7", "model": "small", "hidden": "1024", "layers": "8", "heads": "16", "kv_heads": "4",
-    "ffn": "2816", "vocab": "32000", "tied": "True", "seq_len": "2048", "engine": "megatron", "gpu": "h100-80g-sxm",
-    "gpus": "32", "gpus_per_node": "8", "global_batch": "256", "micro_batch": "2", "dp": "4", "tp": "2", "pp": "4",
-    "cp": "1", "virtual_stages": "2", "sequence_parallel": "True", "zero": "1", "recompute": "full",
-    "kernel": "flash2", "status": "ok", "step_time_s": "1.5", "mfu": "0.25", "peak_memory_gb": "12.5",
-}  # fmt: skip
+CLUSTER = {"gpu": "cpu", "measured": {}, "num_gpus": 1, "gpus_per_node": 1}
 
 
-def write(path: Path, *rows: dict[str, str], columns=tuple(ROW)) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+def make_run(gpu: str = "a100-80g-sxm", model=SHAPE, **changes) -> Run:
+    scenario = Scenario(
+        model=model, batch=Batch(global_batch=8, seq_len=100), precision=Precision(compute="float32"),
+        cluster=Cluster(gpu=gpu_named(gpu), num_gpus=4, gpus_per_node=2), engine=find_engine("dtlayout", gpu),
+        document_mask=True,
+    )  # fmt: skip
+    values = {
+        "table": "sweep", "row": "7", "scenario": scenario, "kernels": Kernels(norm="eager"), "outcome": "dry",
+        "layout": Layout(pp=2, dp_shard=2, stage_layers=(3, 1)),
+        "measured": Performance(
+            peak_memory_bytes=(None, 36), memory=(None, MemoryEstimate(*(float(i) for i in range(1, 9))))
+        ),
+    }  # fmt: skip
+    return Run(**values | changes)
 
 
-def read(path: Path, **cells: str):
-    (run,) = read_runs([write(path / "runs.csv", ROW | cells)])
-    return run
+@pytest.mark.parametrize("gpu", ["a100-80g-sxm", "cpu", "NVIDIA GeForce GTX 970", ""])
+@pytest.mark.parametrize("model", [SHAPE, find_preset("llama3.1-8b")], ids=["plain", "with scaled rope"])
+def test_json_gives_a_run_back(gpu, model):
+    run = make_run(gpu, model)
+    assert Run.from_dict(json.loads(json.dumps(run.to_dict()))) == run
 
 
-def test_a_row_becomes_a_run(tmp_path):
-    run = read(tmp_path)
-    assert (run.table, run.row, run.status, run.step_time_s, run.mfu) == ("sweep", "7", "ok", 1.5, 0.25)
-    assert run.peak_bytes == 12.5 * GIB
-    assert run.ran
-    assert run.layout == Layout(
-        pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full"
-    )
-    assert run.kernels == Kernels(attention="sdpa-flash", norm="eager")
-    model, batch, cluster = run.scenario.model, run.scenario.batch, run.scenario.cluster
-    assert (model.name, model.hidden_size, model.num_layers, model.num_heads) == ("small", 1024, 8, 16)
-    assert (model.num_kv_heads, model.ffn_size, model.vocab_size, model.tied_embeddings) == (4, 2816, 32000, True)
-    assert (batch.global_batch, batch.seq_len) == (256, 2048)
-    assert (cluster.gpu.name, cluster.num_gpus, cluster.gpus_per_node) == ("h100-80g-sxm", 32, 8)
-    assert run.scenario.engine.name == "megatron"
+def test_predicted_and_measured_have_the_same_words():
+    measured = make_run().to_dict()["measured"]
+    assert list(measured) == [
+        "step_time_s", "step_time_spread_s", "tokens_per_s", "mfu", "peak_memory_bytes", "time", "memory",
+    ]  # fmt: skip
+    assert measured["memory"][1]["parameters"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("zero", "layout"), [("0", (4, 1, 1)), ("1", (1, 4, 1)), ("2", (1, 4, 2)), ("3", (1, 4, 3)), ("", (1, 4, 1))]
-)
-def test_zero_says_what_is_sharded_and_0_is_replicated_state(tmp_path, zero, layout):
-    found = read(tmp_path, zero=zero).layout
-    assert (found.dp_replicate, found.dp_shard, found.zero) == layout
-
-
-def test_an_empty_cell_is_what_the_source_does_not_say(tmp_path):
-    names = ("step_time_s", "mfu", "peak_memory_gb", "cp", "virtual_stages", "recompute", "sequence_parallel", "tied")
-    run = read(tmp_path, **dict.fromkeys(names, ""))
-    assert (run.step_time_s, run.mfu, run.peak_bytes, run.ran) == (None, None, None, False)
-    assert (run.layout.cp, run.layout.virtual_stages, run.layout.schedule) == (1, 1, "1f1b")
-    assert (run.layout.recompute, run.layout.sequence_parallel) == ("none", False)
-    assert not run.scenario.model.tied_embeddings
-
-
-def test_a_run_that_did_not_end_well_did_not_run(tmp_path):
-    assert not read(tmp_path, status="oom").ran
+def test_a_gpu_of_which_only_the_name_is_known_is_none_to_predict_for():
+    assert not make_run("NVIDIA GeForce GTX 970").scenario.cluster.gpu.is_known
+    assert make_run("cpu").scenario.cluster.gpu.is_known
 
 
 @pytest.mark.parametrize(
-    ("kernel", "attention", "norm"),
+    ("change", "problem"),
     [
-        ("torch", "torch", "eager"),
-        ("megatron-softmax", "megatron-softmax", "eager"),
-        ("flash1", "flash1", "eager"),
-        ("flash2+rmsnorm", "sdpa-flash", "fused"),
+        ({"format": 2}, "run.format=2, and this version of dtlayout reads 1; use the version that wrote it"),
+        ({"measurd": {}}, "run.measurd is unknown; did you mean run.measured?"),
+        ({"outcome": "fine"}, "run.outcome='fine' is unknown; use one of"),
+        ({"layout": {"tp": "two"}}, "run.layout.tp='two' must be a whole number"),
+        ({"layout": {"tp": 0}}, "layout.tp=0 must be at least 1"),
+        ({"measured": {"memory": [{"parameters": 1.0}]}}, "gradients is missing"),
+        ({"scenario": {}}, "run.scenario is unknown"),
+        ({"cluster": CLUSTER | {"measured": {"memory_bytes": "all"}}}, "measured.memory_bytes='all' must be a whole"),
+        ({"cluster": CLUSTER | {"measured": {"reached": {"a": "b"}}}}, "measured.reached.a='b' must be a number"),
+        ({"engine": "steam"}, "engine 'steam' is unknown"),
+        ({"cluster": CLUSTER | {"measured": {"speed": 1}}}, "run.cluster.measured.speed is unknown"),
     ],
 )
-def test_a_kernel_names_attention_and_norm(tmp_path, kernel, attention, norm):
-    assert read(tmp_path, kernel=kernel).kernels == Kernels(attention=attention, norm=norm)
-
-
-def test_layouts_that_our_trainer_refuses_are_read(tmp_path):
-    cells = {"dp": "1", "cp": "2", "tp": "3", "pp": "64", "gpus": "384"}
-    layout = read(tmp_path, **cells, virtual_stages="1", micro_batch="300").layout
-    assert (layout.tp, layout.pp, layout.cp, layout.micro_batch) == (3, 64, 2, 300)
-
-
-def test_an_engine_can_be_put_in_the_place_of_the_rows_own(tmp_path):
-    path = write(tmp_path / "runs.csv", ROW, ROW | {"engine": "no such thing"})
-    assert {run.scenario.engine.name for run in read_runs([path], engine="nanotron")} == {"nanotron"}
-
-
-def test_several_tables_are_read_in_their_order(tmp_path):
-    paths = [write(tmp_path / f"{name}.csv", ROW | {"table": name}) for name in ("b", "a")]
-    assert [run.table for run in read_runs(paths)] == ["b", "a"]
-
-
-@pytest.mark.parametrize(
-    ("cells", "problem"),
-    [
-        ({"kernel": "fast"}, "kernel='fast' is unknown; use one of torch, megatron-softmax"),
-        ({"gpu": "abacus"}, "GPU type 'abacus' is unknown"),
-        ({"engine": "steam"}, "engine 'steam' is unknown; use one of aa-scaling, "),
-        ({"layers": "many"}, "many"),
-        ({"tp": "0"}, "layout.tp=0 must be at least 1"),
-        ({"heads": "7"}, "hidden_size=1024 does not split into num_heads=7"),
-    ],
-)
-def test_a_wrong_row_is_refused_with_file_and_line(tmp_path, cells, problem):
-    path = write(tmp_path / "runs.csv", ROW, ROW | cells)
-    with pytest.raises(InvalidConfig) as caught:
-        read_runs([path])
-    assert str(caught.value).startswith(f"table {path}, line 3: ")
+def test_what_is_no_run_of_this_version_is_refused_by_key(change, problem):
+    with pytest.raises(DtlayoutError) as caught:
+        Run.from_dict(make_run().to_dict() | change)
     assert problem in str(caught.value)
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="has no column dp, tp"):
-        read_runs([write(tmp_path / "short.csv", ROW, columns=[name for name in ROW if name not in ("dp", "tp")])])
-    with pytest.raises(InvalidConfig, match="cannot be read: No such file"):
-        read_runs([tmp_path / "none.csv"])
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidConfig, match="is not CSV"):
-        read_runs([tmp_path / "binary.csv"])
+def test_a_key_that_is_missing_takes_its_default_and_no_run_at_all_is_refused():
+    document = make_run().to_dict()
+    del document["layout"]["zero"]
+    assert Run.from_dict(document).layout.zero == 1
+    with pytest.raises(DtlayoutError, match="format=None"):
+        Run.from_dict([])

@@ -15,7 +15,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.planner.runs import Run
+from dtlayout.planner.runs import Performance, Run
 from dtlayout.planner.scores import Prediction, by_table, kendall_tau_b, score
 
 GPU = find_gpu("a100-80g-sxm")
@@ -27,12 +27,12 @@ SCENARIO = Scenario(
 )
 
 
-def predict(status="ok", measured=None, predicted=0.4, *, fits=True, peaks=(None, (10.0,)), table="t") -> Prediction:
+def predict(outcome="ok", measured=None, predicted=0.4, *, fits=True, peaks=(None, (10.0,)), table="t") -> Prediction:
     """`measured` and `predicted` MFU; `peaks`: measured on rank 0, predicted on each rank."""
     measured_peak, predicted_peaks = peaks
     run = Run(
-        table=table, row="0", scenario=SCENARIO, layout=Layout(), kernels=Kernels(), status=status,
-        step_time_s=None, mfu=measured, peak_bytes=measured_peak,
+        table=table, row="0", scenario=SCENARIO, layout=Layout(), kernels=Kernels(), outcome=outcome,
+        measured=Performance(mfu=measured, peak_memory_bytes=(measured_peak,)),
     )  # fmt: skip
     nothing = dict.fromkeys([f.name for f in fields(MemoryEstimate)], 0.0)
     estimate = Estimate(
@@ -51,7 +51,7 @@ def test_fit_is_the_mean_of_the_shares_that_are_right_among_ok_and_among_oom():
 
 
 def test_fit_needs_both_outcomes_and_crashes_are_neither():
-    crashed = [predict("crashed_or_oom", fits=False), predict("error"), predict("unavailable")]
+    crashed = [predict("crashed_or_oom", fits=False), predict("crashed"), predict("skipped")]
     assert score([predict("ok", 0.4), *crashed]).fit is None
     assert score([predict("oom"), *crashed]).fit is None
 

@@ -10,13 +10,13 @@ import pytest
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import Engine, RunAheadConstants, find_engine
-from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.planner.runs import Run
+from dtlayout.planner.runs import Performance, Run
 from dtlayout.planner.scores import score
 from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import (
@@ -52,7 +52,7 @@ def make_run(
     engine: str | Engine = "megatron",
     gpus: int = 0,
     batch: int = 64,
-    **kw,
+    mfu: float = 0.3,
 ) -> Run:
     gpu = find_gpu("h100-80g-sxm" if isinstance(engine, str) else engine.gpu)
     scenario = Scenario(
@@ -60,8 +60,8 @@ def make_run(
         cluster=Cluster(gpu=gpu, num_gpus=gpus or layout.world_size, gpus_per_node=8),
         engine=find_engine(engine, gpu.name) if isinstance(engine, str) else engine,
     )  # fmt: skip
-    measured = {"status": "ok", "step_time_s": 1.0, "mfu": 0.3, "peak_bytes": None} | kw
-    return Run(table="t", row="0", scenario=scenario, layout=layout, kernels=Kernels(), **measured)
+    measured = Performance(step_time_s=1.0, mfu=mfu)
+    return Run(table="t", row="0", scenario=scenario, layout=layout, kernels=Kernels(), outcome="ok", measured=measured)
 
 
 def estimate(run: Run):
@@ -160,10 +160,11 @@ def generate_runs(engine: Engine) -> list[Run]:
     layouts = [Layout(dp_shard=8 // tp // pp, tp=tp, pp=pp, micro_batch=mb)
                for tp in (1, 2, 4) for pp in (1, 2) for mb in (1, 2)]  # fmt: skip
     runs = [make_run(layout, model=model, engine=engine) for model in (NARROW, WIDE) for layout in layouts]
-    return [
-        replace(p.run, mfu=p.estimate.mfu, step_time_s=p.estimate.step_time_s, peak_bytes=p.estimate.memory[0].total)
-        for p in predict(runs)
-    ]
+    return [replace(p.run, measured=measure(p.estimate)) for p in predict(runs)]
+
+
+def measure(found: Estimate) -> Performance:
+    return Performance(mfu=found.mfu, step_time_s=found.step_time_s, peak_memory_bytes=(round(found.memory[0].total),))
 
 
 def known_engine(**constants: float) -> Engine:
@@ -202,7 +203,8 @@ def test_a_model_is_predicted_by_constants_of_the_other_alone(true_engine):
 
 def test_what_the_left_out_model_measured_does_not_enter_its_fit(true_engine):
     runs = generate_runs(true_engine)
-    spoilt = [replace(run, mfu=run.mfu / 2) if run.scenario.model.name == "wide" else run for run in runs]
+    halved = [replace(run, measured=replace(run.measured, mfu=run.mfu / 2)) for run in runs]
+    spoilt = [half if half.scenario.model.name == "wide" else run for half, run in zip(halved, runs, strict=True)]
     before, after = (leave_one_out(each)["wide"] for each in (runs, spoilt))
     assert [p.estimate.mfu for p in after] == [p.estimate.mfu for p in before]
     assert score(after).mape > 0.9

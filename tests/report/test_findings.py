@@ -14,9 +14,9 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
-from dtlayout.planner.runs import Run
+from dtlayout.planner.runs import Performance, Run
 from dtlayout.report.fastest import find_common
-from dtlayout.report.findings import answer, find, speed_of
+from dtlayout.report.findings import answer, find
 from dtlayout.report.questions import QUESTIONS
 
 GPU = find_gpu("a100-80g-sxm")
@@ -34,8 +34,8 @@ def make_run(
     )
     step_time_s = scenario.batch.num_tokens / world / speed
     return Run(
-        table=table, row="", scenario=scenario, layout=layout, kernels=kernels, status="ok" if fits else "oom",
-        step_time_s=step_time_s if fits else None, mfu=0.0001 * speed if fits else None, peak_bytes=None,
+        table=table, row="", scenario=scenario, layout=layout, kernels=kernels, outcome="ok" if fits else "oom",
+        measured=Performance(step_time_s=step_time_s, mfu=0.0001 * speed) if fits else Performance(),
     )  # fmt: skip
 
 
@@ -68,9 +68,7 @@ def shuffle(runs: Sequence[Run], seed: int) -> list[Run]:
         dealer.shuffle(rows)
     taken = {table: iter(rows) for table, rows in ends.items()}
     return [
-        replace(run, status=end.status, step_time_s=end.step_time_s, mfu=end.mfu)
-        for run in runs
-        for end in [next(taken[run.table])]
+        replace(run, outcome=end.outcome, measured=end.measured) for run in runs for end in [next(taken[run.table])]
     ]
 
 
@@ -124,8 +122,8 @@ def test_more_gpus_are_held_to_what_the_bubble_explains():
     runs = sweep_gpus(lost=0.1)
     for seed in range(4):
         ends = random.Random(seed).sample(runs, len(runs))
-        by_time = [replace(run, step_time_s=end.step_time_s) for run, end in zip(runs, ends, strict=True)]
-        by_mfu = [replace(run, step_time_s=None, mfu=end.mfu) for run, end in zip(runs, ends, strict=True)]
+        by_time = [replace(run, measured=end.measured) for run, end in zip(runs, ends, strict=True)]
+        by_mfu = [replace(run, measured=replace(run.measured, step_time_s=None)) for run in by_time]
         for dealt in (by_time, by_mfu):
             assert not answer(question, dealt).speaks_of_speed
 
@@ -163,8 +161,8 @@ def test_only_rows_that_share_everything_else_are_a_pair():
 
 def test_speed_comes_from_time_or_from_mfu():
     run = sweep(like_the_study)[0]
-    assert speed_of(run) == pytest.approx(1000, rel=0.01)
-    assert speed_of(replace(run, step_time_s=None, mfu=0.5)) == pytest.approx(
+    assert run.tokens_per_s_per_gpu == pytest.approx(1000, rel=0.01)
+    assert replace(run, measured=Performance(mfu=0.5)).tokens_per_s_per_gpu == pytest.approx(
         0.5 * GPU.peak_flops_per_s / (6 * 13_015_864_320 + 12 * 40 * 5120 * 2048), rel=0.01
     )
-    assert speed_of(replace(run, status="oom")) is None
+    assert replace(run, outcome="oom").tokens_per_s_per_gpu is None

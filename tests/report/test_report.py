@@ -2,21 +2,22 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny import write_tiny
 
 from dtlayout.cli import main
-from dtlayout.cluster import find_gpu
+from dtlayout.cluster import Cluster, find_gpu, gpu_named
 from dtlayout.config import load_config
+from dtlayout.planner.prediction import own_scenario, predicted_kernels
+from dtlayout.planner.runs import Performance, Run
 from dtlayout.report.page import Report
-from dtlayout.report.rows import read_rows
+from dtlayout.report.rows import Rows, read_rows
 from dtlayout.sweep.results import Journal, TrialResult
-from dtlayout.sweep.spec import trial_folder
-from dtlayout.training.metrics import Predicted
-from dtlayout.training.prediction import predicted_kernels
+from dtlayout.training.metrics import Summary
 
 HEADER = (
     "table,row,model,hidden,layers,heads,ffn,vocab,seq_len,gpu,gpus,global_batch,micro_batch,dp,tp,pp,kernel,status,"
@@ -48,15 +49,13 @@ def sweep(tmp_path: Path) -> Path:
     for key, tp, outcome, step_time_s in outcomes:
         config = load_config(files.config, [f"--layout.tp={tp}", "--train.device=cpu"] if tp != 3 else [])
         layout = config.layout.resolve(4)
-        place = trial_folder(folder, key)
-        place.mkdir(parents=True)
-        (place / "config.toml").write_text(config.to_toml())
-        result = TrialResult(
-            key=key, setting=key, overrides=[], outcome=outcome, step_time_s=step_time_s, layout=asdict(layout),
-            kernels=asdict(predicted_kernels(config, find_gpu("cpu"))), peak_memory_bytes=[1000 * tp],
-            predicted=Predicted(gpu="cpu", calibrated=False, step_time_s=1.0, mfu=None, peak_memory_bytes=None),
+        run = Run(
+            table="my-sweep", row=key, scenario=own_scenario(config, 4, find_gpu("cpu")), layout=layout,
+            kernels=predicted_kernels(config, find_gpu("cpu")), outcome=outcome,
+            measured=Performance(step_time_s=step_time_s, peak_memory_bytes=(1000 * tp,)),
         )  # fmt: skip
-        Journal(folder).append(result)
+        cause = "tp=3 does not divide num_heads=4" if outcome == "refused" else ""
+        Journal(folder).append(TrialResult(key=key, setting=key, overrides=[], run=None if cause else run, cause=cause))
     return folder
 
 
@@ -83,23 +82,67 @@ def test_a_program_reads_numbers_and_what_is_supported(table, capsys):
 
 
 def test_a_sweeps_folder_gives_the_rows_that_were_tried(sweep):
-    runs = read_rows([sweep])
-    assert [(run.table, run.row, run.status, run.layout.tp) for run in runs] == [
-        (str(sweep), "a", "ok", 1), (str(sweep), "b", "ok", 2), (str(sweep), "c", "error", 4),
+    runs = read_rows([sweep]).runs
+    assert [(run.table, run.row, run.outcome, run.layout.tp) for run in runs] == [
+        (str(sweep), "a", "ok", 1), (str(sweep), "b", "ok", 2), (str(sweep), "c", "hung", 4),
     ]  # fmt: skip
     assert runs[0].peak_bytes == 1000 and runs[0].scenario.cluster.gpu.name == "cpu"
     (head, best) = Report(runs).list_best()
     assert dict(zip(head, best, strict=True))["tp"] == "2"
 
 
+def test_trials_are_read_without_their_folder_and_those_that_say_nothing_are_counted_by_reason(sweep, tmp_path, capsys):
+    journal, first = Journal(sweep), Journal(sweep).read()["a"]
+    for key, changes in (
+        ("e", {"run": None, "cause": "tp=3 does not divide num_heads=4"}),
+        ("f", {"run": replace(first.run, outcome="skipped"), "cause": "predicted to need 90.0 GiB of 79.2"}),
+        ("g", {"run": replace(first.run, scenario=replace(first.run.scenario, cluster=Cluster(
+            gpu=gpu_named("GeForce GTX 970"), num_gpus=4, gpus_per_node=4)))}),
+    ):  # fmt: skip
+        journal.append(replace(first, key=key, setting=key, **changes))
+    whole = read_rows([sweep])
+    alone = tmp_path / "kept.jsonl"
+    (sweep / "trials.jsonl").rename(alone)
+    rows = read_rows([alone])
+    assert [replace(run, table=str(sweep)) for run in rows.runs] == whole.runs and len(rows.runs) == 3
+    left_out = {
+        "refused: tp=3 does not divide num_heads=4": 2, "predicted not to fit": 1,
+        "on a GPU type that is not known, GeForce GTX 970: set cluster.gpu in the config": 1,
+    }  # fmt: skip
+    assert rows.left_out == left_out
+    assert main(["report", str(alone), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == left_out
+    assert main(["report", str(alone), "--page", str(tmp_path / "page.html")]) == 0
+    line = "left out: 2 refused: tp=3 does not divide num_heads=4; 1 "
+    assert line in capsys.readouterr().out and line in (tmp_path / "page.html").read_text()
+
+
+def test_a_run_and_a_dry_run_are_reported_and_validated_as_rows(sweep, tmp_path, capsys):
+    ran = replace(Journal(sweep).read()["a"].run, table="runs", row="one")
+    dry = replace(ran, table="dry runs", outcome="dry", measured=Performance(peak_memory_bytes=(2_000_000,)))
+    Summary(outcome="done", run=ran).write(tmp_path / "runs" / "one")
+    Summary(outcome="running").write(tmp_path / "runs" / "two")
+    (tmp_path / "dry.json").write_text(json.dumps({"ok": True, "run": dry.to_dict(), "ranks": []}))
+    folders = [tmp_path / "runs" / name for name in ("one", "two")]
+    assert read_rows([*folders, tmp_path / "dry.json"]) == Rows([ran, dry], Counter(running=1))
+    assert read_rows([folders[0] / "summary.json"]).runs == [ran]
+    paths = [str(path) for path in (*folders, tmp_path / "dry.json")]
+    assert main(["report", *paths]) == 0
+    assert "2 layouts in 2 sweeps, of which 1 ran\n\nleft out: 1 running\n" in capsys.readouterr().out
+    assert main(["validate", *paths, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["tables"]
+    assert scores["runs"]["mape"] > 0 and scores["dry runs"]["mape"] is None and scores["dry runs"]["memory"] > 0
+
+
 def test_of_the_rounds_of_successive_halving_the_longest_counts(sweep):
     first = Journal(sweep).read()["a"]
-    place = trial_folder(sweep, "a2")
-    place.mkdir()
-    (place / "config.toml").write_text((trial_folder(sweep, "a") / "config.toml").read_text())
-    Journal(sweep).append(replace(first, key="a2", steps=20, step_time_s=0.4))
-    Journal(sweep).append(replace(first, key="a3", steps=30, step_time_s=None, outcome="crashed"))
-    runs = read_rows([sweep])
+    longer, crashed = (
+        replace(first.run, row="a2", measured=Performance(step_time_s=0.4)),
+        replace(first.run, row="a3", outcome="crashed", measured=Performance()),
+    )
+    Journal(sweep).append(replace(first, key="a2", steps=20, run=longer))
+    Journal(sweep).append(replace(first, key="a3", steps=30, run=crashed))
+    runs = read_rows([sweep]).runs
     assert [(run.row, run.step_time_s) for run in runs] == [("b", 0.25), ("c", None), ("a2", 0.4)]
 
 
@@ -110,8 +153,8 @@ def test_a_page_of_a_sweep_without_mfu_shows_tokens(sweep, tmp_path, capsys):
 
 
 def test_beside_rows_of_a_cpu_there_is_no_mfu(table, sweep):
-    assert Report(read_rows([table]))._unit == "MFU, %"
-    assert Report(read_rows([table, sweep]))._unit == "tokens/s of a rank"
+    assert Report(read_rows([table]).runs)._unit == "MFU, %"
+    assert Report(read_rows([table, sweep]).runs)._unit == "tokens/s of a rank"
 
 
 @pytest.mark.parametrize("end", ["oom,,,79", "error,,0.9,79", "oom,,,", "ok,0.1,,"])
@@ -133,12 +176,25 @@ def test_rows_that_our_trainer_would_refuse_are_predicted_as_validate_does(table
 
 
 def test_the_speed_of_what_did_not_end_well_is_none(table):
-    runs = [replace(run, status="error") for run in read_rows([table])]
+    runs = [replace(run, outcome="crashed") for run in read_rows([table]).runs]
     assert {Report(runs)._speed(i) for i in range(len(runs))} == {0.0}
 
 
-@pytest.mark.parametrize(("name", "problem"), [("nothing", "cannot be read"), (".", "is no folder of a sweep")])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nothing", "cannot be read"),
+        ("nothing.json", "cannot be read"),
+        ("nothing.jsonl", "cannot be read"),
+        (".", "is no folder of a sweep or a run"),
+        ("list.json", "has no record of a run; give a run's summary.json"),
+        ("torn.json", "has no record of a run"),
+        ("old.json", "old.json: run.format=0, and this version"),
+    ],
+)
 def test_what_is_no_table_and_no_sweep_is_refused(tmp_path, name, problem, capsys):
+    for file, text in (("list", "[]"), ("torn", "{"), ("old", '{"run": {"format": 0}}')):
+        (tmp_path / f"{file}.json").write_text(text)
     assert main(["report", str(tmp_path / name)]) == 2
     assert problem in capsys.readouterr().err
 
@@ -150,6 +206,6 @@ def test_a_report_that_cannot_be_written_is_refused(table, capsys):
 
 
 def test_rows_of_which_nothing_is_known_make_no_report(tmp_path, capsys):
-    Journal(tmp_path).append(TrialResult(key="a", setting="a", overrides=[], outcome="refused"))
+    Journal(tmp_path).append(TrialResult(key="a", setting="a", overrides=[], cause="tp=3"))
     assert main(["report", str(tmp_path)]) == 2
-    assert "has no row" in capsys.readouterr().err
+    assert "has no row that says how a layout ended; left out: 1 refused: tp=3\n" in capsys.readouterr().err

@@ -75,4 +75,4 @@ def test_a_sweep_is_halved_for_real_and_goes_on_where_it_was(tmp_path, capsys):
     assert main([*command[:-1], "--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in listed} == {"done"}
-    assert sum(f"{best['step_time_s']:.3f} s a step" in line for line in listed) == 1
+    assert sum(f"{best['run']['measured']['step_time_s']:.3f} s a step" in line for line in listed) == 1

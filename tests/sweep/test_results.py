@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dtlayout.batch import Batch
 from dtlayout.sweep.results import diagnose, measure
 
 ROOT_CAUSE = """
@@ -60,14 +61,9 @@ def test_a_run_that_did_all_its_steps_is_ok_however_its_processes_end(tmp_path, 
 def test_all_numbers_belong_to_the_median_step_that_neither_warms_up_nor_watches_memory(tmp_path):
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step_time_s, peak in ((9.0, None), (9.0, 5), (1.0, None), (1.0, None), (2.0, None), (2.0, None), (7.0, 5)):
-            line = {
-                "step_time_s": step_time_s,
-                "peak_memory_bytes": peak,
-                "tokens_per_s_per_gpu": 30 / step_time_s,
-                "mfu": None,
-            }
-            file.write(json.dumps({**line, "model_tflops_per_gpu": 6 / step_time_s}) + "\n")
-    found = measure(tmp_path, 2)
-    assert (found["steps"], found["step_time_s"], found["mfu"]) == (7, 1.5, None)
-    assert found["tokens_per_s_per_gpu"] == pytest.approx(20) and found["model_tflops_per_gpu"] == pytest.approx(4)
-    assert found["step_time_spread_s"] == pytest.approx(1.0)
+            line = {"step_time_s": step_time_s, "peak_memory_bytes": peak, "mfu": 0.3 / step_time_s}
+            file.write(json.dumps(line) + "\n")
+    steps, found = measure(tmp_path, 2, Batch(global_batch=3, seq_len=10))
+    assert (steps, found.step_time_s, found.mfu) == (7, 1.5, pytest.approx(0.2))
+    assert found.tokens_per_s == pytest.approx(20)
+    assert found.step_time_spread_s == pytest.approx(1.0)

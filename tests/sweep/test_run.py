@@ -11,8 +11,15 @@ from collections import Counter
 
 import pytest
 from sweeping import FAKE, read_starts, write_sweep
+from tiny import write_tiny
 
 from dtlayout.cli import main
+from dtlayout.cluster import find_gpu
+from dtlayout.config import load_config
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.planner.prediction import own_scenario
+from dtlayout.planner.runs import Performance, Run
 from dtlayout.sweep import processes
 from dtlayout.sweep.results import Journal, TrialResult, rank
 
@@ -34,9 +41,11 @@ def test_forty_trials_are_kept_with_every_cause_and_leave_no_process(tmp_path, c
     by_seed = {int(t["overrides"][0].partition("=")[2]): t for t in trials}
     for seed, trial in by_seed.items():
         if trial["outcome"] == "ok":
-            assert trial["step_time_s"] == pytest.approx(0.1 + 0.001 * seed)  # the slow ones don't count
-            assert trial["peak_memory_bytes"] == [1000 + seed] and trial["steps"] == 6
-            assert trial["log"] == [] and trial["predicted"]["step_time_s"] > 0
+            measured, predicted = trial["run"]["measured"], trial["run"]["predicted"]
+            assert measured["step_time_s"] == pytest.approx(0.1 + 0.001 * seed)  # the slow ones don't count
+            assert measured["peak_memory_bytes"] == [1000 + seed] and trial["steps"] == 6
+            assert trial["log"] == [] and predicted["peak_memory_bytes"][0] > 0
+            assert predicted["step_time_s"] is None, "nobody calibrated this CPU"
     for seed in range(1, 7):
         assert CAUSES[by_seed[seed]["outcome"]] in by_seed[seed]["cause"]
     assert by_seed[2]["log"][-1] == "ValueError: seed 2 is unlucky"
@@ -140,14 +149,23 @@ def test_a_folder_that_cannot_be_used_is_refused_in_a_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["sweep", str(path), "--folder", str(tmp_path / "file" / "out")]) == 2
     assert "cannot be made a folder" in capsys.readouterr().err
-    (tmp_path / "trials.jsonl").write_text('{"key": "of another version"}\n')
-    assert main(["sweep", str(path), "--folder", str(tmp_path)]) == 2
-    assert "is not what a sweep of this version writes" in capsys.readouterr().err
+    for line, why in (
+        ('{"key": "a"}', "no 'run' in a line"),
+        ('{"key": "a", "run": {"format": 0}, "outcome": "ok"}', "run.format=0, and this version of dtlayout reads 1"),
+    ):
+        (tmp_path / "trials.jsonl").write_text(f"{line}\n")
+        assert main(["sweep", str(path), "--folder", str(tmp_path)]) == 2
+        assert f"is not what a sweep of this version writes: {why}" in capsys.readouterr().err
 
 
-def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate():
+def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate(tmp_path):
     def result(key: str, step_time_s: float | None, outcome="ok") -> TrialResult:
-        return TrialResult(key=key, setting=key, overrides=[], outcome=outcome, step_time_s=step_time_s)
+        config = load_config(write_tiny(tmp_path).config)
+        run = Run(
+            table="", row=key, scenario=own_scenario(config, 1, find_gpu("cpu")), layout=Layout(), kernels=Kernels(),
+            outcome=outcome, measured=Performance(step_time_s=step_time_s),
+        )  # fmt: skip
+        return TrialResult(key=key, setting=key, overrides=[], run=run)
 
     found = rank([result("a", 2.0), result("b", 1.0), result("c", 0.5, "hung"), result("d", None, "crashed")])
     assert [r.key for r in found] == ["b", "a"]

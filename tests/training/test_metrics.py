@@ -9,16 +9,20 @@ from hypothesis import strategies as st
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.presets import PRESETS
+from dtlayout.planner.runs import Performance, Predicted, Run
 from dtlayout.training.metrics import (
     MetricsFile,
-    Predicted,
-    Reached,
     Speed,
     StepMetrics,
     Summary,
-    median_step_time,
+    time_steps,
 )
 
 CONTRACT = [
@@ -94,19 +98,28 @@ def test_a_summary_makes_its_folder_and_is_one_json_document(tmp_path):
 
 
 def test_a_summary_holds_predicted_and_measured_under_the_same_keys(tmp_path):
-    measured = Reached(step_time_s=0.5, mfu=None, peak_memory_bytes=[3, 4])
-    predicted = Predicted(step_time_s=0.4, mfu=None, peak_memory_bytes=[2, 3], gpu="cpu", calibrated=False)
-    Summary(outcome="done", predicted=predicted, measured=measured).write(tmp_path)
+    run = Run(
+        table="runs", row="tiny", layout=Layout(pp=2), kernels=Kernels(), outcome="ok",
+        scenario=Scenario(
+            model=SHAPE, batch=Batch(global_batch=2, seq_len=4), engine=find_engine("dtlayout", "cpu"),
+            cluster=Cluster(gpu=find_gpu("cpu"), num_gpus=2, gpus_per_node=2),
+        ),
+        predicted=Predicted(step_time_s=0.4, peak_memory_bytes=(2, 3), calibrated=False),
+        measured=Performance(step_time_s=0.5, peak_memory_bytes=(3, 4)),
+    )  # fmt: skip
+    Summary(outcome="done", run=run).write(tmp_path)
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["measured"] == {"step_time_s": 0.5, "mfu": None, "peak_memory_bytes": [3, 4]}
     assert written["predicted"] == {
         "step_time_s": 0.4, "mfu": None, "peak_memory_bytes": [2, 3], "gpu": "cpu", "calibrated": False,
     }  # fmt: skip
     assert list(written["predicted"])[:3] == list(written["measured"])
+    assert (written["model"], written["world_size"], written["tokens_per_s"]) == ("tiny", 2, 16.0)
+    assert Run.from_dict(written["run"]) == run
 
 
 @pytest.mark.parametrize(
     ("times_s", "median"), [([], None), ([9.0], 9.0), ([9.0, 5.0], 7.0), ([9.0, 5.0, 1.0, 2.0, 3.0], 2.0)]
 )
 def test_the_median_leaves_out_the_first_two_steps_where_there_are_more(times_s, median):
-    assert median_step_time(times_s) == median
+    assert time_steps(times_s)[0] == median

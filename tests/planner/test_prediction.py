@@ -1,5 +1,6 @@
 """What is predicted before the first step: of every legal layout, and refused where no step would be seen."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -10,15 +11,16 @@ from hypothesis import strategies as st
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
-from dtlayout.cluster import find_gpu, known_gpus
+from dtlayout.cluster import find_gpu, gpu_named, known_gpus
 from dtlayout.config import ClusterConfig, Config, DataConfig, TrainConfig, parse_config
 from dtlayout.costmodel.estimate import HOPELESS_SHARE
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
+from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
+from dtlayout.planner.runs import Run
 from dtlayout.precision import Precision
-from dtlayout.training.prediction import describe, predict, refuse_hopeless, to_predicted
 
 A100 = find_gpu("a100-80g-sxm")
 
@@ -73,8 +75,21 @@ def test_every_legal_layout_has_a_prediction_of_finite_positive_numbers(run, gpu
     for number in (found.step_time_s, found.mfu, found.capacity_bytes, *(rank.total for rank in found.memory)):
         assert math.isfinite(number) and number > 0
     assert len(found.memory) == layout.pp
-    assert describe(found, gpu).startswith("predicted: step ")
-    assert to_predicted(found, gpu).peak_memory_bytes == [round(rank.total) for rank in found.memory]
+    scenario = own_scenario(config, layout.world_size, gpu)
+    assert describe(found, scenario).startswith("predicted: peak " if gpu.name == "cpu" else "predicted: step ")
+    recorded = to_predicted(found, scenario)
+    assert recorded.peak_memory_bytes == tuple(round(rank.total) for rank in found.memory)
+    assert (recorded.memory, recorded.time) == (found.memory, None if gpu.name == "cpu" else found.time)
+    run = Run(
+        table="t",
+        row="0",
+        scenario=scenario,
+        layout=layout,
+        kernels=found.kernels,
+        outcome="skipped",
+        predicted=recorded,
+    )
+    assert Run.from_dict(json.loads(json.dumps(run.to_dict(), allow_nan=False))) == run
 
 
 def make_config(*, force: bool = False, **layout: object) -> Config:
@@ -88,8 +103,9 @@ def make_config(*, force: bool = False, **layout: object) -> Config:
 
 def test_an_unknown_gpu_has_no_prediction_and_refuses_nothing():
     config = make_config()
-    assert predict(config, Layout(), None) is None and to_predicted(None, None) is None
-    assert describe(None, None) == "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
+    scenario = own_scenario(config, 1, gpu_named("GeForce GTX 970"))
+    assert predict(config, Layout(), None) is None and to_predicted(None, scenario) is None
+    assert describe(None, scenario) == "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
     refuse_hopeless(config, Layout(), None)
 
 
@@ -115,7 +131,8 @@ def test_force_the_cpu_and_a_layout_that_is_nearly_small_enough_pass():
     for share, passes in ((HOPELESS_SHARE - 0.01, True), (HOPELESS_SHARE + 0.01, False)):
         context_bytes = A100.memory_bytes - predicted.capacity_bytes
         gpu = replace(A100, memory_bytes=int(predicted.peak_bytes / share + context_bytes))
-        assert describe(predict(config, layout, gpu), gpu).endswith(": it may not fit")
+        scenario = own_scenario(config, layout.world_size, gpu)
+        assert describe(predict(config, layout, gpu), scenario).endswith(": it may not fit")
         if passes:
             refuse_hopeless(config, layout, gpu)
         else:
@@ -125,12 +142,36 @@ def test_force_the_cpu_and_a_layout_that_is_nearly_small_enough_pass():
 
 def test_a_prediction_is_one_line_and_says_how_much_it_is_worth():
     config, layout = make_config(), Layout(dp_shard=64, micro_batch=1)
-    line = describe(predict(config, layout, A100), A100)
-    state = "calibrated" if to_predicted(predict(config, layout, A100), A100).calibrated else "uncalibrated"
+    scenario = own_scenario(config, 64, A100)
+    line = describe(predict(config, layout, A100), scenario)
+    state = "calibrated" if to_predicted(predict(config, layout, A100), scenario).calibrated else "uncalibrated"
     assert f"% ({state}), MFU " in line and re.search(r" GiB on pipeline rank 0 of 7\d\.\d", line)
-    cpu = describe(predict(config, layout, find_gpu("cpu")), find_gpu("cpu"))
-    assert "(uncalibrated: an order of magnitude)" in cpu and "MFU" not in cpu
-    assert to_predicted(predict(config, layout, find_gpu("cpu")), find_gpu("cpu")).mfu is None
+
+
+def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
+    config, layout, cpu = make_config(), Layout(dp_shard=64, micro_batch=1), find_gpu("cpu")
+    measured = replace(cpu, reached=(("layer_host_s", 1e-3),), prediction_error=0.1)
+    for gpu, line in (
+        (
+            cpu,
+            r"predicted: peak .* MiB on pipeline rank 0 \(no step time: dtlayout calibrate has not measured this CPU\)",
+        ),
+        (measured, r"predicted: step .* s ± 10% \(calibrated\), peak .* MiB on pipeline rank 0"),
+    ):
+        found, scenario = predict(config, layout, gpu), own_scenario(config, 64, gpu)
+        recorded = to_predicted(found, scenario)
+        assert re.fullmatch(line, describe(found, scenario))
+        assert (recorded.step_time_s, recorded.mfu) == (found.step_time_s if gpu is measured else None, None)
+        run = Run(
+            table="t",
+            row="0",
+            scenario=scenario,
+            layout=layout,
+            kernels=found.kernels,
+            outcome="ok",
+            predicted=recorded,
+        )
+        assert Run.from_dict(json.loads(json.dumps(run.to_dict()))) == run, "with what was measured of the machine"
 
 
 def test_documents_that_do_not_see_each_other_are_part_of_what_is_predicted():

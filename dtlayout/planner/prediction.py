@@ -1,12 +1,8 @@
-"""What is predicted of a run before its first step, by the constants of our own engine. No torch.
+"""Prediction: what a config is predicted to reach before its first step, by the constants of our own engine.
 
 Everything follows from the config, the layout and the GPU type, so all ranks come to the same prediction, and to the
 same refusal, without a word between them.
 """
-
-import json
-from dataclasses import asdict
-from typing import Any
 
 from dtlayout.cluster import Cluster, Gpu
 from dtlayout.config import Config
@@ -18,9 +14,7 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain, largest_component
-from dtlayout.training.metrics import Predicted
-
-_GIB = 2**30
+from dtlayout.planner.runs import GIB, Predicted
 
 
 def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:
@@ -57,19 +51,6 @@ def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
     return config.kernels.resolve(config.precision, device_of(gpu))[0]
 
 
-def describe_run(config: Config, layout: Layout, kernels: Kernels) -> dict[str, Any]:
-    """What the memory of a run depends on, section.key → value as JSON gives it back; `kernels` without auto."""
-    sections: dict[str, Any] = {
-        "model": config.model, "batch": config.batch, "layout": layout, "kernels": kernels,
-        "precision": config.precision,
-    }  # fmt: skip
-    values = {f"{section}.{key}": entry for section, value in sections.items() for key, entry in asdict(value).items()}
-    optimizer = {"optimizer.name": config.optimizer.name, "optimizer.state": config.optimizer.state}
-    values |= {"data.document_mask": config.data.document_mask, **optimizer}
-    found: dict[str, Any] = json.loads(json.dumps(values))
-    return found
-
-
 def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     """InvalidLayout, with what would work, if a GPU's memory is far too small; `train.force` lets all pass."""
     predicted = predict(config, layout, gpu)
@@ -84,44 +65,48 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
         growth = explanation.growth
         ways = [f"{growth.estimate.layout.world_size} GPUs with {_describe_change(growth)}"]
     raise InvalidLayout(
-        f"layout {layout} is predicted to need {predicted.peak_bytes / _GIB:.1f} GiB on pipeline rank "
-        f"{predicted.busiest_rank} of the {predicted.capacity_bytes / _GIB:.1f} GiB of {gpu.name}, most of it "
+        f"layout {layout} is predicted to need {predicted.peak_bytes / GIB:.1f} GiB on pipeline rank "
+        f"{predicted.busiest_rank} of the {predicted.capacity_bytes / GIB:.1f} GiB of {gpu.name}, most of it "
         f"{largest}; use {' or '.join(ways) or 'a smaller model or sequence'}, or --train.force=true to try it anyway"
     )
 
 
-def to_predicted(estimate: Estimate | None, gpu: Gpu | None) -> Predicted | None:
-    """The estimate as summary.json holds it; the CPU has no MFU."""
-    if estimate is None or gpu is None:
+def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | None:
+    """The estimate as a run's record holds it; None where there is none.
+
+    A CPU has no MFU, and one that nobody calibrated no time either: general constants are those of no machine.
+    """
+    if estimate is None:
         return None
+    is_timed = scenario.engine.is_calibrated or not scenario.is_on_host
     return Predicted(
-        step_time_s=estimate.step_time_s,
-        mfu=estimate.mfu if gpu.has_mfu else None,
-        peak_memory_bytes=[round(memory.total) for memory in estimate.memory],
-        gpu=gpu.name,
-        calibrated=find_engine_on(OWN_ENGINE, gpu).is_calibrated,
+        step_time_s=estimate.step_time_s if is_timed else None,
+        tokens_per_s=scenario.batch.num_tokens / estimate.step_time_s if is_timed else None,
+        mfu=None if scenario.is_on_host else estimate.mfu,
+        peak_memory_bytes=tuple(round(memory.total) for memory in estimate.memory),
+        time=estimate.time if is_timed else None,
+        memory=estimate.memory,
+        calibrated=scenario.engine.is_calibrated,
     )
 
 
-def describe(predicted: Estimate | None, gpu: Gpu | None) -> str:
+def describe(predicted: Estimate | None, scenario: Scenario) -> str:
     """The one line that a run starts with."""
-    if predicted is None or gpu is None:
+    if predicted is None:
         return "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
-    step, rank = f"predicted: step {predicted.step_time_s:.3g} s", predicted.busiest_rank
-    engine = find_engine_on(OWN_ENGINE, gpu)
-    if not gpu.has_mfu:
-        peak = f"{predicted.peak_bytes / 2**20:.1f} MiB"
-        state = (
-            f"± {engine.error:.0%} (calibrated)" if engine.is_calibrated else "(uncalibrated: an order of magnitude)"
-        )
-        return f"{step} {state}, peak {peak} on pipeline rank {rank}"
-    state = "calibrated" if engine.is_calibrated else "uncalibrated"
-    peak, capacity = f"{predicted.peak_bytes / _GIB:.1f} GiB", f"{predicted.capacity_bytes / _GIB:.1f}"
-    return (
-        f"{step} ± {engine.error:.0%} ({state}), MFU {predicted.mfu:.1%}, peak {peak} on pipeline rank "
-        f"{rank} of {capacity}{'' if predicted.fits else ': it may not fit'}"
+    engine = scenario.engine
+    size, unit = (2**20, "MiB") if scenario.is_on_host else (GIB, "GiB")
+    peak = f"peak {predicted.peak_bytes / size:.1f} {unit} on pipeline rank {predicted.busiest_rank}"
+    state = (
+        f"step {predicted.step_time_s:.3g} s ± {engine.error:.0%} ({'' if engine.is_calibrated else 'un'}calibrated)"
     )
+    if not scenario.is_on_host:
+        fits = "" if predicted.fits else ": it may not fit"
+        return f"predicted: {state}, MFU {predicted.mfu:.1%}, {peak} of {predicted.capacity_bytes / GIB:.1f}{fits}"
+    if not engine.is_calibrated:
+        return f"predicted: {peak} (no step time: dtlayout calibrate has not measured this CPU)"
+    return f"predicted: {state}, {peak}"
 
 
 def _describe_change(change: Change) -> str:
-    return f"{' '.join(change.overrides)} ({change.estimate.peak_bytes / _GIB:.1f} GiB)"
+    return f"{' '.join(change.overrides)} ({change.estimate.peak_bytes / GIB:.1f} GiB)"
