@@ -105,7 +105,8 @@ class Peaks:
     def stages(self, layout: Layout) -> Stages:
         """The stages of a layout in groups."""
         recompute = self.remember(layout.recompute, lambda: Recompute.parse(layout.recompute))
-        key = ("stages", layout.placement, layout.stage_layers, recompute.every)
+        place = find_schedule(layout.schedule).place
+        key = ("stages", place, layout.pp, layout.virtual_stages, layout.stage_layers, recompute.every)
         return self.remember(key, lambda: group_stages(self.estimator.stages(layout), layout.placement, recompute))
 
     def block_bytes(self, layout: Layout, kernels: Kernels) -> "BlockBytes":
@@ -217,16 +218,17 @@ def gradient_phase(layout: Layout, m: int) -> int:
 
     They are where a step repeats itself, whose last microbatch alone does something else.
     """
+    if m == 1:
+        return 0
     enough = find_schedule(layout.schedule).enough
-    repeats = enough is not None and m + 1 >= enough(layout.placement)
-    return 0 if m == 1 else 2 if repeats else 1
+    return 2 if enough and m + 1 >= enough(layout.pp, layout.virtual_stages) else 1
 
 
 def _count_blocks(layout: Layout, stages: Stages, m: int) -> list[set[tuple[float, float]]]:
     """For each group, at its fullest moments, blocks in flight that keep all and that are recomputed."""
-    found = []
+    found, pipeline = [], (layout.schedule, layout.pp, layout.virtual_stages, m)
     for group in stages.groups:
         whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
-        moments = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, group.ranks[0])
+        moments = in_flight_peaks(*pipeline, group.ranks[0])
         found.append(set(zip(weigh_moments(moments, whole), weigh_moments(moments, covered), strict=True)))
     return found
