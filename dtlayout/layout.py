@@ -4,7 +4,7 @@ Axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. A degree of 1 means t
 lists everything that is wrong with a layout at once, each problem in one line with the nearest values that work.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import gcd, inf
@@ -58,10 +58,10 @@ class Layout:
         problems += [f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks"] * (
             min(self.stage_layers, default=1) < 1
         )
-        choices: dict[str, list[Any]] = {"schedule": [s.name for s in known_schedules()], "zero": [1, 2, 3]}
+        choices: dict[str, Collection[Any]] = {"schedule": known_schedules(), "zero": (1, 2, 3)}
         for name, allowed in choices.items():
             if values[name] not in allowed:
-                problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {allowed}")
+                problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {list(allowed)}")
         try:
             Recompute.parse(self.recompute)
         except InvalidConfig as error:
@@ -267,7 +267,7 @@ def _check_virtual_stages(layout: Layout, schedule: PipelineSchedule) -> list[_B
     if schedule.takes(pp, v):
         return []
     if most == 1:
-        others = [{"schedule": other.name} for other in known_schedules() if other.takes(pp, v)]
+        others = [{"schedule": name} for name, other in known_schedules().items() if other.takes(pp, v)]
         what = f"virtual_stages={v} has no meaning for schedule={layout.schedule}"
         return [_Broken("virtual", what, [{"virtual_stages": 1}, *others])]
     number = f"= {least}" if least == most else f"> {least - 1}" if most == inf else f"from {least} to {most}"

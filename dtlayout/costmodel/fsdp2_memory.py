@@ -116,14 +116,9 @@ def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -
     Of a long step a part is enough, see `PipelineSchedule`.
     """
     shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else schedule.shorten(placement, m)
-    rows: list[tuple[_Step | None, int]] = []
-    for _, step, leaves_message in _steps(schedule, placement, shorter, rank):
-        if rows and rows[-1][0] == step:
-            rows[-1] = (step, rows[-1][1] + 1)
-        else:
-            rows.append((step, 1))
-        if leaves_message:
-            rows.append((None, 1))
+    played = _steps(schedule, placement, shorter, rank)
+    steps = (each for _, step, leaves_message in played for each in ((step, None) if leaves_message else (step,)))
+    rows: list[tuple[_Step | None, int]] = [(step, len(list(run))) for step, run in groupby(steps)]
     if schedule.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
         longest = {step: place for place, (step, _) in enumerate(rows) if step and not step[2] and not step[3]}
         for step, place in longest.items():
@@ -154,7 +149,6 @@ class _Stage:
     def __init__(self, model: ModelShape, layout: Layout, chunk: StageSlice, size: Sizes, sharding: Sharding):
         recompute = Recompute.parse(layout.recompute)
         self.has_embedding, self.has_head = chunk.embedding, chunk.head
-        self.sends_forward, self.sends_backward = not chunk.head, not chunk.embedding
         self.size = size
         self.sharding = sharding
         self.units = stage_units(model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head)

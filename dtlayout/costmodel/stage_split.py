@@ -62,27 +62,15 @@ def share_out_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...
     return tuple(counts)
 
 
-def _by_cost(model: ModelShape, batch: Batch, num_stages: int) -> tuple[int, ...]:
-    return share_out(layer_costs(model, batch), num_stages)
-
-
-def _by_parameters(model: ModelShape, batch: Batch, num_stages: int) -> tuple[int, ...]:
+def _parameter_costs(model: ModelShape, *, with_embedding: bool) -> LayerCosts:
     ends = float(count_embedding_parameters(model))
-    return share_out_from_front(LayerCosts(_block_parameters(model), embedding=ends, head=ends), num_stages)
-
-
-def _by_threshold(model: ModelShape, batch: Batch, num_stages: int) -> tuple[int, ...]:
-    head = float(count_embedding_parameters(model))
-    return share_out_by_threshold(LayerCosts(_block_parameters(model), head=head), num_stages)
-
-
-def _block_parameters(model: ModelShape) -> tuple[float, ...]:
-    return (float(count_block_parameters(model)),) * model.num_layers
+    blocks = (float(count_block_parameters(model)),) * model.num_layers
+    return LayerCosts(blocks=blocks, embedding=ends * with_embedding, head=ends)
 
 
 STAGE_SPLITS: dict[str, Callable[[ModelShape, Batch, int], tuple[int, ...]]] = {
-    "cost": _by_cost,
-    "parameters": _by_parameters,
-    "threshold": _by_threshold,
+    "cost": lambda model, batch, n: share_out(layer_costs(model, batch), n),
+    "parameters": lambda model, batch, n: share_out_from_front(_parameter_costs(model, with_embedding=True), n),
+    "threshold": lambda model, batch, n: share_out_by_threshold(_parameter_costs(model, with_embedding=False), n),
 }
-"""`stage_split` of an engine's habits → blocks of each of so many stages."""
+"""`stage_split` of an engine's habits → blocks of each of n stages."""

@@ -61,7 +61,7 @@ def _begin(shares: MutableSequence[float], schedule: PipelineSchedule) -> None:
     """What a process of the pool takes over: where to note how far it is, and a schedule that is not shipped."""
     global _shares
     _shares = shares
-    if schedule.name not in [known.name for known in known_schedules()]:
+    if schedule.name not in known_schedules():
         register_schedule(schedule)
 
 

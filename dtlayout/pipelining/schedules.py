@@ -5,7 +5,7 @@ stages on each, m microbatches. A schedule of one's own is a `PipelineSchedule` 
 layouts, search, timing, memory, dry run and runtime then know it by its name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -44,8 +44,8 @@ class PipelineSchedule:
     whole_rounds: bool = False
     """Whether p must divide the microbatches."""
 
-    enough: Callable[[Placement], int] | None = None
-    """Microbatches that show all that there is: a longer step holds no more and repeats what these do.
+    enough: Callable[[int, int], int] | None = None
+    """From p and v, microbatches that show all that there is: a longer step holds no more and repeats what these do.
 
     None where more microbatches hold more, or where nobody knows: a long step is then played whole.
     """
@@ -67,7 +67,7 @@ class PipelineSchedule:
 
     def shorten(self, placement: Placement, m: int) -> int:
         """Microbatches of the shortest step that holds as much as one of m, and repeats nothing."""
-        return min(m, self.enough(placement)) if self.enough else m
+        return min(m, self.enough(placement.num_ranks, placement.virtual_stages)) if self.enough else m
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -107,14 +107,14 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
     return [*forwards[:warm_up], *(action for pair in pairs for action in pair), *backwards[steady:]]
 
 
-def _two_more_than_ranks(placement: Placement) -> int:
+def _two_more_than_ranks(p: int, v: int) -> int:
     """All in flight, one more, and the last: a microbatch in the middle changes nothing."""
-    return placement.num_ranks + 2
+    return p + 2
 
 
-def _three_rounds(placement: Placement) -> int:
+def _three_rounds(p: int, v: int) -> int:
     """After two every stage has had a backward, and all are in flight again."""
-    return 3 * placement.num_ranks
+    return 3 * p
 
 
 _SCHEDULES = {
@@ -148,9 +148,9 @@ def register_schedule(schedule: PipelineSchedule) -> None:
     _SCHEDULES[schedule.name] = schedule
 
 
-def known_schedules() -> list[PipelineSchedule]:
-    """All of them, those that are shipped first."""
-    return list(_SCHEDULES.values())
+def known_schedules() -> Mapping[str, PipelineSchedule]:
+    """All of them by name, those that are shipped first."""
+    return _SCHEDULES
 
 
 def find_schedule(name: str) -> PipelineSchedule:
@@ -164,4 +164,4 @@ def schedule_with(virtual_stages: int) -> str:
     """The name of the schedule for somebody who says no more than how many virtual stages there are."""
     if virtual_stages == 1:
         return DEFAULT_SCHEDULE
-    return next(s.name for s in known_schedules() if s.least_virtual_stages <= virtual_stages <= s.most_virtual_stages)
+    return next(name for name, schedule in _SCHEDULES.items() if schedule.takes(2, virtual_stages))

@@ -144,8 +144,8 @@ def in_flight_peaks(
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
     """What a rank holds at each of these moments, from what a microbatch takes in each chunk."""
-    if all(len(moment) == 1 for moment in moments):
-        return [moment[0][0] * sum(sizes) for moment in moments]
+    if len(sizes) == 1:
+        return [moment[0][0] * sizes[0] for moment in moments]
     before = list(accumulate(sizes, initial=0.0))
     held = []
     for moment in moments:

@@ -27,7 +27,7 @@ which finds any c. Ends that agree up to e each give an error up to e per skip, 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from math import inf
@@ -145,7 +145,8 @@ def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
 
 
 def _finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
-    forwards, backwards = _work_of_stages(times)
+    messages_s = times.message_s if p > 1 else (0.0,) * (v - 1)  # one rank sends itself nothing
+    forwards, backwards = _work_of_stages(replace(times, message_s=messages_s))
     warm_up = _warm_up(0, p, v)
 
     def wave(t: int) -> _Wave:

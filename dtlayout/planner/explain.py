@@ -157,9 +157,9 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
             yield knob, replace(layout, **{knob: value})
     if layout.pp > 1:
         most = max(1, min(_MOST_VIRTUAL_STAGES, num_layers // layout.pp))
-        for schedule, v in product(known_schedules(), range(1, most + 1)):
+        for (name, schedule), v in product(known_schedules().items(), range(1, most + 1)):
             if schedule.takes(layout.pp, v):
-                yield "schedule", _settle(layout, {"schedule": schedule.name, "virtual_stages": v})
+                yield "schedule", _settle(layout, {"schedule": name, "virtual_stages": v})
 
 
 def find_overrides(old: tuple[Layout, Kernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:

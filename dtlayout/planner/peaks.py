@@ -191,9 +191,10 @@ def gradient_phase(layout: Layout, m: int) -> int:
 
     They are where a step repeats itself, whose last microbatch alone does something else.
     """
+    if m == 1:
+        return 0
     enough = find_schedule(layout.schedule).enough
-    repeats = enough is not None and m + 1 >= enough(layout.placement)
-    return 0 if m == 1 else 2 if repeats else 1
+    return 2 if enough and m + 1 >= enough(layout.pp, layout.virtual_stages) else 1
 
 
 def _count_blocks(pipeline: PipelineLayout, stages: Stages, m: int) -> list[set[tuple[float, float]]]:

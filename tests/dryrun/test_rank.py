@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from outside import V_GPIPE, registered
 from parity import BF16, FP32, MAX_NORM, SEQ_LEN, SHAPE, Case, local_rows
 from ranks import Ranks
 from recording import CollectiveRecorder
@@ -104,6 +105,15 @@ def test_gpipe_is_not_folded() -> None:
     layout = Layout(pp=2, schedule="gpipe")
     batch = Case(layout, global_batch=64).batch
     assert fold(layout, batch) == batch
+
+
+def test_a_schedule_from_outside_is_known_to_the_processes_of_a_dry_run() -> None:
+    """Of the three ways between four stages in a V one is no message."""
+    with registered(V_GPIPE):
+        reports = rehearse(Case(Layout(pp=2, schedule="v-gpipe", virtual_stages=2), global_batch=4), [0, 1])
+    for report in reports.values():
+        sent = {message.name: count for message, count in report.traffic.items() if message.name in ("send", "recv")}
+        assert sent == {"send": 2 * 4, "recv": 2 * 4}
 
 
 PLANTED = Case(Layout(dp_shard=2, tp=2), precision=BF16)

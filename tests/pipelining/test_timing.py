@@ -87,7 +87,7 @@ def play_every_action(case: Case, times: StageTimes) -> PipelineTime:
                 if 0 <= source < p * v:
                     if (action.kind, source, action.microbatch) not in end_of:
                         break
-                    delay = times.message_s[min(source, action.stage)]
+                    delay = times.message_s[min(source, action.stage)] if p > 1 else 0.0
                     ready = end_of[action.kind, source, action.microbatch] + delay
                 seconds = (times.forward_s if forward else times.backward_s)[action.stage]
                 free[rank] = max(free[rank], ready) + seconds
