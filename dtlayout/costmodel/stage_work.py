@@ -41,7 +41,8 @@ def stage_work(
     scenario: Scenario, block_of: TimeOf, head_of: TimeOf, stage: StageClass, layout: Layout, kernels: Kernels
 ) -> StageWork:
     """The work of a stage; `block_of` and `head_of` time a block without recomputation, and the head."""
-    block = block_of(part_of(layout, BlockLayout), kernels)
+    part = part_of(layout, BlockLayout)
+    block = block_of(part, kernels)
     num_layers, covered = stage.num_layers, stage.num_recomputed
     again_s, again_tp_s = (covered * each for each in recompute_time(scenario, layout, kernels, block))
     forward_s, backward_s = num_layers * block.forward_s, num_layers * block.backward_s
@@ -52,7 +53,7 @@ def stage_work(
         waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
         host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
     if stage.head:
-        head = head_of(part_of(layout, BlockLayout), kernels)
+        head = head_of(part, kernels)
         forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
         forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
     sending_s = send_s(scenario, layout) if scenario.engine.habits.blocking_messages else 0.0

@@ -124,18 +124,20 @@ class Candidates:
                         tp=tp, pp=pp, dp_shard=dp, schedule=schedule, virtual_stages=v, micro_batch=micro_batch,
                         sequence_parallel=sp, recompute=recompute, **space.constant,
                     )  # fmt: skip
-                    best = self.undominated(part_of(layout, StageLayout))
+                    part = part_of(layout, StageLayout)
+                    best = self.undominated(part)
                     num_slower = len(self._kernels(tp, recompute)) - len(best)
                     left_out.counts["slower kernels"] += num_slower * num_shardings
                     for kernels in best:
-                        if candidate := self.make(layout, kernels, left_out, place):
+                        if candidate := self.make(layout, part, kernels, left_out, place):
                             yield candidate
                     place += 1
 
-    def make(self, layout: Layout, kernels: Kernels, left_out: LeftOut, place: int = 0) -> Candidate | None:
-        """The candidate of a legal layout; None if none of its variants can fit."""
-        part, pipeline = part_of(layout, StageLayout), PipelineLayout.of(layout)
-        m = layout.num_microbatches(self.space.scenario.batch)
+    def make(
+        self, layout: Layout, part: StageLayout, kernels: Kernels, left_out: LeftOut, place: int = 0
+    ) -> Candidate | None:
+        """The candidate of a legal layout, of which `part` is a part; None if none of its variants can fit."""
+        pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(self.space.scenario.batch)
         held = self.peaks.held_bytes(self.peaks.block_bytes(part, kernels), pipeline, m)
         state = self._states(pipeline, layout.tp, gradient_phase(layout, m))
         allowed, known = self.allowed_bytes, left_out.limit_bytes
@@ -176,10 +178,9 @@ class Candidates:
         kernels = self._kernels(part.tp, part.recompute)
         if len(kernels) < 2:
             return kernels
-        costs = []
+        costs, of_block = [], part_of(part, BlockLayout)
         for k in kernels:
-            block = self.estimator.block(part_of(part, BlockLayout), k)
-            head = self.estimator.head(part_of(part, BlockLayout), k)
+            block, head = self.estimator.block(of_block, k), self.estimator.head(of_block, k)
             waits = max(0.0, block.host_s - block.forward_s - block.backward_s)
             sizes = self.peaks.block_bytes(part, k)
             costs.append((block.forward_s, block.backward_s, head.forward_s + head.backward_s, *sizes, waits))

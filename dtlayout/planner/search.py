@@ -20,9 +20,10 @@ from math import inf
 from typing import NamedTuple, get_args
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
-from dtlayout.costmodel.parts import StageClass
+from dtlayout.costmodel.parts import StageClass, StageLayout, part_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.pipelining.partition import StageSlice
 from dtlayout.planner.candidates import Candidate, Candidates, LeftOut, Reason
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.space import Sharding, Space
@@ -108,6 +109,8 @@ class Search:
         self.estimator = Estimator(space.scenario)
         self.allowed_bytes = max_memory * self.estimator.capacity_bytes
         self._peaks = Peaks(self.estimator)
+        whole = StageSlice(0, range(space.scenario.model.num_layers), embedding=True, head=True)
+        self._whole = {each: StageClass.of(whole, Recompute.parse(each)) for each in space.recompute}
         self._candidates = Candidates(space, self.estimator, self._peaks, self.allowed_bytes)
 
     def run(self, top: int = 5) -> SearchResult:
@@ -137,7 +140,7 @@ class Search:
     def share(self, layout: Layout, kernels: Kernels) -> Layout:
         """A legal layout with its state shared in the fastest way that fits, or the smallest if none does."""
         left_out = LeftOut()
-        candidate = self._candidates.make(layout, kernels, left_out)
+        candidate = self._candidates.make(layout, part_of(layout, StageLayout), kernels, left_out)
         if candidate is None:  # with no way at all where what was fixed leaves none at these degrees
             return left_out.nearest[0].layout if left_out.nearest else layout
         times = self._times(candidate)
@@ -187,8 +190,7 @@ class Search:
 
     def _bound_roughly_s(self, candidate: Candidate) -> float:
         """A lower bound of its step that any stages would have: all work, shared out evenly over the pipeline."""
-        layers = range(self.space.scenario.model.num_layers)
-        whole = StageClass(len(layers), Recompute.parse(candidate.part.recompute).count(layers), True, True)
+        whole = self._whole[candidate.part.recompute]
         work = self.estimator.stage_work(whole, candidate.part, candidate.kernels)
         busy_s = candidate.num_microbatches * (work.forward_s + work.backward_s) / candidate.layout.pp
         return busy_s + self.estimator.fixed_s(candidate.num_microbatches, peak_bytes=0.0)

@@ -137,7 +137,7 @@ def find_candidates(scenario: Scenario) -> Candidates:
 def describe(candidates: Candidates, layout: Layout, kernels: Kernels) -> tuple[Any, ...]:
     """All that a search asks of a layout."""
     left_out = LeftOut()
-    candidate = candidates.make(layout, kernels, left_out)
+    candidate = candidates.make(layout, part_of(layout, StageLayout), kernels, left_out)
     if candidate is None:
         return left_out, None
     times = StepTimes(candidates.estimator, candidate, candidates.examples(layout.tp, layout.pp))
