@@ -45,7 +45,7 @@ def main() -> int:
         probes_error = calibrate(lab)
         sweep = replace(read_sweep(SWEEP), overrides=(f"--cluster.file={lab}",))
         repeats = [run_trials(sweep, folder / f"sweep-{i + 1}") for i in range(REPEATS)]
-        options.out.write_text("\n".join(report(probes_error, repeats, busy.taken())) + "\n")
+        options.out.write_text("\n".join(report(probes_error, repeats, busy.steal())) + "\n")
     return 0
 
 

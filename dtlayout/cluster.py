@@ -66,7 +66,7 @@ class Gpu:
     """Ranks of a node that have their full speed at the same time; fewer than there are where ranks share cores."""
     prediction_error: float | None = None
     """Median relative error of steps that were predicted for these machines before they ran, where it is known."""
-    reached: tuple[tuple[str, float], ...] = ()
+    achieved: tuple[tuple[str, float], ...] = ()
     """Constants of the cost model that were measured here, with their values (`costmodel.engine.Constants`)."""
 
     @property
@@ -132,7 +132,7 @@ class Cluster:
         return self.gpu.ranks_at_once * -(-self.num_gpus // self.gpus_per_node)
 
     @property
-    def crowding(self) -> float:
+    def contention(self) -> float:
         """How much longer everything takes that all ranks do at the same time, where they share cores."""
         return max(1.0, self.num_gpus / self.ranks_at_once)
 
@@ -174,28 +174,28 @@ def load_cluster(path: str | Path) -> Cluster:
 
     The file gives `gpu` and `gpus`, `gpus_per_node` if its nodes differ from the vendor's, and may override any other
     number of the GPU with a table of the same form as in the constants. What `dtlayout calibrate` has measured beside
-    those stands in it too, constants of the cost model below `reached`, and what predictions were worth in `record`.
+    those stands in it too, constants of the cost model below `achieved`, and what predictions were worth in `record`.
     """
     types = {
         "gpu": str, "gpus": int, **dict.fromkeys(UNITS, _Number), "gpus_per_node": int,
-        "reached": dict[str, _Number], "record": tuple[Record, ...],
+        "achieved": dict[str, _Number], "record": tuple[Record, ...],
     }  # fmt: skip
     tables, problems = toml.read(path, "cluster"), list[str]()
     found = toml.read_keys(tables, types, ("gpu", "gpus"), "", problems)
     problems += _count_problems({key: found[key] for key in ("gpus", "gpus_per_node") if key in found})
     numbers = {name: number for name, number in found.items() if isinstance(number, _Number)}
     problems += [line for name, number in numbers.items() for line in number.problems(name, UNITS[name][1])]
-    reached = found.get("reached", {})
-    problems += [line for name, number in reached.items() for line in number.problems(f"reached.{name}")]
+    achieved = found.get("achieved", {})
+    problems += [line for name, number in achieved.items() for line in number.problems(f"achieved.{name}")]
     try:
         gpu = find_gpu(found.get("gpu", "cpu"))  # one that is missing is a problem already
     except InvalidConfig as error:
         problems += error.problems
     if problems:
         raise InvalidConfig([f"cluster {path}: {problem}" for problem in problems])
-    constants = tuple((name, number.value) for name, number in reached.items())
+    constants = tuple((name, number.value) for name, number in achieved.items())
     return Cluster(
-        gpu=replace(gpu, **_gpu_fields(numbers), reached=constants),
+        gpu=replace(gpu, **_gpu_fields(numbers), achieved=constants),
         num_gpus=found["gpus"],
         gpus_per_node=found.get("gpus_per_node", gpu.gpus_per_node),
         records=found.get("record", ()),

@@ -205,7 +205,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         sizes = [smallest * n for n in shards]
         legal = [size for size in sizes if config.layout.resolve(size).is_legal(config.model, config.batch)]
         nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
-        problems.append(config.layout.describe_misfit(world_size, nearest or [smallest]))
+        problems.append(config.layout.describe_mismatch(world_size, nearest or [smallest]))
     problems += layout.problems(config.model, config.batch)
     try:
         find_family(config.model.family)

@@ -160,9 +160,9 @@ class OpenLayout(Layout):
         works = [smallest]
         if self.dp_shard == -1:
             works = sorted({max(1, n) * smallest for n in (world_size // smallest, world_size // smallest + 1)})
-        raise InvalidLayout(self.describe_misfit(world_size, works))
+        raise InvalidLayout(self.describe_mismatch(world_size, works))
 
-    def describe_misfit(self, world_size: int, works: Sequence[int]) -> str:
+    def describe_mismatch(self, world_size: int, works: Sequence[int]) -> str:
         """Why this layout is not one of `world_size` ranks, and which numbers of ranks work."""
         degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return (

@@ -114,7 +114,7 @@ def test_the_cpu_can_be_predicted_with_but_is_no_gpu_that_mfu_knows():
 @pytest.mark.parametrize("name", [*sorted(known_gpus()), "cpu"])
 def test_every_number_is_plausible(name):
     gpu = find_gpu(name)
-    measured = {"peak_fp32_flops_per_s", "ranks_at_once", "prediction_error", "reached"}  # of users' machines alone
+    measured = {"peak_fp32_flops_per_s", "ranks_at_once", "prediction_error", "achieved"}  # of users' machines alone
     assert set(RANGES) == {f.name for f in fields(Gpu)} - {"name", "device_names", "capability"} - measured
     outside = {key: getattr(gpu, key) for key, (low, high) in RANGES.items() if not low <= getattr(gpu, key) <= high}
     assert outside == {}
@@ -215,10 +215,10 @@ def test_a_cluster_may_hold_what_was_measured_on_it(write):
         'gpu = "cpu"\ngpus = 4\n'
         '[ranks_at_once]\nvalue = 1.9\nunit = "rank"\nsource = "two cores"\n'
         '[peak_fp32]\nvalue = 1e11\nunit = "FLOP/s, dense"\nsource = "measured"\n'
-        '[reached.layer_host_s]\nvalue = 0\nunit = "s"\nsource = "measured"\n'
+        '[achieved.layer_host_s]\nvalue = 0\nunit = "s"\nsource = "measured"\n'
     )
     gpu = replace(
-        find_gpu("cpu"), ranks_at_once=1.9, peak_fp32_flops_per_s=1e11, reached=(("layer_host_s", 0.0),)
+        find_gpu("cpu"), ranks_at_once=1.9, peak_fp32_flops_per_s=1e11, achieved=(("layer_host_s", 0.0),)
     )  # fmt: skip
     assert load_cluster(path) == Cluster(gpu=gpu, num_gpus=4, gpus_per_node=1)
     assert load_cluster(path).ranks_at_once == 4 * 1.9  # of four nodes
@@ -226,10 +226,10 @@ def test_a_cluster_may_hold_what_was_measured_on_it(write):
 
 def test_constants_of_a_cluster_are_tables_of_tables(write):
     assert problems_of_cluster(write('gpu = "cpu"\ngpus = 4\nreached = 3\n')) == [
-        "reached is a table: write [reached] and its keys below"
+        "achieved is a table: write [achieved] and its keys below"
     ]
-    assert problems_of_cluster(write('gpu = "cpu"\ngpus = 4\n[reached]\nlayer_host_s = 1e-3\n')) == [
-        "reached.layer_host_s is a table: write [reached.layer_host_s] with value, unit, source below"
+    assert problems_of_cluster(write('gpu = "cpu"\ngpus = 4\n[achieved]\nlayer_host_s = 1e-3\n')) == [
+        "achieved.layer_host_s is a table: write [achieved.layer_host_s] with value, unit, source below"
     ]
 
 

@@ -43,7 +43,7 @@ def test_every_engine_keeps_the_state_of_the_scenarios_optimizer(engine):
         kept.append(estimate.memory[0].optimizer)
         seconds.append(estimate.time.optimizer)
     a_tensor = 4 * count_parameters(model) / 8
-    counters = 4 * (9 * model.num_layers + 3) if scenario.engine.habits.sharding == "fsdp2" else 0
+    counters = 4 * (9 * model.num_layers + 3) if scenario.engine.features.sharding == "fsdp2" else 0
     assert kept[0] - kept[1] == pytest.approx(a_tensor + counters)
     assert kept[1] - kept[2] == pytest.approx(a_tensor)
     assert seconds[2] < seconds[0] < seconds[1]

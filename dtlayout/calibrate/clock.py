@@ -42,7 +42,7 @@ class Busy:
     def __init__(self) -> None:
         self.start = _read_ticks()
 
-    def taken(self) -> float:
+    def steal(self) -> float:
         """Of the time in which they had something to do, the share that a host of virtual machines gave to others."""
         spent = [now - before for before, now in zip(self.start, _read_ticks(), strict=True)]
         had_work = sum(spent) - sum(spent[3:5])  # not idle, nor waiting for a disk

@@ -28,7 +28,7 @@ def to_toml(measured: Measured, found: "Calibration", records: Sequence[Record] 
         value = getattr(gpu, field)
         if name not in tables and value != getattr(sheet, field):
             tables[name] = _number(value, unit, source)
-    tables["reached"] = {name: _number(value, _UNITS[name], source) for name, value in gpu.reached}
+    tables["achieved"] = {name: _number(value, _UNITS[name], source) for name, value in gpu.achieved}
     tables["record"] = [asdict(record) for record in records]
     return toml.dumps(tables)
 
@@ -36,8 +36,8 @@ def to_toml(measured: Measured, found: "Calibration", records: Sequence[Record] 
 def update(path: Path, engine: Engine, records: Sequence[Record], source: str) -> None:
     """Put fitted constants in the place of a file's, and add to its records."""
     tables = toml.read(path, "cluster")
-    reached = tables.setdefault("reached", {})
-    reached |= {name: _number(getattr(engine.constants, name), _UNITS[name], source) for name in engine.fitted}
+    achieved = tables.setdefault("achieved", {})
+    achieved |= {name: _number(getattr(engine.constants, name), _UNITS[name], source) for name in engine.fitted}
     new = {(record.sweep, record.date) for record in records}  # fitted to twice, a sweep is on record once
     kept = [each for each in tables.get("record", []) if (each["sweep"], each["date"]) not in new]
     tables["record"] = [*kept, *map(asdict, records)]

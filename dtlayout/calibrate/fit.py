@@ -2,7 +2,7 @@
 
 What a kernel or a link reaches is read off its own measurements. What the host takes is fitted to the probes, all of
 it at once, since every step has a little of each. Times are those of a rank alone: what was measured while all ranks
-were at work is divided by their crowding, and the cost model multiplies again where it plays them together.
+were at work is divided by their contention, and the cost model multiplies again where it plays them together.
 """
 
 import math
@@ -44,7 +44,7 @@ class Calibration:
     """What was found."""
 
     cluster: Cluster
-    """With the numbers of these machines, and the constants in `gpu.reached`."""
+    """With the numbers of these machines, and the constants in `gpu.achieved`."""
     errors: tuple[float, ...]
     """Predicted over measured step of each probe, less 1."""
 
@@ -57,30 +57,30 @@ class Calibration:
 def calibrate(measured: Measured) -> Calibration:
     """The cluster on which `measured` was measured."""
     sheet = find_gpu(measured.gpu)
-    at_once = measured.ranks_per_node / measured.crowding
-    is_crowded = at_once < _SHARED * measured.ranks_per_node
-    crowding = measured.crowding if is_crowded else 1.0
-    numbers, reached = _read_kernels(measured, sheet, crowding)
-    link_numbers, link_reached = _read_links(measured, sheet, crowding)
+    at_once = measured.ranks_per_node / measured.contention
+    is_contended = at_once < _SHARED * measured.ranks_per_node
+    contention = measured.contention if is_contended else 1.0
+    numbers, achieved = _read_kernels(measured, sheet, contention)
+    link_numbers, link_achieved = _read_links(measured, sheet, contention)
     gpu = replace(
         sheet,
         memory_bytes=measured.memory_bytes,
         gpus_per_node=measured.ranks_per_node,
-        ranks_at_once=at_once if is_crowded else math.inf,
+        ranks_at_once=at_once if is_contended else math.inf,
         **{**numbers, **link_numbers},  # type: ignore[arg-type]
     )
     cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)
-    reached |= link_reached
-    names = told_by([probe.layout for probe in measured.probes], gpu.device_type)
-    engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**reached)
+    achieved |= link_achieved
+    names = identifiable_constants([probe.layout for probe in measured.probes], gpu.device_type)
+    engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**achieved)
     steps = [_Step(probe, cluster, engine) for probe in measured.probes]
     engine = minimise(engine, names, lambda e: np.array([step.residual(e) for step in steps]), _LOSSES)
-    reached |= {name: getattr(engine.constants, name) for name in names}
+    achieved |= {name: getattr(engine.constants, name) for name in names}
     errors = tuple(math.expm1(step.residual(engine)) for step in steps)
-    return Calibration(replace(cluster, gpu=replace(gpu, reached=tuple(sorted(reached.items())))), errors)
+    return Calibration(replace(cluster, gpu=replace(gpu, achieved=tuple(sorted(achieved.items())))), errors)
 
 
-def _read_kernels(measured: Measured, sheet: Gpu, crowding: float) -> tuple[dict[str, float], dict[str, float]]:
+def _read_kernels(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict[str, float], dict[str, float]]:
     """Numbers of the GPU and constants of the cost model: matmuls, attention, memory.
 
     A GPU has a data sheet, of which its kernels reach a share. A CPU has none: its peak is what matmuls reach by
@@ -88,28 +88,28 @@ def _read_kernels(measured: Measured, sheet: Gpu, crowding: float) -> tuple[dict
     """
     general = Constants()
     numbers: dict[str, float] = {}
-    reached: dict[str, float] = {}
+    achieved: dict[str, float] = {}
     speeds = {name: _fit_matmuls(measured, name) for name in dict.fromkeys(each.format for each in measured.matmuls)}
-    stream = measured.stream_bytes_per_s * crowding
+    stream = measured.stream_bytes_per_s * contention
     if sheet.device_type == "cpu":
         numbers = {
             "peak_flops_per_s": speeds["bfloat16"][0],
             "peak_fp32_flops_per_s": speeds["float32"][0],
             "memory_bytes_per_s": stream / general.memory_efficiency,
         }
-        reached["matmul_fill"] = speeds["float32"][1]
+        achieved["matmul_fill"] = speeds["float32"][1]
     else:
-        reached["matmul_efficiency"] = speeds["bfloat16"][0] / sheet.peak_flops_per_s
-        reached["matmul_fill"] = speeds["bfloat16"][1]
-        reached["memory_efficiency"] = stream / sheet.memory_bytes_per_s
+        achieved["matmul_efficiency"] = speeds["bfloat16"][0] / sheet.peak_flops_per_s
+        achieved["matmul_fill"] = speeds["bfloat16"][1]
+        achieved["memory_efficiency"] = stream / sheet.memory_bytes_per_s
     for kernel in dict.fromkeys(each.kernel for each in measured.attention):
         times = [each for each in measured.attention if each.kernel == kernel]
         # Half of the scores is masked, and both directions together do 3.5 times the FLOPs of forward.
         flops = sum(3.5 * 2 * t.batch * t.heads * t.seq_len**2 * t.head_dim for t in times)
-        alone_s = sum(t.forward_s + t.backward_s for t in times) / crowding
+        alone_s = sum(t.forward_s + t.backward_s for t in times) / contention
         peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
-        reached[find_kernel(AttentionKernel, kernel).efficiency] = flops / alone_s / peak
-    return numbers, {name: _clip(name, value) for name, value in reached.items()}
+        achieved[find_kernel(AttentionKernel, kernel).efficiency] = flops / alone_s / peak
+    return numbers, {name: _clip(name, value) for name, value in achieved.items()}
 
 
 def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
@@ -123,44 +123,44 @@ def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
     return best[1], best[2]
 
 
-def _read_links(measured: Measured, sheet: Gpu, crowding: float) -> tuple[dict[str, float], dict[str, float]]:
+def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict[str, float], dict[str, float]]:
     """The same: links inside a node, and between nodes where there are several."""
     general = Constants()
     inside = [each for each in measured.collectives if not each.crosses_nodes]
     across = [each for each in measured.collectives if each.crosses_nodes]
     numbers: dict[str, float] = {}
-    reached: dict[str, float] = {}
+    achieved: dict[str, float] = {}
     if inside:
-        start_s, bytes_per_s, latency_s = _fit_link([t for t in inside if t.kind != "message"], crowding)
+        start_s, bytes_per_s, latency_s = _fit_link([t for t in inside if t.kind != "message"], contention)
         if sheet.device_type == "cpu":
             numbers["link_bytes_per_s"] = bytes_per_s / general.link_efficiency
         else:
-            reached["link_efficiency"] = bytes_per_s / sheet.link_bytes_per_s
-        reached |= {"collective_start_s": start_s, "link_latency_s": latency_s}
+            achieved["link_efficiency"] = bytes_per_s / sheet.link_bytes_per_s
+        achieved |= {"collective_start_s": start_s, "link_latency_s": latency_s}
     if across:
         # One rank a node, as dp's rings; several of a node together, as tp's; and the messages of pipelines.
         rings = [t for t in across if t.kind != "message" and t.stride * t.num_ranks > measured.ranks_per_node]
         apart = [t for t in rings if t.stride >= measured.ranks_per_node] or rings
-        start_s, bytes_per_s, latency_s = _fit_link(apart, crowding)
+        start_s, bytes_per_s, latency_s = _fit_link(apart, contention)
         numbers["network_bytes_per_s"] = bytes_per_s / general.network_efficiency
         numbers["network_latency_s"] = max(1e-6, latency_s + start_s)
         together = [t for t in rings if t.stride == 1 and t.num_ranks > measured.ranks_per_node]
         if together:
-            start_s, bytes_per_s, latency_s = _fit_link(together, crowding)
+            start_s, bytes_per_s, latency_s = _fit_link(together, contention)
             of_node = measured.ranks_per_node * numbers["network_bytes_per_s"]
-            reached["tp_network_efficiency"] = bytes_per_s / of_node
-            reached["tp_network_latency_s"] = latency_s + start_s
+            achieved["tp_network_efficiency"] = bytes_per_s / of_node
+            achieved["tp_network_latency_s"] = latency_s + start_s
         messages = [t for t in across if t.kind == "message" and t.stride >= measured.ranks_per_node]
         if messages:
-            _, bytes_per_s, _ = _fit_link(messages, crowding=1.0)  # who waits for one takes no core meanwhile
-            reached["message_efficiency"] = bytes_per_s / numbers["network_bytes_per_s"]
+            _, bytes_per_s, _ = _fit_link(messages, contention=1.0)  # who waits for one takes no core meanwhile
+            achieved["message_efficiency"] = bytes_per_s / numbers["network_bytes_per_s"]
     elif inside and sheet.device_type == "cpu":  # one node: nothing is between nodes, and if so, it would be the same
         numbers["network_bytes_per_s"] = numbers["link_bytes_per_s"]
-        numbers["network_latency_s"] = max(1e-6, reached["link_latency_s"])
-    return numbers, {name: _clip(name, value) for name, value in reached.items()}
+        numbers["network_latency_s"] = max(1e-6, achieved["link_latency_s"])
+    return numbers, {name: _clip(name, value) for name, value in achieved.items()}
 
 
-def _fit_link(times: Sequence[CollectiveTime], crowding: float) -> tuple[float, float, float]:
+def _fit_link(times: Sequence[CollectiveTime], contention: float) -> tuple[float, float, float]:
     """Start, bytes a second and latency of a hop that come nearest to collectives, by relative error.
 
     An all-reduce is two halves (`costmodel.comm`), a message there and back two hops.
@@ -170,12 +170,12 @@ def _fit_link(times: Sequence[CollectiveTime], crowding: float) -> tuple[float, 
         halves = 2 if t.kind in ("all-reduce", "message") else 1
         moved = t.size_bytes if t.kind == "message" else t.size_bytes * (t.num_ranks - 1) / t.num_ranks
         hops = 1 if t.kind == "message" else t.num_ranks - 1
-        rows.append([halves * part * crowding / t.seconds for part in (1.0, moved, float(hops))])
+        rows.append([halves * part * contention / t.seconds for part in (1.0, moved, float(hops))])
     (start_s, s_per_byte, latency_s), _ = nnls(np.array(rows), np.ones(len(rows)))
     return float(start_s), 1 / max(float(s_per_byte), 1e-15), float(latency_s)
 
 
-def told_by(layouts: Sequence[Layout], device_type: str) -> tuple[str, ...]:
+def identifiable_constants(layouts: Sequence[Layout], device_type: str) -> tuple[str, ...]:
     """The constants of which steps with these layouts tell something."""
     kinds = [(layout.tp > 1, Recompute.parse(layout.recompute)) for layout in layouts]
 

@@ -87,7 +87,7 @@ class Measured:
     ranks_per_node: int
     memory_bytes: int
     """That a rank has."""
-    taken: float
+    steal: float
     """Of the processors' time, the share that a host of virtual machines gave to others; probes leave it out."""
     stream_bytes_per_s: float
     """Read and written by large elementwise kernels."""
@@ -100,7 +100,7 @@ class Measured:
     probes: tuple[ProbeTime, ...]
 
     @property
-    def crowding(self) -> float:
+    def contention(self) -> float:
         """How much longer everything takes while all ranks are at work, 1 if they share nothing."""
         pairs = [(self.host_s, self.host_alone_s), *((each.seconds, each.alone_s) for each in self.matmuls)]
         longer = sorted(seconds / alone_s for seconds, alone_s in pairs)

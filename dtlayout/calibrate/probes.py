@@ -104,6 +104,6 @@ def _time_steps(
         started = time.perf_counter()
         step(tokens, tokens)  # waits for the device, and for every rank
         steps_s.append(time.perf_counter() - started)
-    seconds = torch.tensor(steps_s[_WARM_UP_STEPS:], device=device_type) * (1 - busy.taken())
+    seconds = torch.tensor(steps_s[_WARM_UP_STEPS:], device=device_type) * (1 - busy.steal())
     dist.broadcast(seconds, 0)
     return [float(each) for each in seconds]

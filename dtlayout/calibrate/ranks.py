@@ -74,7 +74,7 @@ def _measure(path: Path) -> int:
         stream_bytes_per_s=stream,
         host_s=host_s,
         host_alone_s=host_alone_s,
-        taken=busy.taken(),
+        steal=busy.steal(),
         matmuls=matmuls,
         attention=attention,
         collectives=collectives,

@@ -20,7 +20,7 @@ from dtlayout.text import align
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
 _LIMIT_S = 1800
-_MUCH_TAKEN = 0.1
+_MUCH_STEAL = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,16 +78,16 @@ def _measure(num_ranks: int | None) -> Measured:
 def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
     gpu = found.cluster.gpu
     peak = (None if gpu.has_mfu else gpu.peak_fp32_flops_per_s) or gpu.peak_flops_per_s
-    at_once = measured.ranks_per_node / measured.crowding
+    at_once = measured.ranks_per_node / measured.contention
     facts = [
-        ("matmuls reach", f"{dict(gpu.reached).get('matmul_efficiency', 1.0) * peak / 1e12:.3g} TFLOP/s in a step"),
-        ("memory", f"{measured.stream_bytes_per_s * measured.crowding / 1e9:.3g} GB/s"),
+        ("matmuls reach", f"{dict(gpu.achieved).get('matmul_efficiency', 1.0) * peak / 1e12:.3g} TFLOP/s in a step"),
+        ("memory", f"{measured.stream_bytes_per_s * measured.contention / 1e9:.3g} GB/s"),
     ]
     if measured.num_ranks > 1:
         facts.append(("at once", f"{at_once:.2g} ranks of a node at full speed"))
     facts.append(("probes", f"{len(measured.probes)} steps, predicted to {found.error:.1%} (median)"))
-    if measured.taken > _MUCH_TAKEN:
-        facts.append(("note", f"other guests of the host had the processors for {measured.taken:.0%} of the time"))
+    if measured.steal > _MUCH_STEAL:
+        facts.append(("note", f"other guests of the host had the processors for {measured.steal:.0%} of the time"))
     title = f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node"
     return [
         title,
@@ -99,6 +99,6 @@ def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
 def _to_document(path: Path, measured: Measured, found: Calibration) -> dict[str, object]:
     gpu = found.cluster.gpu
     return {
-        "ok": True, "file": str(path), "reached": dict(gpu.reached), "probe_errors": list(found.errors),
-        "median_error": found.error, "crowding": measured.crowding, "measured": asdict(measured),
+        "ok": True, "file": str(path), "achieved": dict(gpu.achieved), "probe_errors": list(found.errors),
+        "median_error": found.error, "contention": measured.contention, "measured": asdict(measured),
     }  # fmt: skip

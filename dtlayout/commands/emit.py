@@ -35,7 +35,7 @@ def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Se
 def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
     """The config's text."""
     cluster, model = scenario.cluster, scenario.model
-    is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.reached
+    is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.achieved
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
     num_nodes = math.ceil(cluster.num_gpus / per_node)
     processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
@@ -56,7 +56,7 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
         },
         "train": {"steps": _STEPS, "device": cluster.gpu.device_type},
         "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node}
-        | ({"file": cluster.file} if cluster.gpu.reached else {}),  # what only predictions know
+        | ({"file": cluster.file} if cluster.gpu.achieved else {}),  # what only predictions know
     }
     notes = {
         "data": "Small data that every machine has, to start with: put your own corpus and tokenizer here.",

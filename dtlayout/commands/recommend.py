@@ -15,7 +15,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.files import check_writable
-from dtlayout.planner.reasons import describe_misfit, find_problems, parse_layout
+from dtlayout.planner.reasons import describe_shortage, find_problems, parse_layout
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import find_smallest, scale
 from dtlayout.planner.space import Space, parse_choice
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", choices=tuple(BASELINES), help="what a well-known procedure would have chosen")
     parser.add_argument("--scale", metavar="N,N,…", help="the best layout on each of these numbers of GPUs")
     parser.add_argument("--min-gpus", action="store_true", help="the smallest cluster that trains the model")
-    parser.add_argument("--verify", type=int, default=0, metavar="K", help="dry-run the K best, and drop what misfits")
+    parser.add_argument("--verify", type=int, default=0, metavar="K", help="dry-run the K best, and drop what ooms")
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write the best layout as a config for train.py")
 
 
@@ -79,8 +79,8 @@ def _run(options: argparse.Namespace) -> int:
     if not result.ranked:
         raise InvalidLayout(_explain_nothing(space, result))
     verified = _verify(space.scenario, result, options.verify) if options.verify else []
-    misfits = {v.estimate.layout for v in verified if not v.fits}
-    result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in misfits))
+    ooms = {v.estimate.layout for v in verified if not v.fits}
+    result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in ooms))
     if not result.ranked:
         advice = "use a larger --top or a smaller --max-memory"
         problem = f"none of the {len(verified)} best fits when it is dry-run; {advice}"
@@ -146,8 +146,8 @@ def _read_sizes(text: str) -> list[int]:
 def _explain_nothing(space: Space, result: SearchResult) -> list[str]:
     """Why there is no layout, and what would help."""
     problems = [f"no layout can train {space.scenario.model.name} here: {describe_counts(result)}"]
-    if missed := result.smallest_misfit:
-        text = describe_misfit(missed, result.allowed_bytes)
+    if missed := result.smallest_oom:
+        text = describe_shortage(missed, result.allowed_bytes)
         problems.append(f"the one that misses by least, {missed.layout}: {text}")
         problems.append("--min-gpus finds the smallest cluster that works; a shorter --seq-len needs less")
     else:

@@ -22,7 +22,7 @@ _BAR = 20
 _COUNTED = {
     "not legal": "not legal", "slower kernels": "with slower kernels", "does not fit": "do not fit",
     "bounded": "slower by their lower bound", "slower": "slower when simulated",
-    "shared otherwise": "like one above but for kernels or sharding",
+    "sharded otherwise": "like one above but for kernels or sharding",
 }  # fmt: skip
 
 

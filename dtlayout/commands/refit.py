@@ -31,19 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Put the fitted constants into the file; what was predicted before the sweeps ran goes on record."""
-    from dtlayout.calibrate.fit import told_by  # only now: it imports scipy
+    from dtlayout.calibrate.fit import identifiable_constants  # only now: it imports scipy
 
     check_writable(options.into)
     if tables := [str(path) for path in options.sweeps if not path.is_dir()]:
         raise InvalidConfig(f"refit takes folders of sweeps, whose predictions are known; {', '.join(tables)} is none")
     cluster = load_cluster(options.into)
-    if not cluster.gpu.reached:
+    if not cluster.gpu.achieved:
         raise InvalidConfig(f"{options.into} has no measured constants to fit; dtlayout calibrate writes such a file")
     runs = read_rows(options.sweeps).runs
     if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
         raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
     records = [record for folder in options.sweeps if (record := make_record(folder))]
-    told = told_by([run.layout for run in runs], cluster.gpu.device_type)
+    told = identifiable_constants([run.layout for run in runs], cluster.gpu.device_type)
     engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=told)
     fitted = fit_group(with_engine(on_cluster(runs, cluster), engine), tell)
     today = f"{datetime.now(UTC):%Y-%m-%d}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import note_signals
-from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, rank
+from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
 from dtlayout.sweep.run import run_halved, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
 from dtlayout.text import align
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry", default="", metavar="OUTCOME,…", help="run again what ended so, such as crashed,killed,hung"
     )
-    parser.add_argument("--try-misfits", action="store_true", help="run also what is predicted not to fit")
+    parser.add_argument("--try-oom", action="store_true", help="run also what is predicted not to fit")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,21 +54,21 @@ def run(options: argparse.Namespace) -> int:
         raise DtlayoutError(f"--folder={folder} cannot be made a folder: {error.strerror}") from None
     console = Console(stderr=True, highlight=False)
     with note_signals() as stop:
-        again = {*retries, *(["skipped"] if options.try_misfits else [])}
+        again = {*retries, *(["skipped"] if options.try_oom else [])}
         known = {k: r for k, r in Journal(folder).read().items() if r.outcome not in again}
         board = _Board(console, trials, known)
         with Live(get_renderable=board.draw, console=console, refresh_per_second=2, transient=True):
             if sweep.halving:
                 run_halved(
                     sweep, trials, folder,
-                    tries_misfits=options.try_misfits, again=again, is_stopped=lambda: stop.is_made,
+                    tries_oom=options.try_oom, again=again, is_stopped=lambda: stop.is_made,
                     on_round=board.note_round, on_start=board.note_start, on_result=board.note,
                 )  # fmt: skip
                 trials = list(board.trials)  # of the last round
             else:
                 for result in run_sweep(
                     sweep, trials, folder,
-                    done=set(known), tries_misfits=options.try_misfits,
+                    done=set(known), tries_oom=options.try_oom,
                     is_stopped=lambda: stop.is_made, on_start=board.note_start,
                 ):  # fmt: skip
                     board.note(result)
@@ -149,7 +149,7 @@ def _count_outcomes(results: Sequence[TrialResult]) -> str:
 def _tabulate(results: Sequence[TrialResult]) -> list[str]:
     """The fastest of them."""
     rows = [["fastest so far", "s a step", "spread", "tokens/s a rank", "MFU", "peak MiB"]]
-    for result in rank(results)[:_BEST_SHOWN]:
+    for result in sort_by_time(results)[:_BEST_SHOWN]:
         assert result.run is not None, "what ran was possible"
         run, measured = result.run, result.measured
         peaks = [peak for peak in measured.peak_memory_bytes or () if peak is not None]
@@ -193,7 +193,7 @@ def _list(trials: Sequence[Trial], ended: Mapping[str, TrialResult]) -> str:
             lines.append(f"run         {trial.name}")
         else:
             step, fits = f"{trial.estimate.step_time_s:.3f} s a step", trial.estimate.fits
-            lines.append(f"{'run' if fits else 'misfit':<11} {trial.name}: predicted {step}")
+            lines.append(f"{'run' if fits else 'oom':<11} {trial.name}: predicted {step}")
     return "\n".join(lines)
 
 

@@ -95,7 +95,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
         match operation:
             case Linear(style="rowwise"):
                 sizes.append((operation.outputs, operation.inputs / layout.tp))
-            case Linear(fuses=True) if scenario.engine.habits.fuses_qkv:
+            case Linear(fuses=True) if scenario.engine.features.fuses_qkv:
                 sizes[-1] = (sizes[-1][0] + operation.outputs / layout.tp, operation.inputs)
             case Linear():
                 sizes.append((operation.outputs / layout.tp, operation.inputs))
@@ -147,7 +147,7 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     gathers of sequence parallelism, and cp nothing where that is attention. Separate attention keeps no softmax.
     """
     recompute = Recompute.parse(layout.recompute)
-    if scenario.engine.habits.checkpointing == "megatron":
+    if scenario.engine.features.checkpointing == "megatron":
         return (block.attention_s, 0.0) if recompute.is_selective else (block.forward_s, block.forward_tp_s)
     if kernels.compile == "blocks" and not recompute.is_selective:
         return block.forward_s, block.forward_tp_s
@@ -213,14 +213,14 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     """
     if layout.tp == 1:
         return 0.0, 0.0
-    habits, exposed = scenario.engine.habits, scenario.engine.constants.tp_exposed
+    features, exposed = scenario.engine.features, scenario.engine.constants.tp_exposed
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     half = half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
     num_branches = describe(scenario.model).num_branches
     if not layout.shards_sequence:
-        return 2 * num_branches * half * exposed, 2 * habits.input_reductions * half * exposed
-    regathered = num_branches if habits.regathers_inputs else 0
-    return 2 * num_branches * half * exposed, (num_branches + habits.input_reductions + regathered) * half * exposed
+        return 2 * num_branches * half * exposed, 2 * features.input_reductions * half * exposed
+    regathered = num_branches if features.regathers_inputs else 0
+    return 2 * num_branches * half * exposed, (num_branches + features.input_reductions + regathered) * half * exposed
 
 
 def block_cp_s(
@@ -251,7 +251,7 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
     tokens, size = tokens_of(scenario, layout), activation_size(scenario)
     matmul = matmul_s(scenario, tokens, model.vocab_size / t, model.hidden_size)
-    is_replicated = scenario.engine.habits.loss == "replicated"
+    is_replicated = scenario.engine.features.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
     loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits)
     adding_s, is_joint = 0.0, find_kernel(LossKernel, kernels.loss).joins_matmul

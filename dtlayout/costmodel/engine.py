@@ -1,7 +1,7 @@
-"""Engine: a training program with its habits, and the physical constants that were measured on it.
+"""Engine: a training program with its features, and the physical constants that were measured on it.
 
-Habits say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants say
-how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit` to
+Features say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants
+say how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit` to
 runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
 values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both.
 """
@@ -17,7 +17,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.recompute import Recompute
 
 OWN_ENGINE = "dtlayout"
-"""The engine whose habits are this trainer's."""
+"""The engine whose features are this trainer's."""
 
 
 def _constant(default: float, low: float, high: float, unit: str) -> float:
@@ -27,7 +27,7 @@ def _constant(default: float, low: float, high: float, unit: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
+class Features:
     """What a training program does in a step, whatever the hardware."""
 
     sharding: Literal["distributed-optimizer", "fsdp2"] = "distributed-optimizer"
@@ -180,7 +180,7 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class RunAheadConstants(Constants):
-    """Also those of a program with the habit `runs_ahead`."""
+    """Also those of a program with the feature `runs_ahead`."""
 
     run_ahead_bytes: float = _constant(0.0, 0.0, 300.0, "byte/width")
     """Full-width buffers, for each token of a microbatch, of tp collectives that the host started early."""
@@ -207,7 +207,7 @@ class Engine:
     """The name that tables and commands use."""
     gpu: str
     """The GPU type that the constants are for."""
-    habits: Habits
+    features: Features
     """What it does."""
     constants: Constants
     """How fast and how large."""
@@ -225,7 +225,7 @@ class Engine:
 
     def has_recompute(self, recompute: str) -> bool:
         """Whether the engine has this kind of recomputation; none but ours and torchtitan's tells operations apart."""
-        return self.habits.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1
+        return self.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1
 
     def recompute_problems(self, recompute: str) -> list[str]:
         """A line for a kind of recomputation that the engine does not have."""
@@ -259,13 +259,13 @@ def find_engine(name: str, gpu: str) -> Engine:
     if name not in _read_engines():
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(_read_engines())}")
     table = _read_engines()[name]
-    habits, measured = table.get("habits", Habits()), table.get("fitted", {}).get(gpu, {})
+    features, measured = table.get("features", Features()), table.get("fitted", {}).get(gpu, {})
     values = {key: value for key, value in measured.items() if key not in _NOTES}
     return Engine(
         name=name,
         gpu=gpu,
-        habits=habits,
-        constants=habits.kind_of_constants(**{**_reached_on(gpu), **table.get("constants", {}), **values}),
+        features=features,
+        constants=features.kind_of_constants(**{**_achieved_on(gpu), **table.get("constants", {}), **values}),
         fitted=tuple(values),
         source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
         error=measured.get("error", UNCALIBRATED_ERROR),
@@ -278,10 +278,10 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     InvalidConfig if what was measured is no constant, or outside its bounds.
     """
     engine = find_engine(name, gpu.name)
-    if name != OWN_ENGINE or not gpu.reached:
+    if name != OWN_ENGINE or not gpu.achieved:
         return engine
-    measured = dict(gpu.reached)
-    if problems := _problems(measured, "reached", engine.habits):
+    measured = dict(gpu.achieved)
+    if problems := _problems(measured, "achieved", engine.features):
         raise InvalidConfig(problems)
     return replace(
         engine.with_constants(**measured),
@@ -292,13 +292,13 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
 
 
 @cache
-def _reached_on(gpu: str) -> dict[str, float]:
+def _achieved_on(gpu: str) -> dict[str, float]:
     """Constants of a GPU type whatever the engine."""
-    values = toml.read_constants()["reached.toml"].get(gpu, {})
+    values = toml.read_constants()["achieved.toml"].get(gpu, {})
     return {key: value for key, value in values.items() if key not in _NOTES}
 
 
-_FILE = {"engine": str, "habits": Habits, "constants": dict[str, Any], "fitted": dict[str, dict[str, Any]]}
+_FILE = {"engine": str, "features": Features, "constants": dict[str, Any], "fitted": dict[str, dict[str, Any]]}
 """Keys of an engine's file; below `fitted` a GPU type has constants and _NOTES."""
 
 
@@ -308,20 +308,20 @@ def _read_engines() -> dict[str, dict[str, Any]]:
     for file, tables in toml.read_constants("engines").items():
         problems: list[str] = []
         found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
-        habits = found.get("habits", Habits())
-        problems += _problems(found.get("constants", {}), "constants", habits)
+        features = found.get("features", Features())
+        problems += _problems(found.get("constants", {}), "constants", features)
         for gpu, values in found.get("fitted", {}).items():
-            problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}", habits)
+            problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}", features)
         if problems:
             raise InvalidConfig([f"{file}: {problem}" for problem in problems])
         engines[found["engine"]] = found
     return engines
 
 
-def _problems(values: Mapping[str, Any], name: str, habits: Habits) -> list[str]:
-    """What is no constant of a program with these habits, and what lies outside its bounds."""
+def _problems(values: Mapping[str, Any], name: str, features: Features) -> list[str]:
+    """What is no constant of a program with these features, and what lies outside its bounds."""
     problems: list[str] = []
-    types = {f.name: float for f in fields(habits.kind_of_constants)}
+    types = {f.name: float for f in fields(features.kind_of_constants)}
     constants = toml.read_keys(values, types, (), name, problems)
     return problems + [f"{name}.{line}" for key, value in constants.items() for line in _outside(key, value)]
 

@@ -218,14 +218,14 @@ class Estimator:
 
     def delay_s(self, layout: Layout) -> float:
         """What a stage waits for a message beside its own work; blocking ones are part of the sender's."""
-        return 0.0 if self.scenario.engine.habits.blocking_messages else send_s(self.scenario, layout)
+        return 0.0 if self.scenario.engine.features.blocking_messages else send_s(self.scenario, layout)
 
     def fixed_s(self, m: int, peak_bytes: float) -> float:
         """What a step of m microbatches takes beside its work: fixed time, and an allocator short of memory."""
         constants = self.scenario.engine.constants
         share = peak_bytes / self.scenario.cluster.gpu.memory_bytes
         shortage = min(1.0, max(0.0, (share - constants.thrash_share) / _THRASH_RAMP))
-        return self.scenario.cluster.crowding * constants.step_host_s + shortage * constants.thrash_s * m
+        return self.scenario.cluster.contention * constants.step_host_s + shortage * constants.thrash_s * m
 
 
 def _split_time(

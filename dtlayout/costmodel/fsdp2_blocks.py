@@ -38,8 +38,8 @@ def block_forward(size: Sizes, kept: float) -> Phase:
     """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp."""
     in_attention = size.in_attention
     dropped = min(size.block - kept, size.last_branch) if kept < size.block else 0.0
-    summing = (size.share + size.whole * size.shards_sequence) if size.is_split else 0.0
-    at_end = kept + dropped + size.whole + summing + 2 * size.share
+    summing = (size.stream + size.whole * size.shards_sequence) if size.is_split else 0.0
+    at_end = kept + dropped + size.whole + summing + 2 * size.stream
     return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
 
 
@@ -52,7 +52,7 @@ def block_backward(size: Sizes, weights: WeightGradients, kept: float, recompute
             case Norm():
                 steps += _norm_backward(size, operation, weights)
                 if not operation.is_of_heads:
-                    steps.append((_A, -size.share))  # added to the residual stream's
+                    steps.append((_A, -size.stream))  # added to the residual stream's
             case Linear(style="rowwise"):
                 steps += _closing_backward(size, operation, weights)
             case Linear():
@@ -72,7 +72,7 @@ def head_forward(size: Sizes) -> Phase:
     """
     left = size.whole + size.head_weight if size.head_weight else size.logits
     dropped = size.norm_output if size.head_weight else 0.0
-    held = size.share if size.shards_sequence else 0.0
+    held = size.stream if size.shards_sequence else 0.0
     kept = size.norm(size.description.final_norm).kept + size.norm_output
     return changes((_A, kept + held), (_L, size.loss), (_L, left - size.loss), (_A, -dropped - held))
 
@@ -90,7 +90,7 @@ def head_backward(size: Sizes, weights: WeightGradients) -> Phase:
 def embedding_backward(size: Sizes, weights: WeightGradients) -> Phase:
     """From the gradient of the hidden states, which it lets go, to that of the weight."""
     come = weights.come(size.description.embedding)
-    return changes(*_gather(size), *come, *_drop_gathered(size), (_A, -size.share))
+    return changes(*_gather(size), *come, *_drop_gathered(size), (_A, -size.stream))
 
 
 def _closing_backward(size: Sizes, matmul: Linear, weights: WeightGradients) -> Steps:
@@ -134,7 +134,7 @@ def _add_two(size: Sizes) -> Steps:
 def _sum_over_tp(size: Sizes) -> Steps:
     """An all-reduce writes its result beside its input; a reduce-scatter first puts that in the order of ranks."""
     if size.shards_sequence:
-        return [(_A, size.whole + size.share), (_A, -2 * size.whole)]
+        return [(_A, size.whole + size.stream), (_A, -2 * size.whole)]
     return [(_A, size.whole), (_A, -size.whole)] if size.is_split else []
 
 

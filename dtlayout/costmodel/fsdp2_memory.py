@@ -54,7 +54,7 @@ def fullest_bytes(
         own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
         rows = _rows(find_schedule(layout.schedule), layout.placement, m, rank)
         places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
-        message = changes((_B, own[0].size.share))
+        message = changes((_B, own[0].size.stream))
         phases = [own[step[0]].play(step).times(count) if step else message for step, count in places]
         yield fullest_of(sequence(stage.state for stage in own).left, phases, [places[row] for row in rows])
 
@@ -72,7 +72,7 @@ def action_bytes(
     yield None, held, held
     for action, step, leaves_message in _steps(find_schedule(layout.schedule), placement, m, rank):
         phase = own[step[0]].play(step)
-        before, held = held, held + sum(phase.left) + leaves_message * own[0].size.share
+        before, held = held, held + sum(phase.left) + leaves_message * own[0].size.stream
         yield action, before + sum(phase.fullest), held
 
 
@@ -157,7 +157,7 @@ class _Stage:
         is_kept = size.keeps_stream or any(recompute.covers(layer) for layer in chunk.layers[:1])
         keeps_mask = size.keeps_mask or any(recompute.covers(layer) for layer in chunk.layers)
         self.kept_mask = size.mask if keeps_mask else 0.0
-        self.received = 0.0 if chunk.embedding or is_kept else size.share
+        self.received = 0.0 if chunk.embedding or is_kept else size.stream
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
         self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(chunk.layers)}
         self._known: dict[tuple[str, bool, bool], Phase] = {}
@@ -251,7 +251,7 @@ class _Stage:
             yield run(units.head, work, units.block, reduced) if units.head else work
             reduced = units.head or reduced
         else:
-            yield changes((_B, size.share))  # the gradient that is received
+            yield changes((_B, size.stream))  # the gradient that is received
         weights = sharding.gradients_of(units.block, is_first=is_first)
         blocks = {(kept, again): block_backward(size, weights, kept, again) for kept, again, _ in self.runs}
         for i, (kept, again, count) in enumerate(reversed(self.runs), start=1):
@@ -259,7 +259,7 @@ class _Stage:
             after = units.embedding if i == len(self.runs) else units.block
             yield run(units.block, work, units.block if count > 1 else after, reduced)
             if i == 1 and not self.has_head:
-                yield changes((_A, size.share))  # from here on there is a gradient of its own
+                yield changes((_A, size.stream))  # from here on there is a gradient of its own
             yield run(units.block, work, units.block, units.block).times(count - 2)
             if count > 1:
                 yield run(units.block, work, after, units.block)
@@ -275,6 +275,6 @@ class _Stage:
         summed = sum(n * sharding.summed(unit) for unit, n in self.counts.items())
         yield changes(
             (_B, -sharding.reduction(reduced) - summed if is_last else 0.0),
-            (_B, 0.0 if self.has_head else -size.share),
-            (_A, 0.0 if self.has_embedding else -size.share - self.received),
+            (_B, 0.0 if self.has_head else -size.stream),
+            (_A, 0.0 if self.has_embedding else -size.stream - self.received),
         )

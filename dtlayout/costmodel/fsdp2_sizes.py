@@ -56,7 +56,7 @@ class Sizes:
     """The same in the exact format, T·w."""
     tp: int
     """Ranks that share what lies inside a branch."""
-    shared: int
+    stream_ranks: int
     """Ranks that share the residual stream outside of branches: t under sequence parallelism."""
     regathers: bool
     """Whether the matmuls that read it keep their share alone, and gather it again in backward."""
@@ -93,14 +93,14 @@ class Sizes:
         return self.element * self.description.final_norm.width
 
     @cached_property
-    def share(self) -> float:
+    def stream(self) -> float:
         """That part of them which lies outside of branches."""
-        return self.whole / self.shared
+        return self.whole / self.stream_ranks
 
     @cached_property
     def norm_output(self) -> float:
         """What matmuls keep of hidden states that they read."""
-        return self.share if self.regathers else self.whole
+        return self.stream if self.regathers else self.whole
 
     @property
     def is_split(self) -> bool:
@@ -110,7 +110,7 @@ class Sizes:
     @property
     def shards_sequence(self) -> bool:
         """Whether it splits the hidden states between them too."""
-        return self.shared > 1
+        return self.stream_ranks > 1
 
     @property
     def casts(self) -> bool:
@@ -136,7 +136,7 @@ class Sizes:
     @cached_property
     def in_attention(self) -> float:
         """What a block's forward holds while attention runs: the stream, projections, and what is kept until then."""
-        held = self.share + self.attention + self.forward_work
+        held = self.stream + self.attention + self.forward_work
         for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
             held += self.kept_by(operation)
             if isinstance(operation, Linear):
@@ -162,7 +162,7 @@ class Sizes:
 
     def norm(self, norm: Norm) -> NormBytes:
         """A norm of the residual stream, or of heads."""
-        ranks = self.tp if norm.is_of_heads else self.shared
+        ranks = self.tp if norm.is_of_heads else self.stream_ranks
         width, num_rows = norm.width / ranks, max(1, norm.num_heads) / ranks
         compute, exact = self.element * width, self.exact_element * width
         rest = self.product_element * width + self.exact_element * num_rows
@@ -197,10 +197,10 @@ class Sizes:
         if not recompute.covers(layer):
             return self.block
         num_sums = self.description.num_branches - (not self.keeps_last)
-        sums = num_sums * self.share if self.is_split and recompute.is_selective else 0.0
+        sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
         matmuls = sum(self.matmul_results) - (0.0 if self.keeps_last else self.matmul_results[-1])
         kept: dict[Kept, float] = {"matmuls": matmuls, "attention": self.attention_results}
-        return self.share + sums + sum(kept[kind] for kind in recompute.kept)
+        return self.stream + sums + sum(kept[kind] for kind in recompute.kept)
 
     def recomputed(self, recompute: Recompute, layer: int) -> float:
         """What comes to what a block has kept when it is computed again, up to the last thing that backward needs.
@@ -209,14 +209,14 @@ class Sizes:
         """
         if not recompute.covers(layer):
             return 0.0
-        again = self.block - (self.share if self.keeps_stream else 0.0)
+        again = self.block - (self.stream if self.keeps_stream else 0.0)
         saved: dict[Kept, float] = {"matmuls": sum(self.matmul_results[:-1]), "attention": self.attention_results}
         return again - sum(saved[kind] for kind in recompute.kept)
 
 
 def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
     """The sizes of a layout, [Note: what a compiled block keeps]. On CPU no kernel of PyTorch does a whole norm."""
-    model, habits, t = scenario.model, scenario.engine.habits, layout.tp
+    model, features, t = scenario.model, scenario.engine.features, layout.tp
     e = BYTES[scenario.precision.compute]
     w = max(e, 4)
     tokens = layout.micro_batch * scenario.batch.seq_len / layout.cp
@@ -224,7 +224,7 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
     norm, loss = find_kernel(NormKernel, kernels.norm), find_kernel(LossKernel, kernels.loss)
     kernel, swiglu = find_kernel(AttentionKernel, kernels.attention), find_kernel(SwigluKernel, kernels.swiglu)
     has_norm_kernel = device_type not in norm.separate or kernels.compiles_blocks
-    columns = model.vocab_size / (t if habits.loss == "vocab-parallel" else 1)
+    columns = model.vocab_size / (t if features.loss == "vocab-parallel" else 1)
     has_mask = scenario.document_mask and kernel.needs_mask(device_type)
     at_once = math.ceil(tokens / count_loss_chunks(tokens)) / tokens if loss.in_chunks else 1
     query, key = tokens * model.query_width * e / t, tokens * model.kv_width * e / t
@@ -234,8 +234,8 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
         element=tokens * e,
         exact_element=tokens * w,
         tp=t,
-        shared=t if layout.shards_sequence else 1,
-        regathers=habits.regathers_inputs,
+        stream_ranks=t if layout.shards_sequence else 1,
+        regathers=features.regathers_inputs,
         has_norm_kernel=has_norm_kernel,
         product_element=0.0 if has_norm_kernel else tokens * (w if norm.keeps_exact else e),
         attention=attention,

@@ -77,7 +77,7 @@ def estimate_ranks(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
 ) -> Iterator[MemoryEstimate]:
     """The same of some ranks, each computed when it is asked for."""
-    if scenario.engine.habits.sharding == "fsdp2":
+    if scenario.engine.features.sharding == "fsdp2":
         for fullest in fullest_bytes(scenario, layout, kernels, stages, ranks):
             yield _estimate_fsdp2_rank(scenario, layout, fullest)
         return
@@ -169,7 +169,7 @@ def parameter_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
 def gradient_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
     """Whole while they accumulate; over S where each microbatch's are reduced at once (ZeRO-2 and -3)."""
     shards = count_state_shards(layout) if layout.zero > 1 and layout.pp == 1 else 1
-    return scenario.engine.habits.gradient_bytes * n / shards
+    return scenario.engine.features.gradient_bytes * n / shards
 
 
 def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
@@ -179,7 +179,7 @@ def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
 
 def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> float:
     """Reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way."""
-    bucket = scenario.engine.habits.bucket_bytes * n if layout.dp > 1 else 0.0
+    bucket = scenario.engine.features.bucket_bytes * n if layout.dp > 1 else 0.0
     return bucket + (2 * 2 * unit if layout.zero == 3 else 0.0)
 
 
@@ -207,7 +207,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     gate, up and silu(gate). Sequence parallelism splits what norms read, and what they write where inputs are gathered
     again; tp what lies inside a branch.
     """
-    model, habits, constants = scenario.model, scenario.engine.habits, scenario.engine.constants
+    model, features, constants = scenario.model, scenario.engine.features, scenario.engine.constants
     e, h, t = activation_size(scenario), model.hidden_size, layout.tp
     shared = t if layout.shards_sequence else 1
     is_eager = find_kernel(NormKernel, kernels.norm).is_eager
@@ -218,11 +218,11 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
             case Norm():
                 beside_scores += norm * operation.width / (t if operation.is_of_heads else shared)
             case Linear(style="colwise", keeps_input=True):
-                beside_scores += e * operation.inputs / (shared if habits.regathers_inputs else 1)
+                beside_scores += e * operation.inputs / (shared if features.regathers_inputs else 1)
             case Linear(style="rowwise", keeps_input=True):
                 beside_scores += e * operation.inputs / t
             case Rotary():
-                beside_scores += habits.rope_saved_bytes * operation.width / t
+                beside_scores += features.rope_saved_bytes * operation.width / t
             case SelfAttention():
                 beside_scores += e * (operation.input_width + operation.query_width) / t
             case Activation():
@@ -249,7 +249,7 @@ def logit_bytes(scenario: Scenario, layout: Layout) -> float:
     """Logits, their fp32 copy, softmax and gradient at once; over t where the loss is vocabulary-parallel."""
     constants, t = scenario.engine.constants, layout.tp
     logits = tokens_of(scenario, layout) * scenario.model.vocab_size
-    if scenario.engine.habits.loss == "vocab-parallel":
+    if scenario.engine.features.loss == "vocab-parallel":
         return constants.logit_bytes * logits / t
     return (constants.logit_bytes + (constants.gathered_logit_bytes if t > 1 else 0.0)) * logits
 
@@ -287,4 +287,4 @@ def tokens_of(scenario: Scenario, layout: Layout) -> float:
 
 def activation_size(scenario: Scenario) -> int:
     """Bytes of an activation: bf16, or what an fsdp2 engine is told."""
-    return BYTES[scenario.precision.compute] if scenario.engine.habits.sharding == "fsdp2" else 2
+    return BYTES[scenario.precision.compute] if scenario.engine.features.sharding == "fsdp2" else 2

@@ -59,5 +59,5 @@ def count_state_shards(layout: Layout) -> int:
 
 def cut(scenario: Scenario, layout: Layout) -> list[StageSlice]:
     """The stages of a layout as the engine cuts them, where the layout does not say so itself."""
-    split = STAGE_SPLITS[scenario.engine.habits.stage_split]
+    split = STAGE_SPLITS[scenario.engine.features.stage_split]
     return to_slices(layout.stage_layers or split(scenario.model, scenario.batch, layout.num_stages))

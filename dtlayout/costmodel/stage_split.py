@@ -1,4 +1,4 @@
-"""Stage split: how many blocks each pipeline stage gets, by the rule of the engine's habit; the trainer's is `cost`."""
+"""Stage split: how many blocks each pipeline stage gets, by its engine's rule; the trainer's is `cost`."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -7,16 +7,16 @@ from itertools import accumulate
 from dtlayout.batch import Batch
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
-from dtlayout.pipelining.partition import LayerCosts, layer_costs, share_out
+from dtlayout.pipelining.partition import LayerCosts, balance_stages, layer_costs
 
 
-def share_out_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage where the dearest is as cheap as can be, and stages are filled from the first one on.
+def fill_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where the costliest is as cheap as can be, and stages are filled from the first one on.
 
     DeepSpeed's rule (runtime/utils, partition_balanced). Embedding and head count as layers of their own, so a stage
     may hold one of them alone, and the last stages may be small.
 
-    >>> share_out_from_front(LayerCosts(blocks=(1.0,) * 10, embedding=1.5, head=1.5), 3)
+    >>> fill_from_front(LayerCosts(blocks=(1.0,) * 10, embedding=1.5, head=1.5), 3)
     (3, 4, 3)
     """
     layers = [costs.embedding, *costs.blocks, costs.head]
@@ -43,12 +43,12 @@ def _fill(prefix: Sequence[float], num_stages: int, cap: float) -> list[int]:
     return ends[1:]
 
 
-def share_out_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+def fill_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage where stage i ends with the block that reaches (i + 1) / num_stages of all costs.
 
     nanotron's rule (pipeline_parallel/engine, 2024). The last stages may have no block.
 
-    >>> share_out_by_threshold(LayerCosts(blocks=(1.0,) * 16, head=4.0), 4)
+    >>> fill_by_threshold(LayerCosts(blocks=(1.0,) * 16, head=4.0), 4)
     (5, 5, 5, 1)
     """
     total = costs.embedding + sum(costs.blocks) + costs.head
@@ -69,8 +69,8 @@ def _parameter_costs(model: ModelShape, *, with_embedding: bool) -> LayerCosts:
 
 
 STAGE_SPLITS: dict[str, Callable[[ModelShape, Batch, int], tuple[int, ...]]] = {
-    "cost": lambda model, batch, n: share_out(layer_costs(model, batch), n),
-    "parameters": lambda model, batch, n: share_out_from_front(_parameter_costs(model, with_embedding=True), n),
-    "threshold": lambda model, batch, n: share_out_by_threshold(_parameter_costs(model, with_embedding=False), n),
+    "cost": lambda model, batch, n: balance_stages(layer_costs(model, batch), n),
+    "parameters": lambda model, batch, n: fill_from_front(_parameter_costs(model, with_embedding=True), n),
+    "threshold": lambda model, batch, n: fill_by_threshold(_parameter_costs(model, with_embedding=False), n),
 }
-"""`stage_split` of an engine's habits → blocks of each of n stages."""
+"""`stage_split` of an engine's features → blocks of each of n stages."""

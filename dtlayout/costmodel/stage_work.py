@@ -56,7 +56,7 @@ def stage_work(
         head = head_of(part, kernels)
         forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
         forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
-    sending_s = send_s(scenario, layout) if scenario.engine.habits.blocking_messages else 0.0
+    sending_s = send_s(scenario, layout) if scenario.engine.features.blocking_messages else 0.0
     send_forward_s = 0.0 if stage.head else sending_s
     send_backward_s = 0.0 if stage.embedding else sending_s
     return StageWork(
@@ -73,7 +73,7 @@ def stage_work(
 
 def send_s(scenario: Scenario, layout: Layout) -> float:
     """One microbatch's hidden states on their way to the next stage, or their gradient on its way back."""
-    split = layout.tp if layout.shards_sequence or scenario.engine.habits.scatters_messages else 1
+    split = layout.tp if layout.shards_sequence or scenario.engine.features.scatters_messages else 1
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     return message_s(scenario, layout, size / split)
 

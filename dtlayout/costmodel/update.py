@@ -26,19 +26,19 @@ def update_times(
         if layout.dp * layout.cp > 1:
             times = count_reductions(scenario, layout, m) + (2 * m if layout.zero == 3 else 1)
             dp_s += num_layers * times * constants.layer_sync_s
-    crowding = scenario.cluster.crowding
-    return crowding * dp_s, crowding * optimizer_s
+    contention = scenario.cluster.contention
+    return contention * dp_s, contention * optimizer_s
 
 
 def hidden_share(scenario: Scenario) -> float:
     """Of computation, behind which data-parallel communication can hide; none where the same cores do both."""
-    overlaps = scenario.engine.habits.overlaps_reduction and not scenario.is_on_host
+    overlaps = scenario.engine.features.overlaps_reduction and not scenario.is_on_host
     return scenario.engine.constants.overlap if overlaps else 0.0
 
 
 def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
     """How often gradients are summed over data-parallel ranks in a step of m microbatches."""
-    is_each = layout.zero > 1 and (scenario.engine.habits.sharding == "fsdp2" or layout.pp == 1)
+    is_each = layout.zero > 1 and (scenario.engine.features.sharding == "fsdp2" or layout.pp == 1)
     return m if is_each else 1
 
 
@@ -52,16 +52,16 @@ def _data_parallel_s(
     """
     if layout.dp * layout.cp == 1:
         return 0.0
-    habits, hidden = scenario.engine.habits, hidden_share(scenario)
-    reduce_bytes, gather_bytes = habits.reduce_bytes * n, activation_size(scenario) * n
-    if habits.sharding == "fsdp2":
+    features, hidden = scenario.engine.features, hidden_share(scenario)
+    reduce_bytes, gather_bytes = features.reduce_bytes * n, activation_size(scenario) * n
+    if features.sharding == "fsdp2":
         reduce_bytes = BYTES[scenario.precision.reduce] * n
     shards = count_state_shards(layout)
     copies = layout.dp * layout.cp // shards
     shard_link = data_link(scenario, layout, layout.tp, shards)
     reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
     gather_s = half_all_reduce_s(gather_bytes, shards, shard_link)
-    if habits.reduction == "all-reduce":
+    if features.reduction == "all-reduce":
         reduce_s = 2 * reduce_s
     copy_link = data_link(scenario, layout, layout.tp * shards, copies)
     copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)

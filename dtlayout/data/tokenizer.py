@@ -118,7 +118,7 @@ def _read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{str(path)!r} is not a tokenizer.json that `tokenizers` can read: {error}") from error
-    tokenizer.no_truncation()  # the file may carry the habits of a chat or a classifier
+    tokenizer.no_truncation()  # the file may carry the features of a chat or a classifier
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # a document that spells "</s>" must not end itself
     return tokenizer

@@ -1,7 +1,7 @@
 """Which collectives were really issued: name, group, message size.
 
 Both ways into torch.distributed are seen: the `c10d` operators (`dist.all_reduce`, FSDP2, pipeline sends) and the
-functional ones (`_c10d_functional`, DTensor). The message size follows the habit of nccl-tests: the larger of what goes
+functional ones (`_c10d_functional`, DTensor). The message size is that of nccl-tests: the larger of what goes
 into the collective and what comes out of it on this rank, so that of an all-gather is the gathered tensor and that of a
 reduce-scatter the tensor before it is scattered.
 """

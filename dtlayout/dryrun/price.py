@@ -31,7 +31,7 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
         return None
     estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
     ranks = {rank: _Rank(scenario, layout, kernels, report) for rank, report in by_pp_rank.items()}
-    first, crowding = ranks[0].stages[0], scenario.cluster.crowding
+    first, contention = ranks[0].stages[0], scenario.cluster.contention
     layers = [len(stage.layers) for stage in estimator.stages(layout)]
     known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
     work = [
@@ -44,7 +44,7 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     ]
     return estimator.step(
         layout, m, work,
-        {rank: (crowding * priced.dp_s, crowding * priced.optimizer_s) for rank, priced in ranks.items()},
+        {rank: (contention * priced.dp_s, contention * priced.optimizer_s) for rank, priced in ranks.items()},
         delay_s=max(rank.message_s for rank in ranks.values()),
         peak_bytes=max(report.peak_bytes for report in reports) + scenario.engine.constants.overhead_bytes,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which blocks make which pipeline stage: contiguous runs whose dearest stage is as cheap as can be.
+"""Which blocks make which pipeline stage: contiguous runs whose costliest stage is as cheap as can be.
 
 Costs come in as plain numbers (seconds, FLOPs, bytes: the caller's choice), so that this file needs no cost model.
 """
@@ -49,7 +49,7 @@ def layer_costs(model: ModelShape, batch: Batch) -> LayerCosts:
 
 def partition(costs: LayerCosts, layout: Layout) -> list[StageSlice]:
     """Cut the model into `layout.num_stages` slices: as `layout.stage_layers` says, else by cost."""
-    return to_slices(layout.stage_layers or share_out(costs, layout.num_stages))
+    return to_slices(layout.stage_layers or balance_stages(costs, layout.num_stages))
 
 
 def to_slices(counts: Sequence[int]) -> list[StageSlice]:
@@ -62,19 +62,19 @@ def to_slices(counts: Sequence[int]) -> list[StageSlice]:
     ]
 
 
-def share_out(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage such that the dearest stage is cheapest and, among those, the squares add up to least.
+def balance_stages(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage such that the costliest stage is cheapest and, among those, the squares add up to least.
 
-    The dearest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has at least one
-    block. Equal blocks are dealt out one by one, others by dynamic programming, O(num_stages · num_blocks²).
+    The costliest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has one block at
+    least. Equal blocks are dealt out one by one, others by dynamic programming, O(num_stages · num_blocks²).
 
-    >>> share_out(LayerCosts(blocks=(1.0,) * 8, head=1.5), 4)
+    >>> balance_stages(LayerCosts(blocks=(1.0,) * 8, head=1.5), 4)
     (2, 2, 3, 1)
     """
     num_blocks = len(costs.blocks)
     assert 1 <= num_stages <= num_blocks, "Layout.problems refuses more stages than blocks"
     if len(set(costs.blocks)) == 1:
-        return _share_out_equal(costs, num_stages)
+        return _balance_equal(costs, num_stages)
     prefix = [0.0, *accumulate(costs.blocks)]
 
     def stage_cost(stage: int, start: int, end: int) -> float:
@@ -90,7 +90,7 @@ def share_out(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     return _solve(num_stages, num_blocks, stage_cost, add_square, allowed)[1]
 
 
-def _share_out_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+def _balance_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Each block to the stage that is cheapest with it, the last of equals: least maximum and least squares at once."""
     block, ends = costs.blocks[0], [0.0] * num_stages
     ends[0], ends[-1] = costs.embedding, ends[-1] + costs.head

@@ -21,9 +21,9 @@ from dtlayout.layout import Layout
 from dtlayout.planner.peaks import Peaks, Stages, gradient_phase
 from dtlayout.planner.space import Pipeline, Sharding, Space
 
-Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "shared otherwise", "ranked"]
+Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "sharded otherwise", "ranked"]
 """What became of a layout; "bounded" may fit, but is slower by its lower bound alone, "slower" was simulated, and
-"shared otherwise" differs from a ranked one in nothing but kernels and how its ranks share the state."""
+"sharded otherwise" differs from a ranked one in nothing but kernels and how its ranks share the state."""
 
 
 class State(NamedTuple):
@@ -58,12 +58,12 @@ class Candidate(NamedTuple):
     """Ways to share the state that may fit, and what the fullest rank needs at least."""
 
 
-MOST_MISFITS = 32
+MOST_OOMS = 32
 """Layouts of which the one that misses by least is looked for: what they need at least says which they are, and what
 they need exactly which of them it is."""
 
 
-class Misfit(NamedTuple):
+class Oom(NamedTuple):
     """A layout that does not fit."""
 
     least_bytes: float
@@ -78,18 +78,18 @@ class LeftOut:
 
     counts: Counter[Reason] = field(default_factory=Counter)
     """How many, by reason."""
-    nearest: list[Misfit] = field(default_factory=list)
-    """Of those that surely don't fit the `MOST_MISFITS` that need least at least, sorted."""
+    nearest: list[Oom] = field(default_factory=list)
+    """Of those that surely don't fit the `MOST_OOMS` that need least at least, sorted."""
 
     @property
     def limit_bytes(self) -> float:
         """Whoever needs more at least is none of these."""
-        return self.nearest[-1].least_bytes if len(self.nearest) == MOST_MISFITS else inf
+        return self.nearest[-1].least_bytes if len(self.nearest) == MOST_OOMS else inf
 
-    def note_misfit(self, least_bytes: float, layout: Layout, kernels: Kernels) -> None:
+    def note_oom(self, least_bytes: float, layout: Layout, kernels: Kernels) -> None:
         """Keep a layout that does not fit, if it is among those that need least."""
-        insort(self.nearest, Misfit(least_bytes, layout, kernels), key=lambda each: each.least_bytes)
-        del self.nearest[MOST_MISFITS:]
+        insort(self.nearest, Oom(least_bytes, layout, kernels), key=lambda each: each.least_bytes)
+        del self.nearest[MOST_OOMS:]
 
 
 class Candidates:
@@ -150,7 +150,7 @@ class Candidates:
         if len(fitting) < len(needs):
             need, sharding = min((need, sharding) for sharding, need in needs.items() if need > allowed)
             if need < known:
-                left_out.note_misfit(need, sharding.of(layout), kernels)
+                left_out.note_oom(need, sharding.of(layout), kernels)
         if not fitting:
             return None
         return Candidate(place, layout, part, kernels, m, self.peaks.stages(pipeline), state.num_parameters, fitting)

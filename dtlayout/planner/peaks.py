@@ -90,7 +90,7 @@ class Peaks:
         """`estimator` says how the model is cut; parts.py, [Note: results that are remembered]."""
         self.estimator = estimator
         self.scenario = estimator.scenario
-        self._is_fsdp2 = self.scenario.engine.habits.sharding == "fsdp2"
+        self._is_fsdp2 = self.scenario.engine.features.sharding == "fsdp2"
         self.stages = cache(partial(group_stages, estimator))
         """The stages of a PipelineLayout in groups."""
         self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(sizes_of, self.scenario))))
@@ -174,7 +174,7 @@ def _count_sizes(scenario: Scenario, classes: tuple[StageClass, ...], tp: int) -
 def _count_block_bytes(
     scenario: Scenario, size_of: Callable[[BlockLayout, Kernels], Sizes], layout: Layout, kernels: Kernels
 ) -> BlockBytes:
-    if scenario.engine.habits.sharding != "fsdp2":
+    if scenario.engine.features.sharding != "fsdp2":
         tokens = memory.tokens_of(scenario, layout)
         whole, kept = memory.block_bytes_per_token(scenario, layout, kernels)
         logits = memory.logit_bytes(scenario, layout)

@@ -47,7 +47,7 @@ def judge(
         return Verdict(layout, kernels, "not legal", tuple(problems), None)
     found = estimator.estimate(layout, kernels)
     if needed_bytes(found) > allowed_bytes:
-        return Verdict(layout, kernels, "does not fit", (describe_misfit(found, allowed_bytes),), found)
+        return Verdict(layout, kernels, "does not fit", (describe_shortage(found, allowed_bytes),), found)
     if best is None or abs(found.step_time_s / best.step_time_s - 1) <= TIE:
         text = "it is legal and fits" if best is None else f"as fast: {describe_difference(best, found)}"
         return Verdict(layout, kernels, "as fast", (text,), found)
@@ -63,7 +63,7 @@ def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
     return problems + layout.problems(scenario.model, scenario.batch) + find_refusals(scenario, layout, kernels)
 
 
-def describe_misfit(estimate: Estimate, allowed_bytes: float) -> str:
+def describe_shortage(estimate: Estimate, allowed_bytes: float) -> str:
     """Which rank holds too much, how much too much, and what it mostly is."""
     needed = needed_bytes(estimate)
     rank = next(i for i, rank in enumerate(estimate.memory) if rank.needed == needed)
@@ -158,7 +158,7 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
         if other_layout is None:
             continue
         if not name.startswith("zero=") and not find_problems(space, other_layout, other_kernels):
-            other_layout = search.share(other_layout, other_kernels)
+            other_layout = search.reshard(other_layout, other_kernels)
         yield name, other_layout, other_kernels
 
 

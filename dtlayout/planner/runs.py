@@ -142,7 +142,7 @@ class Run:
         gpu, cluster = self.scenario.cluster.gpu, self.scenario.cluster
         plain = vars(gpu_named(gpu.name))
         measured = {name: value for name, value in vars(gpu).items() if value != plain[name]}
-        measured |= {"reached": dict(gpu.reached)} if gpu.reached else {}
+        measured |= {"achieved": dict(gpu.achieved)} if gpu.achieved else {}
         machines = {"gpu": gpu.name, "measured": measured, "num_gpus": cluster.num_gpus}
         document = asdict(self)
         scenario = document.pop("scenario") | {
@@ -185,11 +185,11 @@ class _Machines:
 
     def to_cluster(self) -> Cluster:
         problems: list[str] = []
-        types = get_type_hints(Gpu) | {"reached": dict[str, float]}
+        types = get_type_hints(Gpu) | {"achieved": dict[str, float]}
         numbers = toml.read_keys(self.measured, types, (), "run.cluster.measured", problems)
         if problems:
             raise InvalidConfig(problems)
-        if "reached" in numbers:
-            numbers["reached"] = tuple(numbers["reached"].items())
+        if "achieved" in numbers:
+            numbers["achieved"] = tuple(numbers["achieved"].items())
         gpu = replace(gpu_named(self.gpu), **numbers)
         return Cluster(gpu=gpu, num_gpus=self.num_gpus, gpus_per_node=self.gpus_per_node)

@@ -49,7 +49,7 @@ class SearchResult:
     """How many layouts ended for each reason; they add up to the space."""
     allowed_bytes: float
     """What a rank may hold."""
-    smallest_misfit: Estimate | None
+    smallest_oom: Estimate | None
     """Where none fits, the one that misses by least."""
 
     @property
@@ -117,27 +117,27 @@ class Search:
         """The best `top` layouts, best first."""
         left_out = LeftOut()
         candidates = list(self._candidates.find(left_out))
-        fitting, misfits = self._ask(candidates, top)
-        ranked = rank(fitting, top, self.estimator.capacity_bytes)
+        fitting, ooms = self._ask(candidates, top)
+        ranked = choose_best(fitting, top, self.estimator.capacity_bytes)
         places = {timed.place for timed in ranked}
-        num_may_fit = sum(len(c.variants) for c in candidates) - len(misfits)
+        num_may_fit = sum(len(c.variants) for c in candidates) - len(ooms)
         num_alike = sum(len(c.variants) for c in candidates if c.place in places)
-        num_alike -= sum(misfit.place in places for misfit in misfits)
+        num_alike -= sum(oom.place in places for oom in ooms)
         num_slower = sum(timed.place not in places for timed in fitting)
         counts = left_out.counts
         counts.update({
-            "does not fit": len(misfits), "bounded": num_may_fit - num_alike - num_slower, "slower": num_slower,
-            "shared otherwise": num_alike - len(ranked), "ranked": len(ranked),
+            "does not fit": len(ooms), "bounded": num_may_fit - num_alike - num_slower, "slower": num_slower,
+            "sharded otherwise": num_alike - len(ranked), "ranked": len(ranked),
         })  # fmt: skip
-        missed = None if ranked else self._find_smallest_misfit(left_out, misfits)
+        missed = None if ranked else self._find_smallest_oom(left_out, ooms)
         return SearchResult(
             ranked=tuple(self.estimator.estimate(timed.layout, timed.kernels) for timed in ranked),
             counts={reason: counts[reason] for reason in get_args(Reason)},
             allowed_bytes=self.allowed_bytes,
-            smallest_misfit=self.estimator.estimate(*missed) if missed else None,
+            smallest_oom=self.estimator.estimate(*missed) if missed else None,
         )
 
-    def share(self, layout: Layout, kernels: Kernels) -> Layout:
+    def reshard(self, layout: Layout, kernels: Kernels) -> Layout:
         """A legal layout with its state shared in the fastest way that fits, or the smallest if none does."""
         left_out = LeftOut()
         candidate = self._candidates.make(layout, part_of(layout, StageLayout), kernels, left_out)
@@ -162,7 +162,7 @@ class Search:
         heapify(queue)
         times: dict[int, StepTimes] = {}
         fitting: list[_Timed] = []
-        misfits: list[_Timed] = []
+        ooms: list[_Timed] = []
         fastest: dict[int, float] = {}  # by place
         limit_s = inf
         while queue and queue[0].least_s <= limit_s:
@@ -180,13 +180,13 @@ class Search:
                 case _Question.FIT:
                     timed = self._try(candidate, sharding, least_s)
                     if timed.needed_bytes > self.allowed_bytes:
-                        misfits.append(timed)
+                        ooms.append(timed)
                         continue
                     fitting.append(timed)
                     fastest[timed.place] = min(timed.time_s, fastest.get(timed.place, inf))
                     if len(fastest) >= top:
                         limit_s = nsmallest(top, fastest.values())[-1] * (1 + TIE)
-        return fitting, misfits
+        return fitting, ooms
 
     def _bound_roughly_s(self, candidate: Candidate) -> float:
         """A lower bound of its step that any stages would have: all work, shared out evenly over the pipeline."""
@@ -206,17 +206,17 @@ class Search:
         more_s = self.estimator.fixed_s(m, peak) - self.estimator.fixed_s(m, 0.0)
         return _Timed(step_s + more_s, needed, peak, layout, candidate.kernels, candidate.place)
 
-    def _find_smallest_misfit(self, left_out: LeftOut, misfits: Sequence[_Timed]) -> tuple[Layout, Kernels] | None:
+    def _find_smallest_oom(self, left_out: LeftOut, ooms: Sequence[_Timed]) -> tuple[Layout, Kernels] | None:
         """What misses by least, by what all of its ranks need."""
         found, smallest = None, inf
-        asked = [(each.needed_bytes, each.layout, each.kernels) for each in misfits]
+        asked = [(each.needed_bytes, each.layout, each.kernels) for each in ooms]
         for least, layout, kernels in [*asked, *left_out.nearest]:
             if least < smallest and (needed := self._peaks.exact(layout, kernels)[0]) < smallest:
                 found, smallest = (layout, kernels), needed
         return found
 
 
-def rank(timed: Sequence[_Timed], top: int, capacity_bytes: float) -> list[_Timed]:
+def choose_best(timed: Sequence[_Timed], top: int, capacity_bytes: float) -> list[_Timed]:
     """The best `top`, of each place one: of all within a tie of the fastest that is left, the one with most room."""
     left = sorted(timed, key=lambda t: t.time_s)
     best: list[_Timed] = []

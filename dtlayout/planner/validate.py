@@ -57,7 +57,7 @@ def make_playable(run: Run) -> Run:
         goes_on = find_schedule(layout.schedule).takes(layout.pp, virtual_stages)
         schedule = layout.schedule if goes_on else schedule_with(virtual_stages)
         layout = replace(layout, virtual_stages=virtual_stages, schedule=schedule)
-    if layout.pp > num_layers and scenario.engine.habits.stage_split != "threshold":  # which may leave stages empty
+    if layout.pp > num_layers and scenario.engine.features.stage_split != "threshold":  # which may leave stages empty
         scenario = replace(scenario, model=replace(scenario.model, num_layers=layout.pp))
     rounds_of = layout.pp if find_schedule(layout.schedule).whole_rounds else 1
     unit = layout.dp * layout.micro_batch
@@ -204,7 +204,7 @@ def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line
     """
     from dtlayout.planner.fit import MEMORY_CONSTANTS
 
-    general = engine.habits.kind_of_constants()
+    general = engine.features.kind_of_constants()
     start_values = {name: getattr(without_fit(engine).constants, name) for name in engine.fitted}
     set_by_hand = {
         name: getattr(general, name)

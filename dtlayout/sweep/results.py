@@ -199,7 +199,7 @@ def keep_longest(results: Collection[TrialResult]) -> list[TrialResult]:
     return [r for r in results if longest[r.setting] is r]
 
 
-def rank(results: Sequence[TrialResult]) -> list[TrialResult]:
+def sort_by_time(results: Sequence[TrialResult]) -> list[TrialResult]:
     """Those that ran, the fastest first."""
     ran = [(result.measured.step_time_s, result) for result in results if result.outcome == "ok"]
     return [result for step_time_s, result in sorted(ran, key=lambda pair: pair[0] or 0.0) if step_time_s]

@@ -28,13 +28,13 @@ def run_sweep(
     folder: Path,
     *,
     done: Collection[str] = (),
-    tries_misfits: bool = False,
+    tries_oom: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
     on_start: Callable[[Trial], None] = lambda trial: None,
 ) -> Iterator[TrialResult]:
     """The result of each trial whose key is not `done`, as it ends; stops, without one, once `is_stopped` says so.
 
-    `tries_misfits` also runs what is predicted not to fit. DtlayoutError if another sweep runs in this folder.
+    `tries_oom` also runs what is predicted not to fit. DtlayoutError if another sweep runs in this folder.
     """
     with _alone(folder):
         processes.end(_mark(folder), grace_s=sweep.grace_s)  # of a sweep that was killed here
@@ -44,7 +44,7 @@ def run_sweep(
                 continue
             if is_stopped():
                 return
-            result = _judge(sweep, trial, tries_misfits=tries_misfits)
+            result = _judge(sweep, trial, tries_oom=tries_oom)
             if result is None:
                 on_start(trial)
                 result = _run(sweep, trial, folder, is_stopped)
@@ -59,7 +59,7 @@ def run_halved(
     trials: Sequence[Trial],
     folder: Path,
     *,
-    tries_misfits: bool = False,
+    tries_oom: bool = False,
     again: Collection[str] = (),
     is_stopped: Callable[[], bool] = lambda: False,
     on_round: Callable[[Sequence[Trial]], None] = lambda trials: None,
@@ -74,10 +74,10 @@ def run_halved(
     assert sweep.halving is not None, "a sweep without it runs every trial"
     journal = Journal(folder)
 
-    def run(of_round: Sweep, chosen: Sequence[Trial], *, tries_misfits: bool) -> None:
+    def run(of_round: Sweep, chosen: Sequence[Trial], *, tries_oom: bool) -> None:
         done = {key for key, result in journal.read().items() if result.outcome not in again}
         for result in run_sweep(
-            of_round, chosen, folder, done=done, tries_misfits=tries_misfits, is_stopped=is_stopped, on_start=on_start
+            of_round, chosen, folder, done=done, tries_oom=tries_oom, is_stopped=is_stopped, on_start=on_start
         ):
             on_result(result)
 
@@ -85,7 +85,7 @@ def run_halved(
         of_round = replace(sweep, steps=steps)
         chosen = [make_trial(of_round, folder, overrides) for overrides in left]
         on_round(chosen)
-        run(of_round, chosen, tries_misfits=True)
+        run(of_round, chosen, tries_oom=True)
         results = journal.read()
         ended = {trial.overrides: results[trial.key] for trial in chosen if trial.key in results}
         if len(ended) < len(chosen):  # stopped
@@ -93,10 +93,8 @@ def run_halved(
         ran = ((each, r.measured.step_time_s) for each, r in ended.items() if r.outcome == "ok")
         return {each: step_time_s for each, step_time_s in ran if step_time_s}
 
-    candidates = [
-        t for t in trials if t.config is not None and (tries_misfits or t.estimate is None or t.estimate.fits)
-    ]
-    run(sweep, [trial for trial in trials if trial not in candidates], tries_misfits=False)
+    candidates = [t for t in trials if t.config is not None and (tries_oom or t.estimate is None or t.estimate.fits)]
+    run(sweep, [trial for trial in trials if trial not in candidates], tries_oom=False)
     halving = sweep.halving
     if any(trial.estimate is None for trial in candidates):
         halving = replace(halving, first=1.0)  # nothing says which come first
@@ -120,11 +118,11 @@ def _mark(folder: Path) -> str:
     return str(folder.resolve())
 
 
-def _judge(sweep: Sweep, trial: Trial, *, tries_misfits: bool) -> TrialResult | None:
+def _judge(sweep: Sweep, trial: Trial, *, tries_oom: bool) -> TrialResult | None:
     """The result of a trial that need not be run."""
     if trial.config is None:
         return _to_result(sweep, trial, "refused", "; ".join(trial.problems))
-    if trial.estimate is not None and not trial.estimate.fits and not tries_misfits:
+    if trial.estimate is not None and not trial.estimate.fits and not tries_oom:
         peak, capacity = (size / 2**30 for size in (trial.estimate.peak_bytes, trial.estimate.capacity_bytes))
         return _to_result(sweep, trial, "skipped", f"predicted to need {peak:.1f} GiB of {capacity:.1f}")
     return None
@@ -138,7 +136,7 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
     if read_summary(run).get("outcome") == "done":  # the sweep was killed before it wrote that down
         return _to_result(sweep, trial, "ok", run=run)
     place.mkdir(parents=True, exist_ok=True)
-    forced = replace(trial.config, train=replace(trial.config.train, force=True))  # whoever asks for misfits gets them
+    forced = replace(trial.config, train=replace(trial.config.train, force=True))  # whoever asks for ooms gets them
     config.write_text(forced.to_toml(), encoding="utf-8")
     (run / "metrics.jsonl").unlink(missing_ok=True)
     (run / "summary.json").unlink(missing_ok=True)

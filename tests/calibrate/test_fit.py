@@ -25,13 +25,13 @@ def found():
 
 
 def test_kernels_and_links_are_read_off(found):
-    gpu, reached = found.cluster.gpu, dict(found.cluster.gpu.reached)
+    gpu, achieved = found.cluster.gpu, dict(found.cluster.gpu.achieved)
     assert gpu.ranks_at_once == pytest.approx(2, rel=0.05)
     assert gpu.peak_fp32_flops_per_s == pytest.approx(PEAK, rel=0.1)
     assert gpu.peak_flops_per_s == pytest.approx(PEAK / 4, rel=0.1)
     assert gpu.memory_bytes_per_s * 0.85 == pytest.approx(STREAM, rel=0.05)
-    assert reached["flash2_efficiency"] * gpu.peak_fp32_flops_per_s == pytest.approx(0.3 * PEAK, rel=0.1)
-    link = Link(gpu.link_bytes_per_s * 0.7, reached["collective_start_s"], reached["link_latency_s"], False)
+    assert achieved["flash2_efficiency"] * gpu.peak_fp32_flops_per_s == pytest.approx(0.3 * PEAK, rel=0.1)
+    link = Link(gpu.link_bytes_per_s * 0.7, achieved["collective_start_s"], achieved["link_latency_s"], False)
     for n, size in product((2, 4), (2**12, 2**20, 2**22)):
         assert all_reduce_s(size, n, link) == pytest.approx(all_reduce_s(size, n, LINK), rel=0.1)
 
@@ -55,7 +55,7 @@ def test_the_file_gives_the_same_cluster_again(found, tmp_path):
     path.write_text(to_toml(measure_machine(), found))
     read = load_cluster(path)
     assert read.num_gpus == 4 and read.gpus_per_node == 4
-    assert dict(read.gpu.reached) == pytest.approx(dict(found.cluster.gpu.reached), rel=1e-4, abs=1e-9)
+    assert dict(read.gpu.achieved) == pytest.approx(dict(found.cluster.gpu.achieved), rel=1e-4, abs=1e-9)
     model, batch = ModelShape(
         name="m", hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=4, ffn_size=192, vocab_size=256
     ), Batch(global_batch=8, seq_len=64)  # fmt: skip
@@ -67,25 +67,25 @@ def test_the_file_gives_the_same_cluster_again(found, tmp_path):
 
 def test_gpus_reach_shares_of_their_data_sheet_and_small_noise_is_no_sharing():
     found = calibrate(measure_gpus())
-    gpu, sheet, reached = found.cluster.gpu, find_gpu("h100-80g-sxm"), dict(found.cluster.gpu.reached)
+    gpu, sheet, achieved = found.cluster.gpu, find_gpu("h100-80g-sxm"), dict(found.cluster.gpu.achieved)
     assert (gpu.name, gpu.ranks_at_once, gpu.peak_flops_per_s) == (sheet.name, math.inf, sheet.peak_flops_per_s)
-    assert reached["matmul_efficiency"] == pytest.approx(0.7, rel=0.01)
-    assert reached["memory_efficiency"] == pytest.approx(0.9, rel=0.01)
-    assert reached["flash2_efficiency"] == pytest.approx(0.4, rel=0.01)
-    assert reached["link_efficiency"] * sheet.link_bytes_per_s == pytest.approx(GPU_LINK.bytes_per_s, rel=0.02)
-    assert reached["layer_host_s"] == pytest.approx(2e-3, rel=0.05)
-    assert "message_host_s" not in reached and "layer_host_tp_s" not in reached
+    assert achieved["matmul_efficiency"] == pytest.approx(0.7, rel=0.01)
+    assert achieved["memory_efficiency"] == pytest.approx(0.9, rel=0.01)
+    assert achieved["flash2_efficiency"] == pytest.approx(0.4, rel=0.01)
+    assert achieved["link_efficiency"] * sheet.link_bytes_per_s == pytest.approx(GPU_LINK.bytes_per_s, rel=0.02)
+    assert achieved["layer_host_s"] == pytest.approx(2e-3, rel=0.05)
+    assert "message_host_s" not in achieved and "layer_host_tp_s" not in achieved
     assert found.error < 0.02
 
 
 def test_links_between_nodes_are_those_of_rings_of_tp_and_of_messages():
     gpu = calibrate(measure_gpus()).cluster.gpu
-    reached = dict(gpu.reached)
+    achieved = dict(gpu.achieved)
     assert gpu.network_bytes_per_s * 0.7 == pytest.approx(NETWORK.bytes_per_s, rel=0.02)
     assert gpu.network_latency_s == pytest.approx(NETWORK.latency_s, rel=0.1)
-    assert reached["tp_network_efficiency"] * 4 * gpu.network_bytes_per_s == pytest.approx(60e9, rel=0.02)
-    assert reached["tp_network_latency_s"] == pytest.approx(TP_NETWORK.latency_s, rel=0.1)
-    assert reached["message_efficiency"] * gpu.network_bytes_per_s == pytest.approx(NETWORK.bytes_per_s / 2, rel=0.02)
+    assert achieved["tp_network_efficiency"] * 4 * gpu.network_bytes_per_s == pytest.approx(60e9, rel=0.02)
+    assert achieved["tp_network_latency_s"] == pytest.approx(TP_NETWORK.latency_s, rel=0.1)
+    assert achieved["message_efficiency"] * gpu.network_bytes_per_s == pytest.approx(NETWORK.bytes_per_s / 2, rel=0.02)
 
 
 def test_two_slow_hosts_are_told_to_keep_tp_inside():
@@ -104,7 +104,7 @@ def test_two_slow_hosts_are_told_to_keep_tp_inside():
 def test_what_no_probe_tells_stays_general():
     alone = measure_machine()
     alone = replace(alone, probes=tuple(p for p in alone.probes if p.layout.tp == p.layout.pp == 1))
-    names = set(dict(calibrate(alone).cluster.gpu.reached))
+    names = set(dict(calibrate(alone).cluster.gpu.achieved))
     assert "layer_host_s" in names and "layer_sync_s" in names
     assert not names & {"layer_host_tp_s", "full_host_tp_s", "selective_host_tp_s", "message_host_s"}
 
@@ -123,10 +123,10 @@ def test_measurements_survive_their_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('[reached.layer_hots_s]\nvalue = 1e-3\nunit = "s"\nsource = "x"', "reached.layer_hots_s is unknown"),
+        ('[achieved.layer_hots_s]\nvalue = 1e-3\nunit = "s"\nsource = "x"', "achieved.layer_hots_s is unknown"),
         (
-            '[reached.matmul_efficiency]\nvalue = 2.0\nunit = "share"\nsource = "x"',
-            "reached.matmul_efficiency=2.0 lies",
+            '[achieved.matmul_efficiency]\nvalue = 2.0\nunit = "share"\nsource = "x"',
+            "achieved.matmul_efficiency=2.0 lies",
         ),
     ],
 )

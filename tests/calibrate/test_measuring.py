@@ -32,13 +32,13 @@ def test_two_ranks_measure_everything_and_their_file_becomes_a_cluster(tmp_path,
     assert {t.kind for t in measured.collectives} == {"all-reduce", "all-gather", "reduce-scatter", "message"}
     assert {(p.layout.tp, p.layout.pp) for p in measured.probes} >= {(1, 1), (2, 1)}
     times = [*measured.matmuls, *measured.collectives, *measured.probes]
-    assert all(0 < each.seconds < 60 for each in times) and measured.crowding >= 1 and 0 <= measured.taken <= 1
+    assert all(0 < each.seconds < 60 for each in times) and measured.contention >= 1 and 0 <= measured.steal <= 1
 
     assert main(["calibrate", "--measured", str(path), "--out", str(lab), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     cluster = load_cluster(lab)
     assert (cluster.num_gpus, cluster.gpus_per_node) == (2, 2)
-    assert dict(cluster.gpu.reached) == pytest.approx(told["reached"], rel=1e-3, abs=1e-9)
+    assert dict(cluster.gpu.achieved) == pytest.approx(told["achieved"], rel=1e-3, abs=1e-9)
     assert len(told["probe_errors"]) == len(measured.probes)
 
 

@@ -56,7 +56,7 @@ def swept(tmp_path):
     """A cluster file whose constants are wrong, and a sweep that ran with it on the machine as it is."""
     lab, folder = tmp_path / "lab.toml", tmp_path / "out"
     wrong = {**TRUTH, "layer_host_s": 9e-3, "layer_host_tp_s": 20e-3, "matmul_efficiency": 0.9}
-    cluster = replace(MACHINE, gpu=replace(MACHINE.gpu, reached=tuple(wrong.items())))
+    cluster = replace(MACHINE, gpu=replace(MACHINE.gpu, achieved=tuple(wrong.items())))
     lab.write_text(to_toml(measure_machine(), Calibration(cluster, (0.0,))))
     (tmp_path / "config.toml").write_text(CONFIG.format(file=lab))
     (tmp_path / "sweep.toml").write_text(SWEEP)

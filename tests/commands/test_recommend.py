@@ -369,18 +369,18 @@ def test_nothing_is_written_where_nothing_was_asked(capsys, tmp_path, monkeypatc
 
 
 def test_the_best_are_dry_run_and_a_misfit_is_dropped(capsys, monkeypatch):
-    """Predictions are right here, so that only a planted misfit leaves anything to correct."""
+    """Predictions are right here, so that only a planted oom leaves anything to correct."""
     one = [*DEBUG, "--fix", "zero=1", "--fix", "micro_batch=2", "--top", "3"]
     honest = ask_with_progress(capsys, *one, "--verify", "2")
     assert [v["fits"] for v in honest["verified"]] == [True, True]
     for found in honest["verified"]:
         assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.05)
 
-    def find_misfit(scenario, estimates, allowed_bytes):
+    def find_oom(scenario, estimates, allowed_bytes):
         for place, estimate in enumerate(estimates):
             yield Verified(estimate, peak_bytes=2**40, fits=place == 1)
 
-    monkeypatch.setattr("dtlayout.commands.verify.verify", find_misfit)
+    monkeypatch.setattr("dtlayout.commands.verify.verify", find_oom)
     corrected = ask_with_progress(capsys, *one, "--verify", "1")
     assert [v["fits"] for v in corrected["verified"]] == [False, True]
     assert corrected["layouts"][0]["layout"] == honest["layouts"][1]["layout"]

@@ -6,7 +6,7 @@ import pytest
 from small import US, scenario
 
 from dtlayout.costmodel.compute import attention_s, block_time, block_tp_s, head_time, host_s, matmul_s, recompute_time
-from dtlayout.costmodel.engine import Habits
+from dtlayout.costmodel.engine import Features
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 
@@ -105,7 +105,7 @@ def test_the_ring_of_context_parallelism_runs_again_with_attention(recompute, sh
 
 def time_again(layout: Layout, checkpointing: str, kernels: Kernels | None = None) -> tuple[float, float]:
     kernels = kernels or Kernels()
-    setting = scenario(habits=Habits(checkpointing=checkpointing))
+    setting = scenario(features=Features(checkpointing=checkpointing))
     return recompute_time(setting, layout, kernels, block_time(setting, layout, kernels))
 
 
@@ -146,19 +146,19 @@ def test_tp_splits_matmuls_and_attention_and_only_with_sequence_parallelism_the_
 
 
 @pytest.mark.parametrize(
-    ("layout", "habits", "forward", "backward"),
+    ("layout", "features", "forward", "backward"),
     [
-        (TP2, Habits(), 4, 4),  # two all-reduces each way, of two halves
-        (TP2, Habits(input_reductions=3), 4, 6),  # q, k and v together, gate and up apart
-        (TP2_SP, Habits(), 4, 6),  # gather gradients, scatter sums, gather inputs again: two each
-        (TP2_SP, Habits(regathers_inputs=False), 4, 4),
-        (TP2_SP, Habits(regathers_inputs=False, input_reductions=3), 4, 5),
+        (TP2, Features(), 4, 4),  # two all-reduces each way, of two halves
+        (TP2, Features(input_reductions=3), 4, 6),  # q, k and v together, gate and up apart
+        (TP2_SP, Features(), 4, 6),  # gather gradients, scatter sums, gather inputs again: two each
+        (TP2_SP, Features(regathers_inputs=False), 4, 4),
+        (TP2_SP, Features(regathers_inputs=False, input_reductions=3), 4, 5),
     ],
 )
-def test_collectives_of_a_block(layout, habits, forward, backward):
-    found = block_tp_s(scenario(habits=habits), layout)
+def test_collectives_of_a_block(layout, features, forward, backward):
+    found = block_tp_s(scenario(features=features), layout)
     assert found == pytest.approx((forward * HALF_S, backward * HALF_S))
-    hidden = block_tp_s(scenario(habits=habits, tp_exposed=0.4), layout)
+    hidden = block_tp_s(scenario(features=features, tp_exposed=0.4), layout)
     assert hidden == pytest.approx((0.4 * forward * HALF_S, 0.4 * backward * HALF_S))
 
 
@@ -184,7 +184,7 @@ def test_a_vocabulary_parallel_loss_passes_over_its_share_of_the_logits():
 
 
 def test_a_replicated_loss_gathers_the_logits_and_passes_over_all_of_them():
-    found = head_time(scenario(habits=Habits(loss="replicated")), TP2, Kernels())
+    found = head_time(scenario(features=Features(loss="replicated")), TP2, Kernels())
     assert (found.forward_s, found.backward_s) == pytest.approx((450 * US, 650 * US))
     assert found.forward_tp_s == pytest.approx((10 + 200 + 5) * US)  # half of 20 MB at 50 GB/s
 

@@ -8,7 +8,7 @@ import pytest
 from dtlayout import toml
 from dtlayout.cluster import known_gpus
 from dtlayout.costmodel import engine
-from dtlayout.costmodel.engine import BOUNDS, Constants, Habits, RunAheadConstants, find_engine, known_engines
+from dtlayout.costmodel.engine import BOUNDS, Constants, Features, RunAheadConstants, find_engine, known_engines
 from dtlayout.errors import InvalidConfig
 
 GPU = "h100-80g-sxm"
@@ -21,19 +21,19 @@ FITTED = [
 def install(tmp_path, monkeypatch):
     """A package with these constants instead of the shipped ones."""
 
-    def write(text: str, reached: str = "") -> None:
+    def write(text: str, achieved: str = "") -> None:
         folder = tmp_path / "constants" / "engines"
         folder.mkdir(parents=True)
         (folder / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
-        (tmp_path / "constants" / "reached.toml").write_text(reached, encoding="utf-8")
+        (tmp_path / "constants" / "achieved.toml").write_text(achieved, encoding="utf-8")
         monkeypatch.setattr(toml, "files", lambda package: tmp_path)
         engine._read_engines.cache_clear()
-        engine._reached_on.cache_clear()
+        engine._achieved_on.cache_clear()
 
     yield write
     monkeypatch.undo()
     engine._read_engines.cache_clear()
-    engine._reached_on.cache_clear()
+    engine._achieved_on.cache_clear()
 
 
 def problems_of(name: str = "mine") -> list[str]:
@@ -54,11 +54,11 @@ def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
     for entry in (files("dtlayout") / "constants" / "engines").iterdir():
         table = toml.loads(entry.read_text(encoding="utf-8"))
         assert entry.name == table["engine"] + ".toml"
-        assert set(table) <= {"engine", "habits", "constants", "fitted"}
+        assert set(table) <= {"engine", "features", "constants", "fitted"}
         assert set(table.get("fitted", {})) <= set(known_gpus())
-    reached = toml.loads((files("dtlayout") / "constants" / "reached.toml").read_text(encoding="utf-8"))
-    assert set(reached) <= set(known_gpus())
-    for table in reached.values():
+    achieved = toml.loads((files("dtlayout") / "constants" / "achieved.toml").read_text(encoding="utf-8"))
+    assert set(achieved) <= set(known_gpus())
+    for table in achieved.values():
         assert table.pop("source") and set(table) <= set(BOUNDS)
 
 
@@ -90,10 +90,10 @@ def test_an_unknown_engine_is_refused_with_those_there_are():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[habits]\nsharing = 1", "mine.toml: habits.sharing is unknown; did you mean habits.sharding?"),
+        ("[features]\nsharing = 1", "mine.toml: features.sharing is unknown; did you mean features.sharding?"),
         (
-            '[habits]\nloss = "none"',
-            "mine.toml: habits.loss='none' is unknown; use one of ['vocab-parallel', 'replicated']",
+            '[features]\nloss = "none"',
+            "mine.toml: features.loss='none' is unknown; use one of ['vocab-parallel', 'replicated']",
         ),
         ("[constants]\noverlab = 1.0", "mine.toml: constants.overlab is unknown; did you mean constants.overlap?"),
         ("[constants]\noverlap = '1'", "mine.toml: constants.overlap='1' must be a number"),
@@ -118,7 +118,7 @@ def test_what_a_file_may_not_say_is_refused_with_its_name(install, text, problem
 
 
 def test_all_problems_of_a_file_are_told_at_once(install):
-    install("[habits]\nsharing = 1\n[constants]\nspeed = 1.0\noverlap = 2.0")
+    install("[features]\nsharing = 1\n[constants]\nspeed = 1.0\noverlap = 2.0")
     assert len(problems_of()) == 3
 
 
@@ -132,7 +132,7 @@ memory_efficiency = 0.61
 source = "runs"
 flash2_efficiency = 0.42
 """,
-        reached=f"""
+        achieved=f"""
 [{GPU}]
 source = "a benchmark"
 flash2_efficiency = 0.43
@@ -146,7 +146,7 @@ link_efficiency = 0.53
     assert found.constants.link_efficiency == 0.53  # the GPU type's
     assert found.constants.overlap == Constants().overlap  # general
     assert (found.fitted, found.source) == (("flash2_efficiency",), "runs")
-    assert found.habits == Habits()
+    assert found.features == Features()
     elsewhere = find_engine("mine", "a100-80g-sxm")
     assert (elsewhere.constants.flash2_efficiency, elsewhere.constants.link_efficiency) == (0.41, 0.7)
     assert not elsewhere.is_calibrated

@@ -19,7 +19,7 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.presets import PRESETS
 
 ENGINES, GPUS = known_engines(), [*known_gpus(), "cpu"]
-MEGATRON_STATE = [name for name in ENGINES if find_engine(name, "cpu").habits.sharding == "distributed-optimizer"]
+MEGATRON_STATE = [name for name in ENGINES if find_engine(name, "cpu").features.sharding == "distributed-optimizer"]
 """Engines whose components are sums of their own; under FSDP2 each is what it is at the fullest moment of all."""
 FSDP2 = [name for name in ENGINES if name not in MEGATRON_STATE]
 SPEEDS = ("peak_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")
@@ -57,7 +57,7 @@ def cases(draw, engines=ENGINES) -> Case:
     model, engine = draw(models()), draw(st.sampled_from(engines))
     gpu = draw(st.sampled_from(GPUS))
     found = find_engine(engine, gpu)
-    most_stages = model.num_layers if found.habits.stage_split == "cost" else 12
+    most_stages = model.num_layers if found.features.stage_split == "cost" else 12
     pp = draw(st.integers(1, min(8, most_stages)))
     v = draw(st.integers(2, 3)) if 1 < pp <= most_stages // 3 and draw(st.booleans()) else 1
     layout = Layout(

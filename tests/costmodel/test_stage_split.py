@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dtlayout.costmodel.engine import Habits
-from dtlayout.costmodel.stage_split import STAGE_SPLITS, share_out_by_threshold, share_out_from_front
+from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.stage_split import STAGE_SPLITS, fill_by_threshold, fill_from_front
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.presets import find_preset
 from dtlayout.pipelining.partition import LayerCosts
@@ -27,14 +27,14 @@ def stage_costs(costs: LayerCosts, counts: tuple[int, ...]) -> list[float]:
 
 
 def test_every_habit_has_its_rule():
-    assert set(STAGE_SPLITS) == set(get_args(get_type_hints(Habits)["stage_split"]))
+    assert set(STAGE_SPLITS) == set(get_args(get_type_hints(Features)["stage_split"]))
 
 
 from_front = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 30), st.integers(0, 30))
 
 
 def front_loads(layers: list[float], num_stages: int) -> list[float]:
-    """The cheapest dearest stage, found by trying every cut; then each stage takes what fits, first to last."""
+    """The cheapest costliest stage, found by trying every cut; then each stage takes what fits, first to last."""
     ways = [(0, *cuts, len(layers)) for cuts in combinations_with_replacement(range(len(layers) + 1), num_stages - 1)]
     cap = min(max(sum(layers[a:b]) for a, b in pairwise(way)) for way in ways)
     loads, left = [], list(layers)
@@ -52,7 +52,7 @@ def test_filling_from_the_front_keeps_the_dearest_stage_as_cheap_as_can_be(sizes
     costs = LayerCosts(blocks=tuple(map(float, blocks)), embedding=float(embedding), head=float(head))
     loads = front_loads([costs.embedding, *costs.blocks, costs.head], num_stages)
     assume(loads[-1] > 0)  # else the next test's case
-    counts = share_out_from_front(costs, num_stages)
+    counts = fill_from_front(costs, num_stages)
     assert min(counts) >= 0 and sum(counts) == len(blocks)
     assert stage_costs(costs, counts) == loads
 
@@ -66,7 +66,7 @@ def test_filling_from_the_front_keeps_the_dearest_stage_as_cheap_as_can_be(sizes
     ],
 )
 def test_stages_that_a_heavy_head_leaves_over_are_empty(costs, num_stages, counts):
-    assert share_out_from_front(costs, num_stages) == counts
+    assert fill_from_front(costs, num_stages) == counts
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_stages_that_a_heavy_head_leaves_over_are_empty(costs, num_stages, count
 )
 def test_filling_from_the_front_by_hand(embedding, head, num_stages, counts):
     costs = LayerCosts(blocks=(1.0,) * 8, embedding=embedding, head=head)
-    assert share_out_from_front(costs, num_stages) == counts
+    assert fill_from_front(costs, num_stages) == counts
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_filling_from_the_front_by_hand(embedding, head, num_stages, counts):
 )
 def test_a_stage_ends_with_the_block_that_reaches_its_share(embedding, head, num_stages, counts):
     costs = LayerCosts(blocks=(1.0,) * 8, embedding=embedding, head=head)
-    assert share_out_by_threshold(costs, num_stages) == counts
+    assert fill_by_threshold(costs, num_stages) == counts
 
 
 def test_the_playbooks_8b_is_cut_in_two_at_18():
@@ -103,13 +103,13 @@ def test_the_playbooks_8b_is_cut_in_two_at_18():
     model = replace(find_preset("llama3.1-8b"), num_kv_heads=32, vocab_size=131_072)
     block, head = count_block_parameters(model), count_embedding_parameters(model)
     costs = LayerCosts(blocks=(float(block),) * model.num_layers, head=float(head))
-    assert share_out_by_threshold(costs, 2) == (18, 14)
+    assert fill_by_threshold(costs, 2) == (18, 14)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), cost, cost, st.integers(1, 6))
 def test_shares_by_threshold_are_complete_and_each_ends_no_later_than_it_must(blocks, embedding, head, num_stages):
     costs = LayerCosts(blocks=tuple(map(float, blocks)), embedding=float(embedding), head=float(head))
-    counts = share_out_by_threshold(costs, num_stages)
+    counts = fill_by_threshold(costs, num_stages)
     assert len(counts) == num_stages and min(counts) >= 0 and sum(counts) == len(blocks)
     share = (embedding + sum(blocks) + head) / num_stages
     for stage in range(num_stages - 1):
@@ -120,5 +120,5 @@ def test_shares_by_threshold_are_complete_and_each_ends_no_later_than_it_must(bl
 
 def test_forty_thousand_layers_are_cut_without_looking_at_every_pair_of_them():
     costs = LayerCosts(blocks=(3.0,) * 40_000, embedding=7.0, head=7.0)
-    counts = share_out_from_front(costs, 1_000)
+    counts = fill_from_front(costs, 1_000)
     assert sum(counts) == 40_000 and max(stage_costs(costs, counts)) == 123.0

@@ -6,7 +6,7 @@ import pytest
 from small import scenario
 
 from dtlayout.batch import Batch
-from dtlayout.costmodel.engine import Habits
+from dtlayout.costmodel.engine import Features
 from dtlayout.dryrun.price import price
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.kernels import Kernels
@@ -36,7 +36,7 @@ def report_of(rank: int, layout: Layout, done: list[Done], *, run: int = 2, whol
 
 
 def a_scenario(layout: Layout, microbatches: int, **constants):
-    found = scenario(num_gpus=8, habits=Habits(sharding="fsdp2"), **constants)
+    found = scenario(num_gpus=8, features=Features(sharding="fsdp2"), **constants)
     return replace(found, batch=Batch(global_batch=microbatches * layout.dp * layout.micro_batch, seq_len=1000))
 
 

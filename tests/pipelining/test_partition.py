@@ -13,10 +13,10 @@ from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS, find_preset
 from dtlayout.pipelining.partition import (
     LayerCosts,
+    balance_stages,
     count_blocks,
     layer_costs,
     partition,
-    share_out,
 )
 
 cost = st.integers(0, 20)
@@ -52,7 +52,7 @@ def test_no_split_has_a_cheaper_dearest_stage_or_is_as_cheap_and_more_even(split
         stages = stage_costs(costs, counts)
         return max(stages), sum(c * c for c in stages)
 
-    assert rank(share_out(costs, num_stages)) == min(map(rank, all_splits(len(costs.blocks), num_stages)))
+    assert rank(balance_stages(costs, num_stages)) == min(map(rank, all_splits(len(costs.blocks), num_stages)))
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=7), st.floats(0, 1e3), st.data())
@@ -60,34 +60,34 @@ def test_the_dearest_stage_is_the_cheapest_possible_for_costs_that_do_not_add_up
     costs = LayerCosts(blocks=tuple(blocks), head=head)
     num_stages = data.draw(st.integers(1, len(blocks)))
     best = min(max(stage_costs(costs, counts)) for counts in all_splits(len(blocks), num_stages))
-    assert max(stage_costs(costs, share_out(costs, num_stages))) == pytest.approx(best, rel=1e-11)
+    assert max(stage_costs(costs, balance_stages(costs, num_stages))) == pytest.approx(best, rel=1e-11)
 
 
 @given(st.integers(1, 12), st.data())
 def test_a_dearer_head_never_gives_its_stage_more_blocks(num_blocks, data):
     num_stages = data.draw(st.integers(1, num_blocks))
     heads = sorted(data.draw(st.lists(st.floats(0, 6), min_size=2, max_size=4)))
-    last = [share_out(LayerCosts(blocks=(1.0,) * num_blocks, head=head), num_stages)[-1] for head in heads]
+    last = [balance_stages(LayerCosts(blocks=(1.0,) * num_blocks, head=head), num_stages)[-1] for head in heads]
     assert last == sorted(last, reverse=True)
 
 
 def test_a_head_worth_two_blocks_takes_their_place():
     even = LayerCosts(blocks=(1.0,) * 10)
-    assert share_out(even, 4)[-1] in (2, 3)
-    assert share_out(LayerCosts(blocks=(1.0,) * 10, head=2.0), 4) == (3, 3, 3, 1)
-    assert share_out(LayerCosts(blocks=(1.0,) * 10, embedding=2.0), 4) == (1, 3, 3, 3)
+    assert balance_stages(even, 4)[-1] in (2, 3)
+    assert balance_stages(LayerCosts(blocks=(1.0,) * 10, head=2.0), 4) == (3, 3, 3, 1)
+    assert balance_stages(LayerCosts(blocks=(1.0,) * 10, embedding=2.0), 4) == (1, 3, 3, 3)
 
 
 @given(small_splits(), st.booleans())
 def test_slices_are_contiguous_and_complete_and_the_ends_hold_embedding_and_head(split, is_chosen):
     costs, num_stages = split
-    counts = share_out(costs, num_stages)[::-1] if is_chosen else ()
+    counts = balance_stages(costs, num_stages)[::-1] if is_chosen else ()
     slices = partition(costs, Layout(pp=num_stages, stage_layers=counts))
     assert [s.stage for s in slices] == list(range(num_stages))
     assert [layer for s in slices for layer in s.layers] == list(range(len(costs.blocks)))
     assert [s.embedding for s in slices] == [True] + [False] * (num_stages - 1)
     assert [s.head for s in slices] == [False] * (num_stages - 1) + [True]
-    assert count_blocks(slices) == (counts or share_out(costs, num_stages))
+    assert count_blocks(slices) == (counts or balance_stages(costs, num_stages))
 
 
 def test_virtual_stages_are_stages():
@@ -110,7 +110,7 @@ def test_the_largest_model_is_split_over_every_number_of_stages():
     model = max(PRESETS.values(), key=lambda m: m.num_layers)
     costs = layer_costs(model, Batch(global_batch=1, seq_len=4096))
     for num_stages in (1, 16, model.num_layers):
-        counts = share_out(costs, num_stages)
+        counts = balance_stages(costs, num_stages)
         assert len(counts) == num_stages
         assert sum(counts) == model.num_layers
         assert max(counts[:-1], default=0) - min(counts[:-1], default=0) <= 1
@@ -125,12 +125,12 @@ def test_equal_blocks_are_dealt_out_as_well_as_by_the_dynamic_programme(num_bloc
     almost = replace(equal, blocks=(*equal.blocks[:-1], nextafter(1.0, 2.0)))
 
     def rank(costs: LayerCosts) -> tuple[float, float]:
-        stages = stage_costs(equal, share_out(costs, num_stages))
+        stages = stage_costs(equal, balance_stages(costs, num_stages))
         return max(stages), sum(cost * cost for cost in stages)
 
     assert rank(equal) == pytest.approx(rank(almost), rel=1e-11)
 
 
 def test_blocks_that_all_cost_the_same_go_to_the_first_stage_that_is_cheapest():
-    assert share_out(LayerCosts(blocks=(3.0,) * 7), 3) == (2, 2, 3)
-    assert share_out(LayerCosts(blocks=(1.0,) * 5, embedding=10.0, head=10.0), 3) == (1, 3, 1)
+    assert balance_stages(LayerCosts(blocks=(3.0,) * 7), 3) == (2, 2, 3)
+    assert balance_stages(LayerCosts(blocks=(1.0,) * 5, embedding=10.0, head=10.0), 3) == (1, 3, 1)

@@ -49,7 +49,7 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
             assert (peaks.exact(layout, kernels, allowed)[0] > allowed) == (needed > allowed), layout
         least = max(map(sum, zip(held, state, strict=True)))
         assert least <= needed * (1 + 1e-12), layout
-        if scenario.engine.habits.sharding == "distributed-optimizer":
+        if scenario.engine.features.sharding == "distributed-optimizer":
             assert least == pytest.approx(needed, rel=1e-12), layout
 
 

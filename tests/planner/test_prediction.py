@@ -150,7 +150,7 @@ def test_a_prediction_is_one_line_and_says_how_much_it_is_worth():
 
 def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
     config, layout, cpu = make_config(), Layout(dp_shard=64, micro_batch=1), find_gpu("cpu")
-    measured = replace(cpu, reached=(("layer_host_s", 1e-3),), prediction_error=0.1)
+    measured = replace(cpu, achieved=(("layer_host_s", 1e-3),), prediction_error=0.1)
     for gpu, line in (
         (
             cpu,

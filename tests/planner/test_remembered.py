@@ -161,10 +161,10 @@ def test_candidates_that_follow_all_others_are_those_of_a_fresh_search():
 def test_a_search_that_ran_before_finds_the_same_again(name):
     space = Space(SCENARIOS[name], {"norm": "fused"}, {"recompute": ["every-2", "every-8"]})
     search, shared = Search(space), cases_on(SCENARIOS[name])[::60]
-    found = [search.share(*case) for case in shared]
+    found = [search.reshard(*case) for case in shared]
     first = search.run()
     assert first == search.run() == Search(space).run() and first.ranked
-    assert found == [search.share(*case) for case in shared] == [Search(space).share(*case) for case in shared]
+    assert found == [search.reshard(*case) for case in shared] == [Search(space).share(*case) for case in shared]
 
 
 PARTS = (BlockLayout, StageLayout, CutLayout, PipelineLayout, StateLayout)

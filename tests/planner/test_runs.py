@@ -67,7 +67,7 @@ def test_a_gpu_of_which_only_the_name_is_known_is_none_to_predict_for():
         ({"measured": {"memory": [{"parameters": 1.0}]}}, "gradients is missing"),
         ({"scenario": {}}, "run.scenario is unknown"),
         ({"cluster": CLUSTER | {"measured": {"memory_bytes": "all"}}}, "measured.memory_bytes='all' must be a whole"),
-        ({"cluster": CLUSTER | {"measured": {"reached": {"a": "b"}}}}, "measured.reached.a='b' must be a number"),
+        ({"cluster": CLUSTER | {"measured": {"achieved": {"a": "b"}}}}, "measured.achieved.a='b' must be a number"),
         ({"engine": "steam"}, "engine 'steam' is unknown"),
         ({"cluster": CLUSTER | {"measured": {"speed": 1}}}, "run.cluster.measured.speed is unknown"),
     ],

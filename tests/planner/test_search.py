@@ -114,7 +114,7 @@ def test_every_layout_that_was_left_out_has_its_reason(name):
     assert result.counts["not legal"] == counts["not legal"]
     assert result.counts["does not fit"] <= counts["does not fit"]
     assert result.counts["ranked"] == len(result.ranked) == 3
-    assert result.counts["slower"] + result.counts["shared otherwise"] <= len(fitting) + counts["does not fit"]
+    assert result.counts["slower"] + result.counts["sharded otherwise"] <= len(fitting) + counts["does not fit"]
     assert result.num_layouts == len(fitting) + counts.total()
     only_fast = Search(Space(SCENARIOS[name], avoided=FEWER)).run(top=3)
     assert only_fast.counts["slower kernels"] == 0
@@ -123,7 +123,7 @@ def test_every_layout_that_was_left_out_has_its_reason(name):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7])
-def test_less_may_be_allowed_and_nothing_that_fits_is_called_a_misfit(share):
+def test_less_may_be_allowed_and_nothing_that_fits_is_called_a_oom(share):
     space = Space(SCENARIOS["tighter"], avoided=FEWER)
     fitting, counts = try_all(space, share)
     result = Search(space, share).run(top=2)
@@ -132,14 +132,14 @@ def test_less_may_be_allowed_and_nothing_that_fits_is_called_a_misfit(share):
     assert result.num_layouts == len(fitting) + counts.total()
 
 
-def test_where_nothing_fits_the_smallest_misfit_is_the_smallest_of_all():
+def test_where_nothing_fits_the_smallest_oom_is_the_smallest_of_all():
     space = Space(scenario(memory=int(3e9)), avoided=FEWER)
     result = Search(space).run()
-    assert result.ranked == () and result.smallest_misfit is not None
+    assert result.ranked == () and result.smallest_oom is not None
     estimator = Estimator(space.scenario)
     legal = [pair for pair in space.layouts() if pair[0].is_legal(SMALL, space.scenario.batch)]
     smallest = min(needed_bytes(estimator.estimate(*pair)) for pair in legal)
-    assert needed_bytes(result.smallest_misfit) == pytest.approx(smallest, rel=0.5)
+    assert needed_bytes(result.smallest_oom) == pytest.approx(smallest, rel=0.5)
     assert not Search(space).finds_any()
 
 

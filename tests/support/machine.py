@@ -34,7 +34,7 @@ MACHINE = Cluster(
     gpu=replace(
         find_gpu("cpu"), peak_flops_per_s=PEAK / 4, peak_fp32_flops_per_s=PEAK, memory_bytes_per_s=STREAM / 0.85,
         link_bytes_per_s=LINK.bytes_per_s / 0.7, gpus_per_node=4, ranks_at_once=4 / CROWDING,
-        reached=tuple(TRUTH.items()),
+        achieved=tuple(TRUTH.items()),
     ),
     num_gpus=4,
     gpus_per_node=4,
@@ -114,7 +114,7 @@ def measure_gpus() -> Measured:
     seconds = {(n, k): 2 * 4096 * n * k / (0.7 * h100.peak_flops_per_s) for n, k in ((4096, 4096), (8192, 4096))}
     flash_s = 2 * 32 * 8192**2 * 128 / (0.4 * h100.peak_flops_per_s)
     measured = measure_machine()
-    cluster = Cluster(gpu=replace(h100, reached=(("layer_host_s", 2e-3), ("step_host_s", 1e-2))), num_gpus=8,
+    cluster = Cluster(gpu=replace(h100, achieved=(("layer_host_s", 2e-3), ("step_host_s", 1e-2))), num_gpus=8,
                       gpus_per_node=4)  # fmt: skip
     bf16 = Precision()
     probes = []

@@ -2,7 +2,7 @@
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, Gpu
-from dtlayout.costmodel.engine import Constants, Engine, Habits
+from dtlayout.costmodel.engine import Constants, Engine, Features
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.model_shape import ModelShape
 
@@ -49,12 +49,12 @@ MODEL = ModelShape(
 )
 
 
-def scenario(*, num_gpus: int = 8, habits: Habits | None = None, **constants: float) -> Scenario:
+def scenario(*, num_gpus: int = 8, features: Features | None = None, **constants: float) -> Scenario:
     """8 GPUs a node, sequences of 1000 tokens."""
     engine = Engine(
         name="round",
         gpu="round",
-        habits=habits or Habits(),
+        features=features or Features(),
         constants=ROUND,
         fitted=(),
         source="round numbers",

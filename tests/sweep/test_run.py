@@ -21,7 +21,7 @@ from dtlayout.layout import Layout
 from dtlayout.planner.prediction import own_scenario
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.sweep import processes
-from dtlayout.sweep.results import Journal, TrialResult, rank
+from dtlayout.sweep.results import Journal, TrialResult, sort_by_time
 
 CAUSES = {
     "oom": "CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -113,13 +113,13 @@ def test_impossible_layouts_and_misfits_are_results_too(tmp_path, capsys):
     path.write_text(text.replace("seed = [0]", "layout.tp = [1, 3]\nmodel.vocab_size = [260, 1_000_000_000]"))
     assert main(["sweep", str(path), "--folder", str(folder), "--list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(listed) == ["impossible", "impossible", "misfit", "run"]
+    assert sorted(listed) == ["impossible", "impossible", "oom", "run"]
     assert main(["sweep", str(path), "--folder", str(folder), "--json"]) == 0
     trials = json.loads(capsys.readouterr().out)["trials"]
     assert Counter(t["outcome"] for t in trials) == {"ok": 1, "skipped": 1, "refused": 2}
     causes = {t["outcome"]: t["cause"] for t in trials}
     assert "tp=3 does not divide" in causes["refused"] and "predicted to need" in causes["skipped"]
-    assert main(["sweep", str(path), "--folder", str(folder), "--try-misfits", "--json"]) == 0
+    assert main(["sweep", str(path), "--folder", str(folder), "--try-oom", "--json"]) == 0
     outcomes = Counter(t["outcome"] for t in json.loads(capsys.readouterr().out)["trials"])
     assert outcomes == {"ok": 2, "refused": 2}
 
@@ -167,7 +167,7 @@ def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate(tmp_path):
         )  # fmt: skip
         return TrialResult(key=key, setting=key, overrides=[], run=run)
 
-    found = rank([result("a", 2.0), result("b", 1.0), result("c", 0.5, "hung"), result("d", None, "crashed")])
+    found = sort_by_time([result("a", 2.0), result("b", 1.0), result("c", 0.5, "hung"), result("d", None, "crashed")])
     assert [r.key for r in found] == ["b", "a"]
 
 
