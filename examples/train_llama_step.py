@@ -18,7 +18,7 @@ plan = dl.make_plan(model, layout, kernels, precision)
 slices = dl.partition(dl.layer_costs(model, batch), layout)
 schedule = dl.make_schedule(layout, batch)
 mesh = dl.build_mesh(layout, "cpu")
-stages = schedule.stages_of(mesh["pp"].get_local_rank())
+stages = schedule.placement.stages_of(mesh["pp"].get_local_rank())
 modules = [dl.build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
 sync = [dl.apply_plan(module, plan, mesh) for module in modules]
 dl.initialize(modules, model, seed=0, device="cpu")
