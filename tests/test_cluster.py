@@ -225,7 +225,7 @@ def test_a_cluster_may_hold_what_was_measured_on_it(write):
 
 
 def test_constants_of_a_cluster_are_tables_of_tables(write):
-    assert problems_of_cluster(write('gpu = "cpu"\ngpus = 4\nreached = 3\n')) == [
+    assert problems_of_cluster(write('gpu = "cpu"\ngpus = 4\nachieved = 3\n')) == [
         "achieved is a table: write [achieved] and its keys below"
     ]
     assert problems_of_cluster(write('gpu = "cpu"\ngpus = 4\n[achieved]\nlayer_host_s = 1e-3\n')) == [

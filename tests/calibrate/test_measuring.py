@@ -83,4 +83,4 @@ def test_an_end_of_the_command_ends_its_ranks(tmp_path):
 def test_time_that_others_had_is_a_share(monkeypatch):
     ticks = iter([[100, 0, 50, 500, 20, 0, 0, 10], [160, 0, 80, 900, 30, 0, 0, 20]])
     monkeypatch.setattr("dtlayout.calibrate.clock._read_ticks", lambda: next(ticks))
-    assert Busy().taken() == 10 / 100  # 60 user, 30 system, 10 stolen; idle and waiting don't count
+    assert Busy().steal() == 10 / 100  # 60 user, 30 system, 10 stolen; idle and waiting don't count

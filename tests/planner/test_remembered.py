@@ -164,7 +164,7 @@ def test_a_search_that_ran_before_finds_the_same_again(name):
     found = [search.reshard(*case) for case in shared]
     first = search.run()
     assert first == search.run() == Search(space).run() and first.ranked
-    assert found == [search.reshard(*case) for case in shared] == [Search(space).share(*case) for case in shared]
+    assert found == [search.reshard(*case) for case in shared] == [Search(space).reshard(*case) for case in shared]
 
 
 PARTS = (BlockLayout, StageLayout, CutLayout, PipelineLayout, StateLayout)

@@ -19,7 +19,7 @@ from dtlayout.precision import Precision
 
 KERNELS = Kernels(attention="sdpa-flash")
 FP32 = Precision(compute="float32")
-CROWDING = 2.0
+CONTENTION = 2.0
 PEAK, FILL, STREAM = 100e9, 16.0, 8e9
 LINK = Link(1e9, 3e-4, 2e-4, crosses_nodes=False)
 TRUTH = {
@@ -33,7 +33,7 @@ TRUTH = {
 MACHINE = Cluster(
     gpu=replace(
         find_gpu("cpu"), peak_flops_per_s=PEAK / 4, peak_fp32_flops_per_s=PEAK, memory_bytes_per_s=STREAM / 0.85,
-        link_bytes_per_s=LINK.bytes_per_s / 0.7, gpus_per_node=4, ranks_at_once=4 / CROWDING,
+        link_bytes_per_s=LINK.bytes_per_s / 0.7, gpus_per_node=4, ranks_at_once=4 / CONTENTION,
         achieved=tuple(TRUTH.items()),
     ),
     num_gpus=4,
@@ -59,9 +59,9 @@ def measure_machine(noise: float = 0.0) -> Measured:
         peak = PEAK if name == "float32" else PEAK / 4
         alone_s = 2 * (m + FILL) * (n + FILL) * (k + FILL) / peak
         matmuls.append(
-            MatmulTime(m=m, n=n, k=k, format=name, seconds=around(CROWDING * alone_s), alone_s=around(alone_s))
+            MatmulTime(m=m, n=n, k=k, format=name, seconds=around(CONTENTION * alone_s), alone_s=around(alone_s))
         )
-    flash_s = 2 * 8 * 512**2 * 64 / (0.3 * PEAK) * CROWDING
+    flash_s = 2 * 8 * 512**2 * 64 / (0.3 * PEAK) * CONTENTION
     attention = AttentionTime(
         kernel="sdpa-flash", batch=1, heads=8, seq_len=512, head_dim=64, format="float32",
         forward_s=flash_s, backward_s=2.5 * flash_s,
@@ -71,7 +71,7 @@ def measure_machine(noise: float = 0.0) -> Measured:
         seconds = (2 if kind == "all-reduce" else 1) * half_all_reduce_s(size, n, LINK)
         collectives.append(
             CollectiveTime(kind=kind, num_ranks=n, stride=1, size_bytes=size, crosses_nodes=False,
-                           seconds=around(CROWDING * seconds))
+                           seconds=around(CONTENTION * seconds))
         )  # fmt: skip
     probes = []
     for model, layout, seq_len, m in plan_probes(4, "cpu"):
@@ -82,7 +82,7 @@ def measure_machine(noise: float = 0.0) -> Measured:
         )
     return Measured(
         device="cpu", gpu="cpu", torch="2.13.0", date="2026-01-01", num_ranks=4, ranks_per_node=4,
-        memory_bytes=2**32, taken=0.0, stream_bytes_per_s=STREAM / CROWDING, host_s=2e-3 * CROWDING, host_alone_s=2e-3,
+        memory_bytes=2**32, steal=0.0, stream_bytes_per_s=STREAM / CONTENTION, host_s=2e-3 * CONTENTION, host_alone_s=2e-3,
         matmuls=tuple(matmuls), attention=(attention,), collectives=tuple(collectives), probes=tuple(probes),
     )  # fmt: skip
 
