@@ -59,6 +59,5 @@ for _plugin in filter(None, map(str.strip, os.environ.get("DTLAYOUT_PLUGINS", ""
     try:
         import_module(_plugin)
     except ImportError as error:
-        raise ImportError(
-            f"DTLAYOUT_PLUGINS names {_plugin!r}: {error}; install it, put its folder into PYTHONPATH, or unset the variable"
-        ) from error
+        advice = "install it, put its folder into PYTHONPATH, or unset the variable"
+        raise ImportError(f"DTLAYOUT_PLUGINS names {_plugin!r}: {error}; {advice}") from error

@@ -1,9 +1,10 @@
 """Engine: a training program with its features, and the physical constants that were measured on it.
 
 Features say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants
-say how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit` to
-runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
-values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both.
+say how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit`
+to runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
+values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both, and `register_engine` takes
+a file of the same form.
 """
 
 from collections.abc import Mapping

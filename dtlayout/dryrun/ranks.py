@@ -36,7 +36,7 @@ def dry_run_ranks(
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
     shares = processes.RawArray("d", len(ranks))
     with ProcessPoolExecutor(
-        min(len(ranks), os.cpu_count() or 1), processes, _begin, 
+        min(len(ranks), os.cpu_count() or 1), processes, _begin,
         (shares, find_schedule(layout.schedule), find_family(config.model.family)), max_tasks_per_child=1,
     ) as pool:  # fmt: skip
         waiting = {

@@ -1,7 +1,7 @@
 """An engine from outside: a file of features and constants, and every prediction that names it is its own."""
 
 import pytest
-from plugged import PLUGINS, SCENARIO, ask, ask_programs, count_files, plugged_in
+from plugged import PLUGINS, ask, ask_programs, count_files, plugged_in
 
 from dtlayout.costmodel.engine import find_engine, register_engine
 from dtlayout.errors import InvalidConfig

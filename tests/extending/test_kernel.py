@@ -56,9 +56,10 @@ def files(tmp_path: Path) -> TinyFiles:
 def run(files: TinyFiles, *arguments: str) -> subprocess.CompletedProcess[str]:
     folder = str(files.config.parent)
     path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "DTLAYOUT_PLUGINS": "my_kernels"}
     done = subprocess.run(
         [sys.executable, f"{folder}/program.py", *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "DTLAYOUT_PLUGINS": "my_kernels"}, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done
