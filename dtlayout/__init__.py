@@ -1,8 +1,10 @@
 """dtlayout: which parallel layout trains this Llama fastest on these GPUs, and a trainer that runs it.
 
-Public names load on first use, so that `import dtlayout` and its values need no torch.
+Public names load on first use, so that `import dtlayout` and its values need no torch. Last come the modules that the
+environment variable DTLAYOUT_PLUGINS names, which register what is not shipped (docs/adding.md).
 """
 
+import os
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +19,11 @@ _HOMES = {
     "register_optimizer": "dtlayout.optimizers",
     "find_preset": "dtlayout.models.presets",
     "load_config": "dtlayout.config",
+    "Family": "dtlayout.models.families",
+    "register_family": "dtlayout.models.families",
+    "register_kernel": "dtlayout.kernel",
+    "register_gpu": "dtlayout.cluster",
+    "register_engine": "dtlayout.costmodel.engine",
     "Plan": "dtlayout.plans.plan",
     "make_plan": "dtlayout.plans.plan",
     "make_schedule": "dtlayout.pipelining.schedule",
@@ -46,3 +53,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+for _plugin in filter(None, map(str.strip, os.environ.get("DTLAYOUT_PLUGINS", "").split(","))):
+    try:
+        import_module(_plugin)
+    except ImportError as error:
+        advice = "install it, put its folder into PYTHONPATH, or unset the variable"
+        raise ImportError(f"DTLAYOUT_PLUGINS names {_plugin!r}: {error}; {advice}") from error

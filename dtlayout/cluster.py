@@ -141,9 +141,8 @@ class Cluster:
             raise InvalidConfig(problems)
 
 
-@cache
 def known_gpus() -> dict[str, Gpu]:
-    """Every GPU type that a constants file describes, by name; the CPU is none, since it has no peak for MFU."""
+    """Every GPU type that is described, by name; the CPU is none, since it has no peak for MFU."""
     return {name: gpu for name, gpu in _read_constants().items() if gpu.has_mfu}
 
 
@@ -164,8 +163,20 @@ def gpu_named(name: str) -> Gpu:
     return _read_constants().get(name) or Gpu(name=name, device_names=(name,), capability=(), **nothing)
 
 
+def register_gpu(file: str | Path) -> Gpu:
+    """Make known the GPU type of a file of the same form as constants/clusters/*.toml.
+
+    InvalidConfig with every problem of the file, or if the GPU's name is taken.
+    """
+    gpu = parse_gpu(toml.read(file, "GPU type"), str(file))
+    if gpu.name in _read_constants():
+        raise InvalidConfig(f"{file}: GPU type {gpu.name!r} is there already; give yours another name")
+    _read_constants()[gpu.name] = gpu
+    return gpu
+
+
 def find_gpu_by_device(device_name: str) -> Gpu | None:
-    """The GPU type that torch reports as `device_name`, if a constants file knows it."""
+    """The GPU type that torch reports as `device_name`, if it is described."""
     return next((gpu for gpu in known_gpus().values() if device_name in gpu.device_names), None)
 
 
@@ -220,7 +231,7 @@ def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
 
 @cache
 def _read_constants() -> dict[str, Gpu]:
-    """Everything that a constants file describes, the CPU included, by name."""
+    """Everything that is described, the CPU included, by name; `register_gpu` adds to it."""
     gpus = [parse_gpu(tables, file) for file, tables in toml.read_constants("clusters").items()]
     return {gpu.name: gpu for gpu in gpus}
 

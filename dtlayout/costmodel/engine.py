@@ -1,14 +1,16 @@
 """Engine: a training program with its features, and the physical constants that were measured on it.
 
 Features say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants
-say how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit` to
-runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
-values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both.
+say how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit`
+to runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
+values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both, and `register_engine` takes
+a file of the same form.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from dtlayout import toml
@@ -251,6 +253,17 @@ def known_engines() -> list[str]:
     return list(_read_engines())
 
 
+def register_engine(file: str | Path) -> None:
+    """Make known the engine of a file of the same form as constants/engines/*.toml.
+
+    InvalidConfig with every problem of the file, or if the engine's name is taken.
+    """
+    engine = _parse_engine(toml.read(file, "engine"), str(file))
+    if engine["engine"] in _read_engines():
+        raise InvalidConfig(f"{file}: engine {engine['engine']!r} is there already; give yours another name")
+    _read_engines()[engine["engine"]] = engine
+
+
 def find_engine(name: str, gpu: str) -> Engine:
     """The engine called `name` on a GPU type; InvalidConfig names them all if there is none.
 
@@ -304,18 +317,22 @@ _FILE = {"engine": str, "features": Features, "constants": dict[str, Any], "fitt
 
 @cache
 def _read_engines() -> dict[str, dict[str, Any]]:
-    engines = {}
-    for file, tables in toml.read_constants("engines").items():
-        problems: list[str] = []
-        found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
-        features = found.get("features", Features())
-        problems += _problems(found.get("constants", {}), "constants", features)
-        for gpu, values in found.get("fitted", {}).items():
-            problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}", features)
-        if problems:
-            raise InvalidConfig([f"{file}: {problem}" for problem in problems])
-        engines[found["engine"]] = found
-    return engines
+    """The tables of each engine by name; `register_engine` adds to them."""
+    engines = [_parse_engine(tables, file) for file, tables in toml.read_constants("engines").items()]
+    return {engine["engine"]: engine for engine in engines}
+
+
+def _parse_engine(tables: dict[str, Any], file: str) -> dict[str, Any]:
+    """The tables of an engine's file; InvalidConfig with every problem, each under the file's name."""
+    problems: list[str] = []
+    found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
+    features = found.get("features", Features())
+    problems += _problems(found.get("constants", {}), "constants", features)
+    for gpu, values in found.get("fitted", {}).items():
+        problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}", features)
+    if problems:
+        raise InvalidConfig([f"{file}: {problem}" for problem in problems])
+    return found
 
 
 def _problems(values: Mapping[str, Any], name: str, features: Features) -> list[str]:

@@ -12,6 +12,7 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.kernel import Kernel, kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.models.families import FAMILIES, Family, find_family, register_family
 from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule, known_schedules, register_schedule
 
 _LOOK_EVERY_S = 0.5
@@ -35,8 +36,8 @@ def dry_run_ranks(
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
     shares = processes.RawArray("d", len(ranks))
     with ProcessPoolExecutor(
-        min(len(ranks), os.cpu_count() or 1), processes, _begin, (shares, find_schedule(layout.schedule)),
-        max_tasks_per_child=1,
+        min(len(ranks), os.cpu_count() or 1), processes, _begin,
+        (shares, find_schedule(layout.schedule), find_family(config.model.family)), max_tasks_per_child=1,
     ) as pool:  # fmt: skip
         waiting = {
             pool.submit(_dry_run, place, kernels.records, config, layout, kernels, rank, **options)
@@ -57,12 +58,14 @@ _shares: MutableSequence[float] = []
 """In a process of the pool: how far each of the ranks is."""
 
 
-def _begin(shares: MutableSequence[float], schedule: PipelineSchedule) -> None:
-    """What a process of the pool takes over: where to note how far it is, and a schedule that is not shipped."""
+def _begin(shares: MutableSequence[float], schedule: PipelineSchedule, family: Family) -> None:
+    """What a process of the pool takes over: where to note how far it is, and what is not shipped."""
     global _shares
     _shares = shares
     if schedule.name not in known_schedules():
         register_schedule(schedule)
+    if family.name not in FAMILIES:
+        register_family(family)
 
 
 def _dry_run(place: int, records: list[Kernel], *arguments: Any, **options: Any) -> RankReport:

@@ -32,7 +32,6 @@ def attend(q_BHSK, k_BGSK, v_BGSK, mask):
 """
 PROGRAM = """
 import sys
-import my_kernels
 
 if __name__ == "__main__":  # a dry run starts processes
     if sys.argv[1] == "train":
@@ -50,19 +49,24 @@ if __name__ == "__main__":  # a dry run starts processes
 def files(tmp_path: Path) -> TinyFiles:
     (tmp_path / "my_kernels.py").write_text(RECORD)
     (tmp_path / "my_attention.py").write_text(FUNCTION)
-    (tmp_path / "my_program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(PROGRAM)
     return write_tiny(tmp_path)
 
 
 def run(files: TinyFiles, *arguments: str) -> subprocess.CompletedProcess[str]:
     folder = str(files.config.parent)
     path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "DTLAYOUT_PLUGINS": "my_kernels"}
     done = subprocess.run(
-        [sys.executable, str(files.config.parent / "my_program.py"), *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, f"{folder}/program.py", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def test_it_takes_two_files(files):
+    assert len(list(files.config.parent.glob("my_*"))) == 2
 
 
 def test_an_attention_kernel_from_outside_is_checked_recommended_rehearsed_and_trained_with(files):

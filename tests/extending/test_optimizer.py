@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from extending.lion import Lion
 from launching import read_lines
+from plugged import count_files, plugged_in
 from tiny import write_tiny
 
-from dtlayout import launch, optimizers, register_optimizer
+from dtlayout import launch
 from dtlayout.cli import main
 from dtlayout.config import load_config
 
@@ -16,9 +16,9 @@ NUM_PARAMETERS = 8_030_261_248
 
 
 @pytest.fixture(autouse=True)
-def lion(monkeypatch):
-    monkeypatch.setattr(optimizers, "_OPTIMIZERS", dict(optimizers._OPTIMIZERS))
-    assert register_optimizer(Lion) is Lion
+def lion():
+    with plugged_in("lion") as plugin:
+        yield plugin
 
 
 @pytest.fixture
@@ -33,9 +33,13 @@ def answer(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_configs_name_it_and_its_keys(config, capsys):
+def test_it_takes_two_files():
+    assert count_files("lion") == 2
+
+
+def test_configs_name_it_and_its_keys(lion, config, capsys):
     assert answer(capsys, "check", config)["ok"]
-    assert load_config(config).optimizer == Lion(lr=1e-2, lookahead=0.8)
+    assert load_config(config).optimizer == lion.Lion(lr=1e-2, lookahead=0.8)
     assert main(["check", str(config), "--optimizer.lookahead=2", "--optimizer.beta1=0.9"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said == [
@@ -44,7 +48,7 @@ def test_configs_name_it_and_its_keys(config, capsys):
     ]
 
 
-def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(tmp_path, capsys):
+def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(lion, tmp_path, capsys):
     fixed = ["--fix", "dp_shard=16", "--fix", "tp=1", "--fix", "pp=1", "--top", "1"]
     emitted = tmp_path / "emitted.toml"
     ours = answer(capsys, "recommend", *LLAMA, *fixed, "--optimizer", "lion", "--emit", emitted)
@@ -52,11 +56,11 @@ def test_recommend_knows_its_memory_and_its_traffic_and_emits_it(tmp_path, capsy
     assert (ours["scenario"]["optimizer"], theirs["scenario"]["optimizer"]) == ("lion", "adamw")
     assert main(["recommend", *LLAMA, *fixed, "--optimizer", "lion"]) == 0
     assert "tokens a step, updated by lion\n" in capsys.readouterr().out
-    (lion,), (adamw,) = ours["layouts"], theirs["layouts"]
-    assert lion["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 2 / 16, rel=1e-3)
+    (mine,), (adamw,) = ours["layouts"], theirs["layouts"]
+    assert mine["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 2 / 16, rel=1e-3)
     assert adamw["memory"][0]["optimizer"] == pytest.approx(NUM_PARAMETERS * 8 / 16, rel=1e-3)
-    assert lion["time"]["optimizer"] / adamw["time"]["optimizer"] == pytest.approx((12 + 16 / 16) / (12 + 28 / 16))
-    assert load_config(emitted).optimizer == Lion()
+    assert mine["time"]["optimizer"] / adamw["time"]["optimizer"] == pytest.approx((12 + 16 / 16) / (12 + 28 / 16))
+    assert load_config(emitted).optimizer == lion.Lion()
 
 
 def test_a_dry_run_holds_what_is_predicted(config, capsys):

@@ -4,7 +4,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """As `extending.lion` describes it."""
+    """As `extending.plugins.lion` describes it."""
 
     def __init__(self, groups, lr, lookahead, momentum_decay):
         super().__init__(groups, {"lr": lr, "lookahead": lookahead, "momentum_decay": momentum_decay})

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from dtlayout import Optimizer
+from dtlayout import Optimizer, register_optimizer
 from dtlayout.ranges import ranged
 
 
+@register_optimizer
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
     """The sign of a momentum that looks ahead, kept in half the format of fp32 parameters."""
@@ -18,7 +19,7 @@ class Lion(Optimizer):
     momentum_decay: float = ranged("must lie between 0 and 1", 0.99)
     """Share of the momentum that stays."""
 
-    torch_class = "extending.lion_torch:Lion"
+    torch_class = "extending.plugins.lion_torch:Lion"
 
     @property
     def torch_arguments(self):
