@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
@@ -100,7 +100,7 @@ def report(probes_error: float, repeats: Sequence[Sequence[TrialResult]], taken:
     error, biased = median(abs(row.error) for row in rows), median(row.error for row in rows)
     return [
         "# Predictions after a calibration\n",
-        f"{datetime.now(UTC):%Y-%m-%d}, `make bench-calibrate`: torch {torch.__version__}, {os.cpu_count()} CPU cores,",
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench-calibrate`: torch {torch.__version__}, {os.cpu_count()} CPU cores,",
         f"{platform.machine()}, {RANKS} ranks, {len(repeats)} sweeps. Others had the processors for {taken:.0%} of the",
         "time.\n",
         f"- Steps of the probes, which the constants were fitted to: {probes_error:.1%} (median).",

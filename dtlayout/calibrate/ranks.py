@@ -6,7 +6,7 @@ All ranks measure together, and rank 0 writes what they found. On several hosts 
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,7 +67,7 @@ def _measure(path: Path) -> int:
         device=device.name,
         gpu=known.name if known else "cpu",
         torch=torch.__version__,
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
         num_ranks=dist.get_world_size(),
         ranks_per_node=per_node,
         memory_bytes=memory_bytes,

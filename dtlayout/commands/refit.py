@@ -3,7 +3,7 @@
 import argparse
 import json
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from dtlayout.calibrate.file import update
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     told = identifiable_constants([run.layout for run in runs], cluster.gpu.device_type)
     engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=told)
     fitted = fit_group(with_engine(on_cluster(runs, cluster), engine), tell)
-    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     update(options.into, fitted.engine, records, f"dtlayout refit, {today}, {len(runs)} runs")
     before, after = fitted.before.median_ape, score(fitted.predictions).median_ape
     if options.json:

@@ -1,6 +1,6 @@
 """Record: what predictions of a sweep were worth, as they stood before its trials ran."""
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,7 @@ def make_record(folder: Path) -> Record | None:
     newest = Journal(folder).path.stat().st_mtime
     return Record(
         sweep=folder.resolve().name,
-        date=f"{datetime.fromtimestamp(newest, UTC):%Y-%m-%d}",
+        date=f"{datetime.fromtimestamp(newest, timezone.utc):%Y-%m-%d}",
         version=_find_version(),
         hardware=hardware,
         runs=len(pairs),
