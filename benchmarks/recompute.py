@@ -45,7 +45,8 @@ def main() -> None:
 
     print("# Recomputation: what it saves and what it costs\n")
     print(
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}."
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
+        f"{platform.machine()}."
     )
     print("\n`make bench-recompute`: peaks are what the storage tracker counts.")
     print(f"{HERE.subject}, sequence {HERE.seq_len}, bf16, {NUM_ROUNDS} rounds:\n")

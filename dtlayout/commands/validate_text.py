@@ -5,13 +5,12 @@ from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
 from dtlayout import toml
-from dtlayout.commands.dryrun_tables import choose_unit
 from dtlayout.costmodel.engine import Engine
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
 from dtlayout.planner.tables import KERNELS
 from dtlayout.planner.validate import Ablation, Fitted, group_runs
-from dtlayout.text import align, wrap
+from dtlayout.text import align, choose_unit, wrap
 
 _NAME_WIDTH = 46
 
