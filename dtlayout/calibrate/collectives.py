@@ -16,7 +16,7 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 def measure_collectives(device_type: str, ranks_per_node: int) -> Iterator[CollectiveTime]:
-    """For groups that lie together, as tp's, and for groups that lie apart, as those of data parallelism."""
+    """Time collectives of groups that lie together, as tp's, and of groups that lie apart, as data parallelism's."""
     world, me = dist.get_world_size(), dist.get_rank()
     for num_ranks in divisors(world)[1:]:
         for stride in dict.fromkeys((1, world // num_ranks)):
