@@ -22,7 +22,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_gpu(config: Any, asked: str | None) -> Any:
-    """The Gpu that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
+    """The GPU type that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
     from dtlayout.cluster import find_gpu, known_gpus
 
     if asked is None and (known := config.cluster.known_gpu) is not None:

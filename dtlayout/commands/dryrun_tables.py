@@ -87,7 +87,7 @@ def _list_parts(report: RankReport) -> Iterator[list[str]]:
 
 
 def _list_messages(report: RankReport) -> Iterator[list[str]]:
-    """Each kind and size, and in the end the sum of each axis."""
+    """Messages by kind and size, and in the end their sum for each axis."""
     yield ["message", "axis", "bytes", "a step", "MB a step", "crosses nodes"]
     sums: Counter[tuple[str, bool]] = Counter()
     for message, count in sorted(report.traffic.items(), key=lambda row: -row[0].nbytes * row[1]):

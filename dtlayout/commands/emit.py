@@ -30,7 +30,7 @@ def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Se
 
 
 def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
-    """The config's text."""
+    """A recommended layout as the text of a config file called `path`."""
     cluster, model = scenario.cluster, scenario.model
     is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.achieved
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
