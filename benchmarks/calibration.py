@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +24,7 @@ import torch
 
 from dtlayout.calibrate.clock import Busy
 from dtlayout.cli import main as dtlayout
-from dtlayout.sweep.results import Journal, TrialResult, rank
+from dtlayout.sweep.results import Journal, TrialResult, sort_by_time
 from dtlayout.sweep.run import run_sweep
 from dtlayout.sweep.spec import Sweep, make_trials, read_sweep
 
@@ -65,7 +65,7 @@ def run_trials(sweep: Sweep, folder: Path) -> list[TrialResult]:
     folder.mkdir(exist_ok=True)
     for result in run_sweep(sweep, make_trials(sweep, folder), folder, done=Journal(folder).read().keys()):
         print(result.outcome, *result.overrides, file=sys.stderr)
-    return rank(list(Journal(folder).read().values()))
+    return sort_by_time(list(Journal(folder).read().values()))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def report(probes_error: float, repeats: Sequence[Sequence[TrialResult]], taken:
     error, biased = median(abs(row.error) for row in rows), median(row.error for row in rows)
     return [
         "# Predictions after a calibration\n",
-        f"{datetime.now(UTC):%Y-%m-%d}, `make bench-calibrate`: torch {torch.__version__}, {os.cpu_count()} CPU cores,",
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench-calibrate`: torch {torch.__version__}, "
+        f"{os.cpu_count()} CPU cores,",
         f"{platform.machine()}, {RANKS} ranks, {len(repeats)} sweeps. Others had the processors for {taken:.0%} of the",
         "time.\n",
         f"- Steps of the probes, which the constants were fitted to: {probes_error:.1%} (median).",

@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from dtlayout.planner.scores import Prediction, by_table
@@ -92,7 +92,7 @@ def report(predictions: Sequence[Prediction], tables: Sequence[str]) -> Iterator
     """Its lines."""
     sweeps = {name: rows for name, rows in by_table(predictions).items() if sum(p.run.ran for p in rows) > 1}
     yield "# Successive halving, replayed\n"
-    num_rows, today = sum(map(len, sweeps.values())), f"{datetime.now(UTC):%Y-%m-%d}"
+    num_rows, today = sum(map(len, sweeps.values())), f"{datetime.now(timezone.utc):%Y-%m-%d}"
     yield f"{today}, `make bench-halving` on {', '.join(tables)}: {len(sweeps)} sweeps of {num_rows} rows in all."
     yield f"A whole sweep runs each for {FULL_STEPS} steps; a trial takes {START_S:.0f} s to start. Predictions come"
     yield f"from constants that never saw the model. Means over {len(SEEDS)} seeds.\n"

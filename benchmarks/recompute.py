@@ -11,7 +11,7 @@ import platform
 import statistics
 from collections import defaultdict
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,10 @@ def main() -> None:
     dist.destroy_process_group()
 
     print("# Recomputation: what it saves and what it costs\n")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}.")
+    print(
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
+        f"{platform.machine()}."
+    )
     print("\n`make bench-recompute`: peaks are what the storage tracker counts.")
     print(f"{HERE.subject}, sequence {HERE.seq_len}, bf16, {NUM_ROUNDS} rounds:\n")
     print("| recompute | peak, MiB | predicted | saved, MiB | step, s | over none |")

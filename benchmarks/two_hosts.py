@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def report(
     rows = [(result, alone[result.name]) for result in across if result.name in alone]
     return [
         "# tp inside a host against tp across hosts\n",
-        f"{datetime.now(UTC):%Y-%m-%d}, `make bench-two-hosts`: torch {torch.__version__}, {os.cpu_count()} CPU cores.",
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench-two-hosts`: torch {torch.__version__}, "
+        f"{os.cpu_count()} CPU cores.",
         f"`{sweep.launch.partition(' -p')[0]}`: two hosts of two ranks each, and the link between them;",
         f"`{SWEEP}`.\n",
         "## What `recommend` says of the calibrated hosts, before anything runs\n",

@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
-        _build_overview().parse_args(arguments)  # prints help, or what is wrong, and exits
+        overview = argparse.ArgumentParser(prog="dtlayout", description="Parallel layouts for Llama training.")
+        commands = overview.add_subparsers(required=True, metavar="COMMAND")
+        for each, text in COMMANDS.items():
+            commands.add_parser(each, help=text)
+        overview.parse_args(arguments)  # prints help, or what is wrong, and exits
     command = import_module(f"dtlayout.commands.{name}")
     parser = argparse.ArgumentParser(
         prog=f"dtlayout {name}", description=COMMANDS[name], epilog=f"example: {command.EXAMPLE}", allow_abbrev=False
@@ -53,12 +57,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(error, file=sys.stderr)
         return error.exit_code
-
-
-def _build_overview() -> argparse.ArgumentParser:
-    """Of all commands, for help and for errors."""
-    parser = argparse.ArgumentParser(prog="dtlayout", description="Parallel layouts for Llama training.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text)
-    return parser

@@ -24,12 +24,11 @@ _NUMBERS = {  # number in a file: the field of Gpu that it becomes, its unit
     "network_latency": ("network_latency_s", "s"),
     "gpus_per_node": ("gpus_per_node", "GPU"),
 }
-_MEASURED_NUMBERS = {  # the same for those that only a measured cluster gives
+UNITS = _NUMBERS | {  # and those that only a measured cluster gives
     "peak_fp32": ("peak_fp32_flops_per_s", "FLOP/s, dense"),
     "ranks_at_once": ("ranks_at_once", "rank"),
     "prediction_error": ("prediction_error", "share"),
 }
-UNITS = {**_NUMBERS, **_MEASURED_NUMBERS}
 """Number that a cluster's file may give: the field of Gpu that it becomes, its unit."""
 _WHOLE_UNITS = ("byte", "GPU")
 
@@ -53,7 +52,7 @@ class Gpu:
     link_latency_s: float
     """Start of a message inside the node, for each hop."""
     network_bytes_per_s: float
-    """Its share of what its node can send to other nodes."""
+    """What it can send to other nodes while all GPUs of its node do."""
     network_latency_s: float
     """Start of a message between nodes, for each hop."""
     gpus_per_node: int
@@ -61,7 +60,7 @@ class Gpu:
     capability: tuple[int, ...] = ()
     """CUDA's compute capability, major and minor; empty where there is none."""
     peak_fp32_flops_per_s: float | None = None
-    """The same as the peak for matrices in fp32; None where nobody measured it, and then they count as bf16."""
+    """Peak FLOP/s of matrices in fp32; None where nobody measured it, and then they count as bf16."""
     ranks_at_once: float = math.inf
     """Ranks of a node that have their full speed at the same time; fewer than there are where ranks share cores."""
     prediction_error: float | None = None
@@ -90,13 +89,13 @@ class Record:
     """How far predictions of one sweep were right, made before it ran."""
 
     sweep: str
-    """Its name."""
+    """Name of the sweep."""
     date: str
-    """YYYY-MM-DD."""
+    """Day of its last result, YYYY-MM-DD."""
     version: str
-    """Of dtlayout."""
+    """Version of dtlayout."""
     hardware: str
-    """What it ran on."""
+    """GPU type that the sweep ran on."""
     runs: int
     """Trials with a measured and a predicted step."""
     error: float
@@ -124,7 +123,7 @@ class Cluster:
     records: tuple[Record, ...] = ()
     """What predictions for it were worth so far."""
     file: str = field(default="", compare=False)
-    """Where it was read; empty if it was not."""
+    """Path of the TOML file that it was read from; empty if there is none."""
 
     @property
     def ranks_at_once(self) -> float:
@@ -206,12 +205,9 @@ def load_cluster(path: str | Path) -> Cluster:
         raise InvalidConfig([f"cluster {path}: {problem}" for problem in problems])
     constants = tuple((name, number.value) for name, number in achieved.items())
     return Cluster(
-        gpu=replace(gpu, **_gpu_fields(numbers), achieved=constants),
-        num_gpus=found["gpus"],
-        gpus_per_node=found.get("gpus_per_node", gpu.gpus_per_node),
-        records=found.get("record", ()),
-        file=str(path),
-    )
+        gpu=replace(gpu, **_gpu_fields(numbers), achieved=constants), num_gpus=found["gpus"],
+        gpus_per_node=found.get("gpus_per_node", gpu.gpus_per_node), records=found.get("record", ()), file=str(path),
+    )  # fmt: skip
 
 
 def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
@@ -245,7 +241,7 @@ class _Number:
     source: str
 
     def problems(self, name: str, unit: str | None = None) -> list[str]:
-        """What keeps it from being used: its unit is checked, for 50 GB/s taken as 50 byte/s would go unseen.
+        """What keeps it from being used: its unit is checked, for 50 GB/s read as 50 byte/s would go unseen.
 
         Without a unit it may be any, and zero: those of the cost model's constants are known to the cost model alone.
         """

@@ -123,7 +123,7 @@ class ClusterConfig:
 
     @property
     def ranks_per_node(self) -> int:
-        """Those of the file, or `gpus_per_node`."""
+        """Ranks that share a node's fast links, by the file if there is one, or `gpus_per_node`."""
         return load_cluster(self.file).gpus_per_node if self.file else self.gpus_per_node
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class Config:
 
     @property
     def device(self) -> Device:
-        """What this will run on, as far as that can be told before torch is asked: `expect_device`."""
+        """What a run will use, as far as that is known before torch is asked: `expect_device`."""
         return expect_device(self.train.device, self.cluster.known_gpu)
 
     def to_toml(self) -> str:

@@ -3,7 +3,15 @@
 import os
 from pathlib import Path
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.errors import DtlayoutError, InvalidConfig
+
+
+def write(path: Path, text: str, what: str) -> None:
+    """Write a file; DtlayoutError, with `what` it should be, if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DtlayoutError(f"{what} {path} cannot be written: {error.strerror}") from None
 
 
 def write_whole(path: Path, text: str) -> None:

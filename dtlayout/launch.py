@@ -25,8 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0 if arguments else EXIT_REFUSED
     try:
-        config = load_config(arguments[0], arguments[1:])
-        return _run(config)
+        return _run(load_config(arguments[0], arguments[1:]))
     except DtlayoutError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Tables that people read, of cells that are text: aligned for a terminal, or as Markdown."""
+"""What people read: tables of cells that are text, aligned for a terminal or as Markdown, long lists, and sizes."""
 
 from collections.abc import Sequence
 
@@ -24,6 +24,11 @@ def to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table; the first row has the names of the columns."""
     head, *body = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|" + "---|" * len(rows[0]), *body]
+
+
+def choose_unit(nbytes: float) -> tuple[str, int]:
+    """The unit in which people read so many bytes, and its size."""
+    return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
 
 
 def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 _LEAST_S = 0.1
-"""That all rounds of one thing take together."""
+"""Seconds that all rounds of one action take together, at least."""
 _ROUNDS = 5
 
 
@@ -37,13 +37,13 @@ def time_alone(action: Callable[[], object], device_type: str) -> float:
 
 
 class Busy:
-    """What this machine's processors did since it was made, from the system's own count."""
+    """A watch over this machine's processors, from when it was made, by the system's own count."""
 
     def __init__(self) -> None:
         self.start = _read_ticks()
 
     def steal(self) -> float:
-        """Of the time in which they had something to do, the share that a host of virtual machines gave to others."""
+        """Share of the processors' working time that a host of virtual machines gave to others."""
         spent = [now - before for before, now in zip(self.start, _read_ticks(), strict=True)]
         had_work = sum(spent) - sum(spent[3:5])  # not idle, nor waiting for a disk
         return spent[7] / had_work if had_work > 0 else 0.0
@@ -59,7 +59,7 @@ def _read_ticks() -> list[int]:
 
 
 def _time(action: Callable[[], object], repeats: int, device_type: str) -> float:
-    """Seconds of one of them."""
+    """Seconds of one action."""
     if device_type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -71,7 +71,7 @@ def _time(action: Callable[[], object], repeats: int, device_type: str) -> float
 
 
 def _count_repeats(once_s: float) -> int:
-    """Of an action in one round, by what it takes once."""
+    """How often an action is repeated in one round, by what it takes once."""
     return max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
 
 

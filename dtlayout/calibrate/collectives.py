@@ -16,7 +16,7 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 def measure_collectives(device_type: str, ranks_per_node: int) -> Iterator[CollectiveTime]:
-    """For groups that lie together, as tp's, and for groups that lie apart, as those of data parallelism."""
+    """Time collectives of groups that lie together, as tp's, and of groups that lie apart, as data parallelism's."""
     world, me = dist.get_world_size(), dist.get_rank()
     for num_ranks in divisors(world)[1:]:
         for stride in dict.fromkeys((1, world // num_ranks)):
@@ -60,17 +60,14 @@ def _reduce_scatter(size: int, num_ranks: int, group: dist.ProcessGroup, device_
 def _message(size: int, num_ranks: int, group: dist.ProcessGroup, device_type: str) -> Callable[[], object]:
     """Every second rank sends to the next one, and that one back."""
     tensor, place = torch.zeros(size // 4, device=device_type), dist.get_rank(group)
-    partner = dist.get_global_rank(group, place ^ 1) if place ^ 1 < num_ranks else None
+    if place ^ 1 >= num_ranks:
+        return lambda: None
+    partner = dist.get_global_rank(group, place ^ 1)
+    both: list[Callable[..., object]] = [dist.send, dist.recv] if place % 2 == 0 else [dist.recv, dist.send]
 
     def there_and_back() -> None:
-        if partner is None:
-            return
-        if place % 2 == 0:
-            dist.send(tensor, partner, group=group)
-            dist.recv(tensor, partner, group=group)
-        else:
-            dist.recv(tensor, partner, group=group)
-            dist.send(tensor, partner, group=group)
+        for act in both:
+            act(tensor, partner, group=group)
 
     return there_and_back
 

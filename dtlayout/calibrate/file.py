@@ -18,7 +18,7 @@ _UNITS = {field.name: field.metadata["unit"] for field in fields(Constants)}
 
 
 def to_toml(measured: Measured, found: "Calibration", records: Sequence[Record] = ()) -> str:
-    """The text of a new file; `records` are those of the one that it replaces."""
+    """The text of a new cluster file; `records` are those of the one that it replaces."""
     gpu, sheet = found.cluster.gpu, find_gpu(measured.gpu)
     source = f"dtlayout calibrate, {measured.date}, torch {measured.torch}"
     tables: dict[str, Any] = {
@@ -34,7 +34,7 @@ def to_toml(measured: Measured, found: "Calibration", records: Sequence[Record] 
 
 
 def update(path: Path, engine: Engine, records: Sequence[Record], source: str) -> None:
-    """Put fitted constants in the place of a file's, and add to its records."""
+    """Put fitted constants in the place of those of a cluster file, and add to its records."""
     tables = toml.read(path, "cluster")
     achieved = tables.setdefault("achieved", {})
     achieved |= {name: _number(getattr(engine.constants, name), _UNITS[name], source) for name in engine.fitted}

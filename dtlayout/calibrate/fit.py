@@ -36,21 +36,21 @@ _FROM_PROBES = {
 _LOSSES = (("soft_l1", 0.05),)
 _FILLS = range(0, 257, 8)
 _SHARED = 0.9
-"""Of the ranks of a node, below which they are said to share its cores."""
+"""Fraction of a node's ranks at full speed below which they are said to share its cores."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found."""
+    """What a fit to measurements found: the machines as predictions take them, and what is left of the errors."""
 
     cluster: Cluster
-    """With the numbers of these machines, and the constants in `gpu.achieved`."""
+    """The measured machines: numbers in `gpu`, constants of the cost model in `gpu.achieved`."""
     errors: tuple[float, ...]
     """Predicted over measured step of each probe, less 1."""
 
     @property
     def error(self) -> float:
-        """The median of their sizes."""
+        """Median size of the errors."""
         return median(map(abs, self.errors)) if self.errors else math.nan
 
 
@@ -62,13 +62,11 @@ def calibrate(measured: Measured) -> Calibration:
     contention = measured.contention if is_contended else 1.0
     numbers, achieved = _read_kernels(measured, sheet, contention)
     link_numbers, link_achieved = _read_links(measured, sheet, contention)
+    numbers |= link_numbers | {"ranks_at_once": at_once if is_contended else math.inf}
     gpu = replace(
-        sheet,
-        memory_bytes=measured.memory_bytes,
-        gpus_per_node=measured.ranks_per_node,
-        ranks_at_once=at_once if is_contended else math.inf,
-        **{**numbers, **link_numbers},  # type: ignore[arg-type]
-    )
+        sheet, memory_bytes=measured.memory_bytes, gpus_per_node=measured.ranks_per_node,
+        **numbers,  # type: ignore[arg-type]
+    )  # fmt: skip
     cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)
     achieved |= link_achieved
     names = identifiable_constants([probe.layout for probe in measured.probes], gpu.device_type)
@@ -124,7 +122,7 @@ def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
 
 
 def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict[str, float], dict[str, float]]:
-    """The same: links inside a node, and between nodes where there are several."""
+    """Numbers of the GPU and constants of the cost model: links in a node, and between several nodes."""
     general = Constants()
     inside = [each for each in measured.collectives if not each.crosses_nodes]
     across = [each for each in measured.collectives if each.crosses_nodes]
@@ -176,19 +174,16 @@ def _fit_link(times: Sequence[CollectiveTime], contention: float) -> tuple[float
 
 
 def identifiable_constants(layouts: Sequence[Layout], device_type: str) -> tuple[str, ...]:
-    """The constants of which steps with these layouts tell something."""
-    kinds = [(layout.tp > 1, Recompute.parse(layout.recompute)) for layout in layouts]
-
-    def has(*, is_tp: bool, is_selective: bool) -> bool:
-        return any(tp == is_tp and kind.covers(0) and kind.is_selective == is_selective for tp, kind in kinds)
-
+    """The constants of the cost model that steps with these layouts can be fitted to."""
+    parsed = [(layout.tp > 1, Recompute.parse(layout.recompute)) for layout in layouts]
+    recomputed = {(is_tp, kind.is_selective) for is_tp, kind in parsed if kind.covers(0)}
     tells = {
         "layer_host_s": any(layout.tp == 1 for layout in layouts),
         "layer_host_tp_s": any(layout.tp > 1 for layout in layouts),
-        "full_host_s": has(is_tp=False, is_selective=False),
-        "full_host_tp_s": has(is_tp=True, is_selective=False),
-        "selective_host_s": has(is_tp=False, is_selective=True),
-        "selective_host_tp_s": has(is_tp=True, is_selective=True),
+        "full_host_s": (False, False) in recomputed,
+        "full_host_tp_s": (True, False) in recomputed,
+        "selective_host_s": (False, True) in recomputed,
+        "selective_host_tp_s": (True, True) in recomputed,
         "message_host_s": any(layout.pp > 1 for layout in layouts),
         "layer_sync_s": any(layout.dp > 1 for layout in layouts),
     }

@@ -27,7 +27,7 @@ FORMATS = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 
 
 def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
-    """By shape and format."""
+    """Time matmuls by shape and format."""
     for name, m, (n, k) in product(FORMATS[device_type], _TOKENS[device_type], _WIDTHS[device_type]):
         a = torch.randn(m, k, device=device_type, dtype=getattr(torch, name))
         b = torch.randn(k, n, device=device_type, dtype=getattr(torch, name))
@@ -37,7 +37,7 @@ def measure_matmuls(device_type: str) -> Iterator[MatmulTime]:
 
 
 def measure_attention(device_type: str) -> Iterator[AttentionTime]:
-    """By kernel and length, forward and backward: torch's own that hold no scores, as far as the device has them."""
+    """Time attention by kernel and length, forward and backward: torch's kernels that hold no scores and run here."""
     name = FORMATS[device_type][0]
     own = [kernel for kernel in list_kernels(AttentionKernel) if kernel.backend and not kernel.package]
     kernels = [kernel.name for kernel in own if name in kernel.formats(device_type) and not kernel.holds_scores]

@@ -25,7 +25,7 @@ class MatmulTime:
     n: int
     k: int
     format: str
-    """Of its matrices, as `Precision` calls it."""
+    """Number format of the matrices, as `Precision` calls it."""
     seconds: float
     alone_s: float
 
@@ -35,7 +35,7 @@ class AttentionTime:
     """One causal attention [batch, heads, seq_len, head_dim]."""
 
     kernel: str
-    """As `Kernels.attention` calls it."""
+    """Name of the kernel in `Kernels.attention`."""
     batch: int
     heads: int
     seq_len: int
@@ -54,7 +54,7 @@ class CollectiveTime:
     num_ranks: int
     stride: int
     size_bytes: int
-    """Of the whole tensor, as `costmodel.comm` counts it; of a message, what is sent."""
+    """Size of the whole tensor, as `costmodel.comm` counts it; of a message, what is sent."""
     crosses_nodes: bool
     seconds: float
 
@@ -76,23 +76,23 @@ class Measured:
     """All that was measured on some machines."""
 
     device: str
-    """What torch calls it."""
+    """Name of the device in torch."""
     gpu: str
-    """The type whose data sheet is taken; cpu for none."""
+    """GPU type whose data sheet is the base; cpu for none."""
     torch: str
-    """Its version."""
+    """Version of torch."""
     date: str
     """YYYY-MM-DD."""
     num_ranks: int
     ranks_per_node: int
     memory_bytes: int
-    """That a rank has."""
+    """Memory of a rank."""
     steal: float
-    """Of the processors' time, the share that a host of virtual machines gave to others; probes leave it out."""
+    """Share of the processors' time that a host of virtual machines gave to others; probes leave it out."""
     stream_bytes_per_s: float
-    """Read and written by large elementwise kernels."""
+    """Bytes a second that large elementwise kernels read and write."""
     host_s: float
-    """A loop of small operations."""
+    """Seconds of a loop of small operations."""
     host_alone_s: float
     matmuls: tuple[MatmulTime, ...]
     attention: tuple[AttentionTime, ...]
@@ -107,12 +107,12 @@ class Measured:
         return max(1.0, longer[len(longer) // 2])
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write a JSON file."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def read(path: Path) -> "Measured":
-        """What `write` wrote; InvalidConfig if it is something else."""
+        """Read a file that `write` wrote; InvalidConfig if it is something else."""
         try:
             with toml.problems_of(f"{path} holds no measurements of dtlayout calibrate"):
                 return toml.parse(json.loads(path.read_text(encoding="utf-8")), Measured)

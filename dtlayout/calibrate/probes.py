@@ -33,7 +33,7 @@ _Probe = tuple[ModelShape, Layout, int, int]
 
 
 def measure_probes(device_type: str) -> Iterator[ProbeTime]:
-    """On all ranks; round after round, for a machine may be slower at one time than at another."""
+    """Time steps on all ranks, round after round, for a machine may be slower at one time than at another."""
     precision = Precision(compute="float32" if device_type == "cpu" else "bfloat16")
     kernels = Kernels()
     plan = list(plan_probes(dist.get_world_size(), device_type))

@@ -6,7 +6,7 @@ All ranks measure together, and rank 0 writes what they found. On several hosts 
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,31 +55,23 @@ def _measure(path: Path) -> int:
         raise InvalidConfig(f"{device.name} is no GPU whose data sheet is known; use one of {', '.join(known_gpus())}")
     join_ranks(device, TIMEOUT_S)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    memory_bytes = _find_memory(device.type, per_node)
+    if device.type == "cuda":
+        memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
     busy = Busy()
     host_s, host_alone_s = measure_host(device.type)
-    stream = measure_stream(device.type)
-    matmuls = _collect("matmuls", measure_matmuls(device.type))
-    attention = _collect("attention", measure_attention(device.type))
-    collectives = _collect("collectives", measure_collectives(device.type, per_node))
-    probes = _collect("steps of the trainer", measure_probes(device.type))
     measured = Measured(
-        device=device.name,
-        gpu=known.name if known else "cpu",
-        torch=torch.__version__,
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
-        num_ranks=dist.get_world_size(),
-        ranks_per_node=per_node,
-        memory_bytes=memory_bytes,
-        stream_bytes_per_s=stream,
-        host_s=host_s,
-        host_alone_s=host_alone_s,
-        steal=busy.steal(),
-        matmuls=matmuls,
-        attention=attention,
-        collectives=collectives,
-        probes=probes,
-    )
+        device=device.name, gpu=known.name if known else "cpu", torch=torch.__version__,
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=dist.get_world_size(), ranks_per_node=per_node,
+        memory_bytes=memory_bytes, host_s=host_s, host_alone_s=host_alone_s,
+        stream_bytes_per_s=measure_stream(device.type),
+        matmuls=_collect("matmuls", measure_matmuls(device.type)),
+        attention=_collect("attention", measure_attention(device.type)),
+        collectives=_collect("collectives", measure_collectives(device.type, per_node)),
+        probes=_collect("steps of the trainer", measure_probes(device.type)),
+        steal=busy.steal(),  # once all is measured
+    )  # fmt: skip
     if dist.get_rank() == 0:
         measured.write(path)
     dist.destroy_process_group()
@@ -87,17 +79,10 @@ def _measure(path: Path) -> int:
 
 
 def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:
-    """All of them, with a word about it to who waits."""
+    """All that is found, with a word about it to who waits."""
     if dist.get_rank() == 0:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
     return tuple(found)
-
-
-def _find_memory(device_type: str, ranks_per_node: int) -> int:
-    """Bytes that a rank has."""
-    if device_type == "cuda":
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Arguments that several commands share: a config, or a scenario to predict for."""
+"""What several commands share: a config or a scenario as arguments, and an answer as JSON or text."""
 
 import argparse
+import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,19 @@ from typing import Any
 from dtlayout.errors import InvalidConfig
 
 
+def show(options: argparse.Namespace, document: object, lines: Iterable[str], **style: Any) -> int:
+    """Print the answer of a command, one JSON document with `--json` and lines without; exit code 0."""
+    print(json.dumps(document, indent=2, **style) if options.json else "\n".join(lines))
+    return 0
+
+
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """A TOML file; the rest of the command line may override it."""
+    """Add the TOML file that a command takes; the rest of the command line may override what it says."""
     parser.add_argument("config", type=Path, help="a TOML file; --section.key=value overrides it")
 
 
 def choose_gpu(config: Any, asked: str | None) -> Any:
-    """The Gpu that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
+    """The GPU type that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
     from dtlayout.cluster import find_gpu, known_gpus
 
     if asked is None and (known := config.cluster.known_gpu) is not None:
@@ -29,7 +37,7 @@ def choose_gpu(config: Any, asked: str | None) -> Any:
 
 
 def add_scenario(parser: argparse.ArgumentParser) -> None:
-    """A model, a batch, a cluster and an engine; `read_scenario` makes a value of them."""
+    """Add a model, a batch, a cluster and an engine; `read_scenario` makes a value of them."""
     parser.add_argument(
         "--model", required=True, metavar="M", help="a preset, an HF config.json, or a TOML file with [model]"
     )
@@ -42,12 +50,9 @@ def add_scenario(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
     parser.add_argument("--engine", default="dtlayout", metavar="E", help="the training program; dtlayout by default")
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw by default, or such as sgd")
+    repeated: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument(
-        "--precision",
-        action="append",
-        default=[],
-        metavar="KEY=FORMAT",
-        help="such as reduce=bfloat16; may be repeated",
+        "--precision", metavar="KEY=FORMAT", help="such as reduce=bfloat16; may be repeated", **repeated
     )
 
 

@@ -1,7 +1,6 @@
 """dtlayout calibrate: measure these machines, and write the cluster file that predictions for them take."""
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import Calibration, calibrate
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cluster import load_cluster
+from dtlayout.commands.arguments import show
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable, write_whole
 from dtlayout.measure.devices import ask_device_names
@@ -50,15 +50,16 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise InvalidConfig(f"{options.out} cannot be written: {error.strerror}") from None
     load_cluster(options.out)  # what was written can be read
-    if options.json:
-        print(json.dumps(_to_document(options.out, measured, found), indent=2))
-    else:
-        print("\n".join(_describe(options.out, measured, found)))
-    return 0
+    document = {
+        "ok": True, "file": str(options.out), "achieved": dict(found.cluster.gpu.achieved),
+        "probe_errors": list(found.errors), "median_error": found.error, "contention": measured.contention,
+        "measured": asdict(measured),
+    }  # fmt: skip
+    return show(options, document, _describe(options.out, measured, found))
 
 
 def _measure(num_ranks: int | None) -> Measured:
-    """By a torchrun of its own, of as many ranks as there are GPUs if none are named."""
+    """Measure in a torchrun, of as many ranks as there are GPUs if none are named."""
     num_ranks = num_ranks or len(ask_device_names()) or 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
@@ -89,16 +90,5 @@ def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
     if measured.steal > _MUCH_STEAL:
         facts.append(("note", f"other guests of the host had the processors for {measured.steal:.0%} of the time"))
     title = f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node"
-    return [
-        title,
-        *align(facts, ("<", "<")),
-        f"written: {path}; dtlayout recommend --cluster {path}, or cluster.file in a config, take it",
-    ]
-
-
-def _to_document(path: Path, measured: Measured, found: Calibration) -> dict[str, object]:
-    gpu = found.cluster.gpu
-    return {
-        "ok": True, "file": str(path), "achieved": dict(gpu.achieved), "probe_errors": list(found.errors),
-        "median_error": found.error, "contention": measured.contention, "measured": asdict(measured),
-    }  # fmt: skip
+    advice = f"written: {path}; dtlayout recommend --cluster {path}, or cluster.file in a config, take it"
+    return [title, *align(facts, ("<", "<")), advice]

@@ -1,10 +1,9 @@
-"""dtlayout check: refuse a config before a cluster is taken, or say what it would do."""
+"""dtlayout check: refuse a config before a cluster is booked, or say what it would do."""
 
 import argparse
-import json
 from dataclasses import asdict, replace
 
-from dtlayout.commands.arguments import add_config
+from dtlayout.commands.arguments import add_config, show
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.kernel import find_packages
 from dtlayout.layout import Layout
@@ -33,17 +32,10 @@ def run(options: argparse.Namespace) -> int:
 
         refuse_hopeless(config, layout, config.device.gpu)
     notes = _find_notes(config, layout)
-    if options.json:
-        document = {"ok": True, "world_size": world_size, "layout": asdict(layout), "notes": notes}
-        print(json.dumps(document, indent=2))
-        return 0
-    for name, value in _describe(config, layout):
-        print(f"{name:<14}{value}")
-    for note in notes:
-        print(f"note: {note}")
+    lines = [f"{name:<14}{value}" for name, value in _describe(config, layout)] + [f"note: {note}" for note in notes]
     if options.plan:
-        print(f"\n{make_plan(config.model, layout, config.kernels, config.precision)}")
-    return 0
+        lines.append(f"\n{make_plan(config.model, layout, config.kernels, config.precision)}")
+    return show(options, {"ok": True, "world_size": world_size, "layout": asdict(layout), "notes": notes}, lines)
 
 
 def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:

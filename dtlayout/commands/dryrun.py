@@ -1,7 +1,6 @@
 """dtlayout dryrun: build and step the trainer as some ranks of a cluster that is not there, and show what they held."""
 
 import argparse
-import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dtlayout.cluster import Gpu
-from dtlayout.commands.arguments import add_config, choose_gpu
-from dtlayout.commands.dryrun_tables import RankTables, Table, list_times
+from dtlayout.commands.arguments import add_config, choose_gpu, show
+from dtlayout.commands.dryrun_tables import RankTables, list_times
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import device_of
@@ -50,30 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what the ranks held, sent and computed."""
-    _check(options)
-    config = load_config(options.config, options.overrides)
-    gpu = choose_gpu(config, options.gpu)
-    world = config.layout.smallest_world_size if options.world is None else options.world
-    findings = _rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
-    if options.json:
-        print(json.dumps(_to_document(findings), indent=2, ensure_ascii=False))
-    else:
-        _print(findings, compares=options.compare)
-    if options.page:
-        from dtlayout.commands.dryrun_page import write_page  # only now: it imports matplotlib
-
-        write_page(options.page, findings)
-    return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Refuse what does not go together before anything takes time."""
     if options.steps < 0:
         raise InvalidConfig(f"--steps={options.steps} must not be negative")
     if options.run and options.steps:
         raise InvalidConfig("--run takes as many steps as the run has measured; leave --steps out")
     if options.page:
         check_writable(options.page)
+    config = load_config(options.config, options.overrides)
+    gpu = choose_gpu(config, options.gpu)
+    world = config.layout.smallest_world_size if options.world is None else options.world
+    findings = _rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
+    show(options, _to_document(findings), _describe(findings, compares=options.compare), ensure_ascii=False)
+    if options.page:
+        from dtlayout.commands.dryrun_page import write_page  # only now: it imports matplotlib
+
+        write_page(options.page, findings)
+    return 0
 
 
 def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
@@ -85,8 +76,8 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
     curves = MemoryCurves.read(options.run) if options.run else None
     ranks = _choose_ranks(options.ranks, layout, estimate)
     num_steps, folds, measured = options.steps, not options.whole, {}
+    scenario = own_scenario(config, layout.world_size, gpu)
     if curves is not None:
-        scenario = own_scenario(config, layout.world_size, gpu)
         asked = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
         _check_same(curves.run, asked, options.run)
         num_steps, folds = curves.num_steps, False
@@ -96,14 +87,9 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
             notes.append(f"not measured: ranks {_join(unknown)}; the run has measured {_join(measured)}")
     reports = sorted(_watch(config, layout, kernels, gpu, ranks, num_steps, folds), key=lambda report: report.rank)
     findings = Findings(
-        scenario=own_scenario(config, layout.world_size, gpu),
-        layout=layout,
-        reports=reports,
-        estimate=estimate,
-        notes=notes,
-        num_steps=num_steps,
+        scenario=scenario, layout=layout, reports=reports, estimate=estimate, notes=notes, num_steps=num_steps,
         measured=measured,
-    )
+    )  # fmt: skip
     if findings.time is None:
         first = _first_ranks(layout)
         notes.append(f"no time of a step: that takes both ends of the pipeline, such as --ranks {first[0]},{first[-1]}")
@@ -111,7 +97,7 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
 
 
 def _first_ranks(layout: Layout) -> list[int]:
-    """Of each pipeline rank."""
+    """The first rank of each stage of the pipeline."""
     return list(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
@@ -130,25 +116,21 @@ def _list_settings(run: Run) -> dict[str, Any]:
     return {**values, "data.document_mask": document["document_mask"]}
 
 
-def _print(findings: Findings, *, compares: bool) -> None:
-    print("\n".join([findings.title, *(f"note: {note}" for note in findings.notes)]))
+def _describe(findings: Findings, *, compares: bool) -> Iterator[str]:
+    yield from (findings.title, *(f"note: {note}" for note in findings.notes))
     for report in findings.reports:
         found = RankTables.make(report, findings, compares=compares)
-        print("\n".join(["", found.place, f"peak  {found.peak}", f"run   {found.run}"]))
+        yield from ("", found.place, f"peak  {found.peak}", f"run   {found.run}")
         for table in found.tables:
-            _print_table(table)
-    _print_table(list_times(findings, compares=compares))
+            yield from ("", *align(table))
+    if times := list_times(findings, compares=compares):
+        yield from ("", *align(times))
 
 
 def _join(ranks: Iterable[int]) -> str:
-    """The first of them, as people read a list."""
+    """The first few ranks, as people read a list."""
     first = list(ranks)
     return ", ".join(map(str, first[:8])) + (", …" if len(first) > 8 else "")
-
-
-def _print_table(table: Table) -> None:
-    if table:
-        print("\n".join(["", *align(table)]))
 
 
 def _choose_ranks(text: str | None, layout: Layout, estimate: Estimate) -> list[int]:
@@ -200,17 +182,12 @@ def _to_document(findings: Findings) -> dict[str, object]:
 
     dry, predicted = findings.time, findings.estimate.time
     return {
-        "ok": True,
-        "run": findings.to_run().to_dict(),
-        "world_size": findings.layout.world_size,
-        "num_steps": findings.num_steps,
-        "capacity_bytes": findings.capacity_bytes,
-        "gpu": findings.scenario.cluster.gpu.name,
-        "layout": asdict(findings.layout),
-        "notes": findings.notes,
+        "ok": True, "run": findings.to_run().to_dict(), "world_size": findings.layout.world_size,
+        "num_steps": findings.num_steps, "capacity_bytes": findings.capacity_bytes,
+        "gpu": findings.scenario.cluster.gpu.name, "layout": asdict(findings.layout), "notes": findings.notes,
         "ranks": [describe(report) for report in findings.reports],
         "step_s": {
             "dry": dry and {**dry.as_dict(), "total": dry.total},
             "predicted": {**predicted.as_dict(), "total": predicted.total},
         },
-    }
+    }  # fmt: skip

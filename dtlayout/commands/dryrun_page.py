@@ -5,11 +5,12 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from dtlayout.commands.dryrun_tables import RankTables, choose_unit, list_times
+from dtlayout.commands.dryrun_tables import RankTables, list_times
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.curve import UPDATE
 from dtlayout.report import html
+from dtlayout.text import choose_unit
 
 _NOTATION = (
     "Actions are named as 3F0: stage 3, forward (B: backward, SEND and RECV: its messages), microbatch 0. "

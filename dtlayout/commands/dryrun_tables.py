@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.mesh.axes import axis_sizes
+from dtlayout.text import choose_unit
 
-GIB, MIB = 2**30, 2**20
 MARK_ABOVE = 0.05
 """Difference from the dry run from which on it is marked."""
 _PARTS = {
@@ -17,15 +17,13 @@ _PARTS = {
     "gathered": "gathered", "communication": "messages", "other": "temporary",
 }  # fmt: skip
 """Categories of the tracker → what they are called here."""
-
-
 Table = list[list[str]]
 """Rows of cells, the names of the columns first."""
 
 
 @dataclass(frozen=True)
 class RankTables:
-    """One rank: where it is and what it reached, and tables."""
+    """One rank of a dry run in words: where it is, its peak, what was run of it, and tables."""
 
     place: str
     peak: str
@@ -34,7 +32,7 @@ class RankTables:
 
     @classmethod
     def make(cls, report: RankReport, findings: Findings, *, compares: bool) -> "RankTables":
-        """With comparisons as the last tables: with the cost model if `compares`, and with a real run."""
+        """Describe a rank; the last tables compare it with the cost model if `compares`, and with a real run."""
         unit, size = choose_unit(report.peak_bytes)
         degrees = axis_sizes(findings.layout)
         place = ", ".join(
@@ -42,17 +40,12 @@ class RankTables:
         )
         tables = [list(_list_parts(report)), list(_list_messages(report)), list(_list_flops(report))]
         if compares:
-            rows = findings.components(report)
-            tables.append(list(_compare(f"at the peak, {unit}", "predicted", rows, size)))
+            tables.append(list(_compare(f"at the peak, {unit}", "predicted", findings.components(report), size)))
         if measured := findings.measured.get(report.rank):
             peaks = {"peak": (report.peak_bytes, max(highest.nbytes for highest in measured))}
             tables.append(list(_compare(f"first steps, {unit}", "measured", peaks, size)))
-        return cls(
-            place=f"rank {report.rank}{'  ' if place else ''}{place}",
-            peak=_describe_peak(report, findings),
-            run=_describe_run(report, findings.num_steps),
-            tables=tables,
-        )
+        name, run = f"rank {report.rank}{'  ' if place else ''}{place}", _describe_run(report, findings.num_steps)
+        return cls(place=name, peak=_describe_peak(report, findings), run=run, tables=tables)
 
 
 def list_times(findings: Findings, *, compares: bool) -> Table:
@@ -66,11 +59,6 @@ def list_times(findings: Findings, *, compares: bool) -> Table:
     if compares:
         return list(_compare(title, "predicted", {name: (dry[name], predicted[name]) for name in dry}, size))
     return [[title, "dry run"], *([name, f"{seconds / size:.3f}"] for name, seconds in dry.items())]
-
-
-def choose_unit(nbytes: float) -> tuple[str, int]:
-    """The unit in which people read so many bytes, and its size."""
-    return ("GiB", GIB) if nbytes >= GIB else ("MiB", MIB)
 
 
 def _describe_peak(report: RankReport, findings: Findings) -> str:
@@ -99,7 +87,7 @@ def _list_parts(report: RankReport) -> Iterator[list[str]]:
 
 
 def _list_messages(report: RankReport) -> Iterator[list[str]]:
-    """Each kind and size, and in the end the sum of each axis."""
+    """Messages by kind and size, and in the end their sum for each axis."""
     yield ["message", "axis", "bytes", "a step", "MB a step", "crosses nodes"]
     sums: Counter[tuple[str, bool]] = Counter()
     for message, count in sorted(report.traffic.items(), key=lambda row: -row[0].nbytes * row[1]):
@@ -112,7 +100,7 @@ def _list_messages(report: RankReport) -> Iterator[list[str]]:
 
 
 def _list_flops(report: RankReport) -> Iterator[list[str]]:
-    """By module, those of all blocks together."""
+    """FLOPs of each module, those of all blocks together."""
     flops: Counter[str] = Counter()
     for module, count in report.flops.items():
         flops[re.sub(r"\.\d+\b", ".*", module)] += count

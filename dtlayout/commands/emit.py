@@ -10,7 +10,7 @@ from dtlayout import toml
 from dtlayout.config import check_layout, parse_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import DtlayoutError
+from dtlayout.files import write
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
 from dtlayout.optimizers import AdamW
@@ -26,14 +26,11 @@ def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Se
     """Write the config, with reasons as comments; it is checked first. DtlayoutError if the file cannot be written."""
     text = make_config(path, scenario, estimate, reasons)
     check_layout(parse_config(toml.loads(text)), scenario.cluster.num_gpus)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DtlayoutError(f"config {path} cannot be written: {error.strerror}") from None
+    write(path, text, "config")
 
 
 def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
-    """The config's text."""
+    """A recommended layout as the text of a config file called `path`."""
     cluster, model = scenario.cluster, scenario.model
     is_plain_cpu = cluster.gpu.device_type == "cpu" and not cluster.gpu.achieved
     per_node = cluster.num_gpus if is_plain_cpu else cluster.gpus_per_node  # its ranks are cores of one machine
@@ -58,14 +55,9 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
         "cluster": {"gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus_per_node}
         | ({"file": cluster.file} if cluster.gpu.achieved else {}),  # what only predictions know
     }
-    notes = {
-        "data": "Small data that every machine has, to start with: put your own corpus and tokenizer here.",
-        "train": "A first run; raise steps for a real one.",
-    }
-    if needs_tokenizer:
-        notes["data"] = (
-            f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
-        )
+    small = "Small data that every machine has, to start with: put your own corpus and tokenizer here."
+    bare = f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
+    notes = {"data": bare if needs_tokenizer else small, "train": "A first run; raise steps for a real one."}
     comments.append(f"Run it: torchrun {launch} train.py {path.name}")
     lines = ["# " + "".join(c if c.isprintable() else " " for c in line) for line in comments]
     for name, table in sections.items():

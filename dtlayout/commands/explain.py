@@ -1,11 +1,10 @@
 """dtlayout explain: a layout's memory and time by component, what binds it, and what would make it fit or faster."""
 
 import argparse
-import json
 from dataclasses import asdict
 
 from dtlayout.cluster import Gpu
-from dtlayout.commands.arguments import add_config, choose_gpu
+from dtlayout.commands.arguments import add_config, choose_gpu, show
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
@@ -15,7 +14,7 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.planner.prediction import make_scenario, predicted_kernels
-from dtlayout.text import align
+from dtlayout.text import align, choose_unit
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
@@ -42,11 +41,7 @@ def run(options: argparse.Namespace) -> int:
     layout = _check(config, world_size, engine, gpu)
     scenario = make_scenario(config, gpu, world_size, engine)
     explanation = explain(scenario, layout, predicted_kernels(config, gpu))
-    if options.json:
-        print(json.dumps(_to_document(scenario, explanation), indent=2))
-    else:
-        print("\n".join(_describe(scenario, explanation)))
-    return 0
+    return show(options, _to_document(scenario, explanation), _describe(scenario, explanation))
 
 
 def _check(config: Config, world_size: int, engine: Engine, gpu: Gpu) -> Layout:
@@ -61,7 +56,6 @@ def _check(config: Config, world_size: int, engine: Engine, gpu: Gpu) -> Layout:
 
 
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
-    """All that a person reads."""
     now, limit = explanation.estimate, explanation.limit
     gpu, engine = scenario.cluster.gpu, scenario.engine
     peak, capacity = now.peak_bytes / _GIB, now.capacity_bytes / _GIB
@@ -79,20 +73,13 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ("step", f"{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}"),
         ("bound by", bound),
     ]
-    return [
-        *align(facts, ("<12", "<")),
-        "",
-        *_format_memory(now),
-        "",
-        *_format_time(now),
-        "",
-        *_format_changes(explanation),
-    ]
+    memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
+    return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes]
 
 
 def _format_memory(estimate: Estimate) -> list[str]:
     names = list(estimate.memory[0].as_dict())
-    unit, size = ("GiB", _GIB) if estimate.peak_bytes >= _GIB else ("MiB", 2**20)
+    unit, size = choose_unit(estimate.peak_bytes)
     header = ["memory, " + unit, *names, "total"]
     rows = [
         [f"rank {rank}", *(f"{value / size:.2f}" for value in (*memory.as_dict().values(), memory.total))]
@@ -103,16 +90,13 @@ def _format_memory(estimate: Estimate) -> list[str]:
 
 
 def _draw_bar(estimate: Estimate) -> str:
-    """The fullest rank's components, their first letters, against the capacity, where `|` stands.
-
-    The whole bar is as long as the larger of the two.
-    """
+    """The fullest rank's components, by their first letters, against the capacity, where `|` stands."""
     memory = estimate.memory[estimate.busiest_rank]
     scale = _BAR_WIDTH / max(memory.total, estimate.capacity_bytes)
-    bar, reached = "", 0.0
+    bar, end_bytes = "", 0.0
     for name, size in memory.as_dict().items():
-        reached += size
-        bar += name[0] * (round(reached * scale) - len(bar))
+        end_bytes += size
+        bar += name[0] * (round(end_bytes * scale) - len(bar))
     end = round(estimate.capacity_bytes * scale)
     bar = bar.ljust(end, ".")
     share = memory.total / estimate.capacity_bytes
@@ -142,52 +126,29 @@ def _format_changes(explanation: Explanation) -> list[str]:
 
 def _row(change: Change, now: Estimate) -> list[str]:
     after = change.estimate
-    return [
-        " ".join(change.overrides),
-        f"{after.step_time_s:.3f}",
-        f"{change.saved_s / now.step_time_s:+.1%}",
-        f"{after.peak_bytes / _GIB:.2f}",
-    ]
+    faster, peak = f"{change.saved_s / now.step_time_s:+.1%}", f"{after.peak_bytes / _GIB:.2f}"
+    return [" ".join(change.overrides), f"{after.step_time_s:.3f}", faster, peak]
 
 
 def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
-    now, gpu = explanation.estimate, scenario.cluster.gpu
-    growth = explanation.growth
+    now, gpu, growth = explanation.estimate, scenario.cluster.gpu, explanation.growth
+
+    def list_numbers(estimate: Estimate) -> dict[str, object]:
+        return {
+            "gpus": estimate.layout.world_size, "layout": asdict(estimate.layout), "kernels": asdict(estimate.kernels),
+            "fits": estimate.fits, "step_time_s": estimate.step_time_s, "mfu": estimate.mfu if gpu.has_mfu else None,
+            "peak_memory_bytes": estimate.peak_bytes,
+        }  # fmt: skip
+
+    def describe(change: Change) -> dict[str, object]:
+        what = {"knob": change.knob, "overrides": list(change.overrides)}
+        return {**what, **list_numbers(change.estimate), "saved_s": change.saved_s, "saved_bytes": change.saved_bytes}
+
     return {
-        "ok": True,
-        "gpu": gpu.name,
-        "gpus": now.layout.world_size,
-        "engine": scenario.engine.name,
-        "calibrated": scenario.engine.is_calibrated,
-        "layout": asdict(now.layout),
-        "kernels": asdict(now.kernels),
-        **_numbers(now, has_mfu=gpu.has_mfu),
+        "ok": True, "gpu": gpu.name, "engine": scenario.engine.name, "calibrated": scenario.engine.is_calibrated,
+        **list_numbers(now),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
-        "capacity_bytes": now.capacity_bytes,
-        "time_s": now.time.as_dict(),
-        "limit": asdict(explanation.limit),
-        "changes": [_change_entry(change, has_mfu=gpu.has_mfu) for change in explanation.changes],
-        "growth": None if growth is None else _change_entry(growth, has_mfu=gpu.has_mfu),
-    }
-
-
-def _change_entry(change: Change, *, has_mfu: bool) -> dict[str, object]:
-    return {
-        "knob": change.knob,
-        "overrides": list(change.overrides),
-        "gpus": change.estimate.layout.world_size,
-        "layout": asdict(change.estimate.layout),
-        "kernels": asdict(change.estimate.kernels),
-        **_numbers(change.estimate, has_mfu=has_mfu),
-        "saved_s": change.saved_s,
-        "saved_bytes": change.saved_bytes,
-    }
-
-
-def _numbers(estimate: Estimate, *, has_mfu: bool) -> dict[str, object]:
-    return {
-        "fits": estimate.fits,
-        "step_time_s": estimate.step_time_s,
-        "mfu": estimate.mfu if has_mfu else None,
-        "peak_memory_bytes": estimate.peak_bytes,
-    }
+        "capacity_bytes": now.capacity_bytes, "time_s": now.time.as_dict(), "limit": asdict(explanation.limit),
+        "changes": [describe(change) for change in explanation.changes],
+        "growth": None if growth is None else describe(growth),
+    }  # fmt: skip

@@ -20,8 +20,7 @@ def run(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides)
     samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
-    tokens, num_samples = samples.tokens, samples.num_samples
-    folder = tokens.folder
+    tokens, num_samples, folder = samples.tokens, samples.num_samples, samples.tokens.folder
     if options.json:
         print(json.dumps({"folder": str(folder), "num_tokens": tokens.num_tokens, "num_samples": num_samples}))
     else:

@@ -2,12 +2,11 @@
 
 import argparse
 import gc
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtlayout.commands.arguments import add_scenario, read_scenario
+from dtlayout.commands.arguments import add_scenario, read_scenario, show
 from dtlayout.commands.recommend_answer import BASELINES, Answer
 from dtlayout.commands.recommend_documents import to_document, to_scale_document
 from dtlayout.commands.recommend_text import describe_counts, describe_dry_runs, give_reasons, list_scale, to_text
@@ -30,12 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The scenario, and what is asked about it."""
     add_scenario(parser)
     parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts to show; 5 by default")
-    parser.add_argument(
-        "--fix", action="append", default=[], metavar="NAME=VALUE", help="such as tp=2; may be repeated"
-    )
-    parser.add_argument(
-        "--avoid", action="append", default=[], metavar="NAME=VALUE", help="such as recompute=full; may be repeated"
-    )
+    for name, example in (("--fix", "tp=2"), ("--avoid", "recompute=full")):
+        words = f"such as {example}; may be repeated"
+        parser.add_argument(name, action="append", default=[], metavar="NAME=VALUE", help=words)
     parser.add_argument("--max-memory", type=float, default=1.0, metavar="SHARE", help="of the capacity, such as 0.9")
     parser.add_argument("--why-not", metavar="CHOICES", help="such as tp=4,pp=4,micro_batch=2: what stands against it")
     parser.add_argument("--baseline", choices=tuple(BASELINES), help="what a well-known procedure would have chosen")
@@ -58,7 +54,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     _check(options)
-    fixed, avoided = _read_choices(options)
+    fixed, avoided = dict(map(parse_choice, options.fix)), dict[str, list[Any]]()
+    for name, value in map(parse_choice, options.avoid):
+        avoided.setdefault(name, []).append(value)
 
     def make_space(num_gpus: int | None = None) -> Space:
         return Space(read_scenario(options, num_gpus), fixed, avoided)
@@ -67,8 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         sizes = _read_sizes(options.scale)
         spaces = [make_space(num_gpus) for num_gpus in sizes]
         compared = spaces[0].scenario, scale(spaces, options.max_memory)
-        print(json.dumps(to_scale_document(*compared), indent=2) if options.json else "\n".join(list_scale(*compared)))
-        return 0
+        return show(options, to_scale_document(*compared), list_scale(*compared))
     if options.min_gpus:
         per_node = read_scenario(options, options.gpus or 1).cluster.gpus_per_node
         space = find_smallest(make_space, per_node, options.max_memory)
@@ -90,12 +87,11 @@ def _run(options: argparse.Namespace) -> int:
         from dtlayout.commands.emit import write_config  # only now: a search does without configs
 
         write_config(options.emit, space.scenario, result.ranked[0], give_reasons(answer))
-    print(json.dumps(to_document(answer), indent=2) if options.json else "\n".join(to_text(answer)))
-    return 0
+    return show(options, to_document(answer), to_text(answer))
 
 
 def _verify(scenario: Scenario, result: SearchResult, number: int) -> list["Verified"]:
-    """The first `number` of them, and further ones until one fits."""
+    """The first `number` of the layouts, and further ones until one fits."""
     from dtlayout.commands.verify import verify  # only now: it imports torch
 
     found: list[Verified] = []
@@ -122,15 +118,6 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidConfig(problems)
     if options.emit:
         check_writable(options.emit)
-
-
-def _read_choices(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """What is fixed and what is avoided."""
-    fixed = dict(parse_choice(text) for text in options.fix)
-    avoided: dict[str, list[Any]] = {}
-    for name, value in (parse_choice(text) for text in options.avoid):
-        avoided.setdefault(name, []).append(value)
-    return fixed, avoided
 
 
 def _read_sizes(text: str) -> list[int]:

@@ -20,15 +20,10 @@ class Answer:
     """Everything that one search has to say."""
 
     def __init__(
-        self,
-        space: Space,
-        search: Search,
-        result: SearchResult,
-        options: argparse.Namespace,
+        self, space: Space, search: Search, result: SearchResult, options: argparse.Namespace,
         verified: Sequence["Verified"],
-    ):
-        self.verified = verified
-        self.space, self.result, self.options = space, result, options
+    ):  # fmt: skip
+        self.result, self.options, self.verified = result, options, verified
         self.scenario, self.best = space.scenario, result.ranked[0]
         following = zip(result.ranked, result.ranked[1:], range(2, len(result.ranked) + 1), strict=False)
         self.leads = [describe_lead(own, after, place) for own, after, place in following]

@@ -15,7 +15,7 @@ from dtlayout.planner.sizing import ScaleRow
 
 
 def to_document(answer: Answer) -> dict[str, Any]:
-    """For `--json`."""
+    """The document of a whole answer, for `--json`."""
     scenario, result = answer.scenario, answer.result
     document = {
         "ok": True,
@@ -43,7 +43,7 @@ def to_document(answer: Answer) -> dict[str, Any]:
 
 
 def to_scale_document(scenario: Scenario, rows: Sequence[ScaleRow]) -> dict[str, Any]:
-    """One entry a cluster."""
+    """The document that compares clusters, an entry for each."""
     entries = [
         {"num_gpus": row.num_gpus, "efficiency": row.efficiency,
          "layout": _to_layout(scenario, row.estimate) if row.estimate else None}

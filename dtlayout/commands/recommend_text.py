@@ -27,7 +27,7 @@ _COUNTED = {
 
 
 def to_text(answer: Answer) -> list[str]:
-    """Everything that was asked."""
+    """The lines of a whole answer."""
     lines = [*_describe_scenario(answer.scenario), "", *_table(answer.scenario, answer.result), ""]
     lines += [f"{place}  {lead}." for place, lead in enumerate(answer.leads, start=1)]
     if answer.verified:
@@ -60,7 +60,7 @@ def give_reasons(answer: Answer) -> list[str]:
 
 
 def list_scale(scenario: Scenario, rows: Sequence[ScaleRow]) -> list[str]:
-    """One line a cluster."""
+    """The lines that compare clusters, one for each below the scenario."""
     cells = [["GPUs", "layout", "MFU", "step s", "tokens/s", "microbatches", "bubble", "efficiency"]]
     for row in rows:
         if (e := row.estimate) is None:
@@ -75,7 +75,7 @@ def list_scale(scenario: Scenario, rows: Sequence[ScaleRow]) -> list[str]:
 
 
 def describe_dry_runs(verified: Sequence["Verified"]) -> list[str]:
-    """One line each."""
+    """A line for each layout that was dry-run."""
     return [
         f"{v.estimate.layout}: {v.peak_bytes / GIB:.2f} GiB, predicted {v.estimate.peak_bytes / GIB:.2f} "
         f"({v.estimate.peak_bytes / v.peak_bytes - 1:+.1%}), {'fits' if v.fits else 'does not fit'}"
@@ -84,19 +84,15 @@ def describe_dry_runs(verified: Sequence["Verified"]) -> list[str]:
 
 
 def describe_counts(result: SearchResult) -> str:
-    """What became of all layouts."""
+    """What became of all layouts of a search, in a line."""
     parts = [f"{result.counts[reason]:,} {text}" for reason, text in _COUNTED.items() if result.counts[reason]]  # type: ignore[index]
     return f"{result.num_layouts:,} layouts: {', '.join(parts)}."
 
 
 def full_name(estimate: Estimate) -> str:
-    """With the kernels that are not the usual ones."""
-    usual = asdict(Kernels())
-    odd = [
-        kernel if name == "attention" else f"{name} {kernel}"
-        for name, kernel in asdict(estimate.kernels).items()
-        if kernel != usual[name]
-    ]
+    """A layout with the kernels that are not the usual ones."""
+    usual, kernels = asdict(Kernels()), asdict(estimate.kernels).items()
+    odd = [kernel if name == "attention" else f"{name} {kernel}" for name, kernel in kernels if kernel != usual[name]]
     return " ".join([str(estimate.layout), *odd])
 
 
@@ -155,7 +151,7 @@ def _table(scenario: Scenario, result: SearchResult) -> list[str]:
 
 
 def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -> str:
-    """With its band; the CPU has no peak that would make one."""
+    """MFU with its error band; the CPU has no peak, so no MFU."""
     if not scenario.cluster.gpu.has_mfu:
         return "n/a" if short else "MFU n/a"
     band = 100 * estimate.mfu * scenario.engine.error
@@ -163,9 +159,9 @@ def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -
 
 
 def _bar(estimate: Estimate) -> str:
-    filled = round(_BAR * estimate.peak_bytes / estimate.capacity_bytes)
-    sizes = f"{estimate.peak_bytes / GIB:.1f} / {estimate.capacity_bytes / GIB:.1f}"
-    return f"{'█' * filled}{'░' * (_BAR - filled)} {sizes}"
+    peak, capacity = estimate.peak_bytes, estimate.capacity_bytes
+    filled = round(_BAR * peak / capacity)
+    return f"{'█' * filled}{'░' * (_BAR - filled)} {peak / GIB:.1f} / {capacity / GIB:.1f}"
 
 
 def _shorten(verdict: Verdict) -> str:

@@ -1,13 +1,13 @@
 """dtlayout refit: fit a cluster file to sweeps that ran with it, and keep how right their predictions were."""
 
 import argparse
-import json
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from dtlayout.calibrate.file import update
 from dtlayout.cluster import load_cluster
+from dtlayout.commands.arguments import show
 from dtlayout.commands.validate import tell
 from dtlayout.commands.validate_text import percent
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
@@ -43,18 +43,14 @@ def run(options: argparse.Namespace) -> int:
     if strangers := {run.table for run in runs if run.scenario.cluster.gpu.name != cluster.gpu.name}:
         raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
     records = [record for folder in options.sweeps if (record := make_record(folder))]
-    told = identifiable_constants([run.layout for run in runs], cluster.gpu.device_type)
-    engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=told)
+    names = identifiable_constants([run.layout for run in runs], cluster.gpu.device_type)
+    engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=names)
     fitted = fit_group(with_engine(on_cluster(runs, cluster), engine), tell)
-    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     update(options.into, fitted.engine, records, f"dtlayout refit, {today}, {len(runs)} runs")
     before, after = fitted.before.median_ape, score(fitted.predictions).median_ape
-    if options.json:
-        document = {"ok": True, "file": str(options.into), "records": list(map(asdict, records)),
-                    "median_error_before": before, "median_error_after": after}  # fmt: skip
-        print(json.dumps(document, indent=2))
-        return 0
+    document = {"ok": True, "file": str(options.into), "records": list(map(asdict, records)),
+                "median_error_before": before, "median_error_after": after}  # fmt: skip
     lines = [*map(str, records)] or ["no record: these sweeps were not predicted with a calibrated file"]
     lines.append(f"median error of speed {percent(before)} before the fit, {percent(after)} after, on the runs it saw")
-    print("\n".join([*lines, f"written: {options.into}"]))
-    return 0
+    return show(options, document, [*lines, f"written: {options.into}"])

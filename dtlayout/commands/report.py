@@ -1,10 +1,10 @@
 """dtlayout report: what measured rows say of each choice, as text, Markdown and one page with plots."""
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
+from dtlayout.commands.arguments import show
 from dtlayout.report.page import Report
 from dtlayout.report.rows import ROWS, read_rows
 
@@ -22,22 +22,15 @@ def run(options: argparse.Namespace) -> int:
     """Print the report, and write it where asked."""
     rows = read_rows(options.rows)
     report = Report(rows.runs, rows.describe_left_out())
-    if options.json:
-        findings = [
-            {
-                "question": finding.question.name,
-                "says": finding.describe(),
-                "speed_supported": finding.speaks_of_speed,
-                "fit_supported": finding.speaks_of_fit,
-                **{name: value for name, value in vars(finding).items() if name != "question"},
-            }
-            for finding in report.findings
-        ]
-        common = [{**asdict(each), "says": each.describe()} for each in report.common]
-        counts = {"rows": len(rows.runs), "left_out": rows.left_out}
-        print(json.dumps({"ok": True, **counts, "findings": findings, "fastest": common}, indent=2))
-    else:
-        print(report.to_markdown(), end="")
+    findings = [
+        {**vars(finding), "question": finding.question.name, "says": finding.describe(),
+         "speed_supported": finding.speaks_of_speed, "fit_supported": finding.speaks_of_fit}
+        for finding in report.findings
+    ]  # fmt: skip
+    common = [{**asdict(each), "says": each.describe()} for each in report.common]
+    counts = {"rows": len(rows.runs), "left_out": rows.left_out}
+    document = {"ok": True, **counts, "findings": findings, "fastest": common}
+    show(options, document, [report.to_markdown().rstrip()])
     if options.markdown:
         report.write_markdown(options.markdown)
     if options.page:

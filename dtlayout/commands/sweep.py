@@ -147,18 +147,16 @@ def _count_outcomes(results: Sequence[TrialResult]) -> str:
 
 
 def _tabulate(results: Sequence[TrialResult]) -> list[str]:
-    """The fastest of them."""
+    """A table of the fastest."""
     rows = [["fastest so far", "s a step", "spread", "tokens/s a rank", "MFU", "peak MiB"]]
     for result in sort_by_time(results)[:_BEST_SHOWN]:
         assert result.run is not None, "what ran was possible"
         run, measured = result.run, result.measured
         peaks = [peak for peak in measured.peak_memory_bytes or () if peak is not None]
         rows.append([
-            result.name,
-            f"{measured.step_time_s:.3f}",
+            result.name, f"{measured.step_time_s:.3f}",
             "n/a" if measured.step_time_spread_s is None else f"{measured.step_time_spread_s:.3f}",
-            f"{run.tokens_per_s_per_gpu:,.0f}",
-            "n/a" if measured.mfu is None else f"{measured.mfu:.1%}",
+            f"{run.tokens_per_s_per_gpu:,.0f}", "n/a" if measured.mfu is None else f"{measured.mfu:.1%}",
             f"{max(peaks) / 2**20:,.0f}" if peaks else "n/a",
         ])  # fmt: skip
     return ["", *align(rows)] if len(rows) > 1 else []
@@ -192,18 +190,15 @@ def _list(trials: Sequence[Trial], ended: Mapping[str, TrialResult]) -> str:
         elif trial.estimate is None:
             lines.append(f"run         {trial.name}")
         else:
-            step, fits = f"{trial.estimate.step_time_s:.3f} s a step", trial.estimate.fits
-            lines.append(f"{'run' if fits else 'oom':<11} {trial.name}: predicted {step}")
+            outcome, step_time_s = "run" if trial.estimate.fits else "oom", trial.estimate.step_time_s
+            lines.append(f"{outcome:<11} {trial.name}: predicted {step_time_s:.3f} s a step")
     return "\n".join(lines)
 
 
 def _to_document(trial: Trial) -> dict[str, object]:
     estimate = trial.estimate
     return {
-        "key": trial.key,
-        "overrides": list(trial.overrides),
-        "layout": asdict(trial.layout) if trial.layout else None,
-        "problems": list(trial.problems),
-        "fits": estimate.fits if estimate else None,
-        "step_time_s": estimate.step_time_s if estimate else None,
-    }
+        "key": trial.key, "overrides": list(trial.overrides),
+        "layout": asdict(trial.layout) if trial.layout else None, "problems": list(trial.problems),
+        "fits": estimate.fits if estimate else None, "step_time_s": estimate.step_time_s if estimate else None,
+    }  # fmt: skip

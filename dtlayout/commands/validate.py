@@ -1,27 +1,18 @@
 """dtlayout validate: score the predictions against measured runs, and fit the constants to them."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dtlayout.cluster import load_cluster
-from dtlayout.commands.validate_text import describe, format_fragment, list_constants
+from dtlayout.commands.arguments import show
+from dtlayout.commands.validate_text import Fits, describe, format_fragment, list_constants
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner.scores import Prediction, by_table, score
-from dtlayout.planner.validate import (
-    Ablation,
-    Fitted,
-    ablate,
-    fit_group,
-    group_runs,
-    leave_one_out,
-    on_cluster,
-    predict,
-)
+from dtlayout.planner.validate import ablate, fit_group, group_runs, leave_one_out, on_cluster, predict
 from dtlayout.report.rows import ROWS, read_rows
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
@@ -60,28 +51,18 @@ def run(options: argparse.Namespace) -> int:
         )
     predictions = predict(runs)
     left_out = leave_one_out(runs, tell) if options.leave_one_out else {}
-    fits = [
-        fit_group(group, tell)
-        for group in groups.values()
-        if options.fit or (options.ablate and group[0].scenario.engine.is_calibrated)
-    ]
-    ablations = [ablate(fitted.runs, fitted.engine, tell) if options.ablate else [] for fitted in fits]
+    wanted = [g for g in groups.values() if options.fit or (options.ablate and g[0].scenario.engine.is_calibrated)]
+    fitted = [fit_group(group, tell) for group in wanted]
+    fits = [(each, ablate(each.runs, each.engine, tell) if options.ablate else []) for each in fitted]
     if options.out:
-        options.out.write_text("\n".join(format_fragment(fitted) for fitted in fits), encoding="utf-8")
-    pictures: list[Path] = []
+        options.out.write_text("\n".join(map(format_fragment, fitted)), encoding="utf-8")
+    lines = list(describe(options, predictions, left_out, fits))
     if options.plots:
         from dtlayout.planner.plots import write_plots  # only now: it imports matplotlib
 
-        pictures = write_plots(predictions, options.plots)
-    if options.json:
-        print(json.dumps(_as_document(options, predictions, left_out, fits, ablations), indent=2, allow_nan=False))
-        return 0
-    print("\n".join(describe(options, predictions, left_out, fits, ablations)))
-    for picture in pictures:
-        print(f"\nwritten: {picture}", end="")
-    if options.plots:
-        print("" if pictures else "\nno picture: no row has a measured number")
-    return 0
+        pictures = [f"written: {picture}" for picture in write_plots(predictions, options.plots)]
+        lines += ["", *(pictures or ["no picture: no row has a measured number"])]
+    return show(options, _to_document(options, predictions, left_out, fits), lines, allow_nan=False)
 
 
 def tell(line: str) -> None:
@@ -90,12 +71,8 @@ def tell(line: str) -> None:
         print(f"{line} …", file=sys.stderr)
 
 
-def _as_document(
-    options: argparse.Namespace,
-    predictions: Sequence[Prediction],
-    left_out: dict[str, list[Prediction]],
-    fits: Sequence[Fitted],
-    ablations: Sequence[Sequence[Ablation]],
+def _to_document(
+    options: argparse.Namespace, predictions: Sequence[Prediction], left_out: dict[str, list[Prediction]], fits: Fits
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "tables": {table: score(rows).as_dict() for table, rows in by_table(predictions).items()},
@@ -105,19 +82,15 @@ def _as_document(
         document["left_out"] = {model: score(rows).as_dict() for model, rows in left_out.items()}
     if options.fit:
         document["fitted"] = {
-            f.engine.gpu: {
-                "engine": f.engine.name,
-                "constants": list_constants(f.engine),
-                "at_bounds": list(f.engine.at_bounds),
-                "scores": score(f.predictions).as_dict(),
-            }
-            for f in fits
-        }
+            f.engine.gpu: {"engine": f.engine.name, "constants": list_constants(f.engine),
+                           "at_bounds": list(f.engine.at_bounds), "scores": score(f.predictions).as_dict()}
+            for f, _ in fits
+        }  # fmt: skip
     if options.ablate:
         document["ablations"] = [
             {"engine": f.engine.name, "gpu": f.engine.gpu, "constant": a.constant, "neutral": a.neutral}
             | a.scores.as_dict()
-            for f, group in zip(fits, ablations, strict=True)
-            for a in group
+            for f, ablations in fits
+            for a in ablations
         ]
     return document

@@ -5,56 +5,48 @@ from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
 from dtlayout import toml
-from dtlayout.commands.dryrun_tables import choose_unit
 from dtlayout.costmodel.engine import Engine
-from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
 from dtlayout.planner.tables import KERNELS
 from dtlayout.planner.validate import Ablation, Fitted, group_runs
-from dtlayout.text import align, wrap
+from dtlayout.text import align, choose_unit, wrap
 
+Fits = Sequence[tuple[Fitted, Sequence[Ablation]]]
+"""What was fitted to each engine's runs, with what each of its constants is worth where that was asked."""
 _NAME_WIDTH = 46
 
 
 def describe(
-    options: argparse.Namespace,
-    predictions: Sequence[Prediction],
-    left_out: dict[str, list[Prediction]],
-    fits: Sequence[Fitted],
-    ablations: Sequence[Sequence[Ablation]],
+    options: argparse.Namespace, predictions: Sequence[Prediction], left_out: dict[str, list[Prediction]], fits: Fits
 ) -> Iterator[str]:
-    """All that a person reads."""
-    yield from (line for (engine, gpu), group in group_runs(p.run for p in predictions).items()
-                for line in _describe_engine(engine, gpu, group))  # fmt: skip
+    """The lines of a validation: engines, scores, the worst rows, and what was fitted."""
+    for (name, gpu), group in group_runs(p.run for p in predictions).items():
+        engine = group[0].scenario.engine
+        source = f"constants from {engine.source}"
+        if not engine.is_calibrated:
+            source = "uncalibrated; general constants, no run stands behind them"
+        yield f"{name} on {gpu}, {len(group)} rows: {source}"
+        if engine.is_calibrated:
+            yield from wrap("  fitted constants: ", engine.fitted)
+            yield from wrap("  of these at a bound: ", engine.at_bounds or ["none"])
     yield ""
     tables = {table: score(rows) for table, rows in by_table(predictions).items()}
     yield from _tabulate("table", {**tables, "all": score(predictions)})
-    yield f"MAPE and median over {_scored(predictions)}; tau and top-1 of all: their means"
+    with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
+    scored = with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
+    yield f"MAPE and median over {scored}; tau and top-1 of all: their means"
     if left_out:
         yield ""
-        scores = {model: score(rows) for model, rows in left_out.items()}
-        yield from _tabulate("left out of the fit", scores)
+        yield from _tabulate("left out of the fit", {model: score(rows) for model, rows in left_out.items()})
     yield from _describe_worst(predictions, options.worst)
-    for fitted, group in zip(fits, ablations, strict=True):
+    for fitted, ablations in fits:
         if options.fit and options.out:
             yield f"\nwritten: {options.out}"
         elif options.fit:
             yield ""
             yield format_fragment(fitted).rstrip()
         if options.ablate:
-            yield from _describe_ablations(fitted, group)
-
-
-def _describe_engine(engine: str, gpu: str, group: Sequence[Run]) -> Iterator[str]:
-    of = group[0].scenario.engine
-    yield f"{engine} on {gpu}, {len(group)} rows: {'' if of.is_calibrated else 'uncalibrated; '}{_source(of)}"
-    if of.is_calibrated:
-        yield from wrap("  fitted constants: ", of.fitted)
-        yield from wrap("  of these at a bound: ", of.at_bounds or ["none"])
-
-
-def _source(engine: Engine) -> str:
-    return f"constants from {engine.source}" if engine.is_calibrated else "general constants, no run stands behind them"
+            yield from _describe_ablations(fitted, ablations)
 
 
 def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:
@@ -69,14 +61,8 @@ def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:
     return align([head, *rows])
 
 
-def _scored(predictions: Sequence[Prediction]) -> str:
-    """Of which rows the speed counts."""
-    with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
-    return with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
-
-
 def _shorten(name: str, width: int = _NAME_WIDTH) -> str:
-    """Its ends, since tables of one study begin alike and sweeps of one model end alike."""
+    """Both ends of a long name: tables of one study begin alike, sweeps of one model end alike."""
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}"
 
 
@@ -85,7 +71,7 @@ def _plain(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share with its sign; a dash where there is none."""
+    """A fraction in percent; a dash where there is none."""
     return "–" if value is None else f"{100 * value:.{1 if value < 10 else 0}f} %"
 
 
@@ -93,24 +79,22 @@ def _describe_worst(predictions: Sequence[Prediction], number: int) -> Iterator[
     """The rows with the largest errors of MFU and of memory, and the surest of the wrong outcomes."""
     speeds = [p for p in predictions if p.is_scored]
     peaks = [p for p in predictions if p.run.has_peak]
-    misjudged = [
-        p for p in predictions if p.run.outcome in ("ok", "oom") and p.estimate.fits != (p.run.outcome == "ok")
-    ]
+    judged = [p for p in predictions if p.run.outcome in ("ok", "oom")]
+    misjudged = [p for p in judged if p.estimate.fits != (p.run.outcome == "ok")]
     for title, rows, error in (
         (f"speed, of {len(speeds)}", speeds, lambda p: abs(p.speed_error)),
         (f"peak memory, of {len(peaks)}", peaks, lambda p: abs(p.memory_error)),
-        (f"outcome, of {len(misjudged)} misjudged", misjudged, lambda p: abs(_distance(p))),
+        (
+            f"outcome, of {len(misjudged)} misjudged",
+            misjudged,
+            lambda p: abs(p.estimate.peak_bytes / p.estimate.capacity_bytes - 1),
+        ),
     ):
         if rows and number:
             yield ""
             yield f"worst by {title}"
             for prediction in sorted(rows, key=error, reverse=True)[:number]:
                 yield from _describe_row(prediction)
-
-
-def _distance(prediction: Prediction) -> float:
-    """Predicted peak over capacity, less 1."""
-    return prediction.estimate.peak_bytes / prediction.estimate.capacity_bytes - 1
 
 
 def _describe_row(prediction: Prediction) -> Iterator[str]:
@@ -123,9 +107,8 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
     speed += f"{'; ' if speed else ''}step {estimate.step_time_s:.4g} s"
     speed += f", measured {run.step_time_s:.4g} s" if run.step_time_s else ""
     yield f"    {speed}"
-    yield from wrap(
-        "      s:  ", [f"{name} {seconds:.4g}" for name, seconds in estimate.time.as_dict().items() if seconds]
-    )
+    times = [f"{name} {seconds:.4g}" for name, seconds in estimate.time.as_dict().items() if seconds]
+    yield from wrap("      s:  ", times)
     shown = 0 if run.peak_bytes else estimate.busiest_rank
     memory = estimate.memory[shown]
     unit, size = choose_unit(memory.total)
@@ -139,7 +122,7 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
 
 
 def format_fragment(fitted: Fitted) -> str:
-    """The constants as the engine's file has them, with what is left of the errors as comments."""
+    """Fitted constants as the engine's file has them, with what is left of the errors as comments."""
     engine, scores = fitted.engine, score(fitted.predictions)
     ran = [run for run in fitted.runs if run.ran]
     models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
@@ -161,7 +144,7 @@ def format_fragment(fitted: Fitted) -> str:
 
 
 def list_constants(engine: Engine) -> dict[str, float]:
-    """The fitted ones, as many digits as a fit knows."""
+    """The fitted constants of an engine, with as many digits as a fit knows."""
     return {name: float(f"{getattr(engine.constants, name):.4g}") for name in engine.fitted}
 
 

@@ -19,13 +19,13 @@ class Verified:
 
     estimate: Estimate
     peak_bytes: int
-    """Of the fullest of the default ranks."""
+    """Most bytes that one of the default ranks held."""
     fits: bool
-    """With what the engine's allocator takes beside tensors."""
+    """Whether that fits, with what the engine's allocator holds beside tensors."""
 
 
 def verify(scenario: Scenario, estimates: Iterable[Estimate], allowed_bytes: float) -> Iterator[Verified]:
-    """Each of them, dry-run with the config that `--emit` writes; refuses what a dry run cannot execute."""
+    """Dry-run each layout with the config that `--emit` writes; refuses what a dry run cannot execute."""
     gpu, overhead_bytes = scenario.cluster.gpu, scenario.engine.constants.overhead_bytes
     for estimate in estimates:
         config = parse_config(toml.loads(make_config(Path("verified.toml"), scenario, estimate, ())))

@@ -1,7 +1,7 @@
 """Which indices of the global batch a data-parallel rank reads, and in which microbatch.
 
-[Note: contiguous shares]
-Rank r reads the r-th of `num_dp_ranks` equal contiguous shares, cut in order into microbatches of `micro_batch`: the
+[Note: contiguous parts]
+Rank r reads the r-th of `num_dp_ranks` equal contiguous parts, cut in order into microbatches of `micro_batch`: the
 lists of all ranks, put one after the other, are range(global_batch), as if dim 0 of the global batch were sharded. As
 an index decides its sample alone, every (micro_batch, num_dp_ranks) trains on the same samples in the same step. The
 ranks of one pipeline, tensor or context group share a `dp_rank` and therefore read the same indices.
@@ -28,6 +28,6 @@ def microbatch_indices(global_batch: int, micro_batch: int, dp_rank: int, num_dp
             f"{global_batch=} is no multiple of micro_batch * num_dp_ranks = {micro_batch} * {num_dp_ranks} = {chunk}; "
             f"use {nearest}"
         )
-    share = global_batch // num_dp_ranks
-    starts = range(dp_rank * share, (dp_rank + 1) * share, micro_batch)
+    num_own = global_batch // num_dp_ranks
+    starts = range(dp_rank * num_own, (dp_rank + 1) * num_own, micro_batch)
     return [list(range(start, start + micro_batch)) for start in starts]

@@ -1,4 +1,4 @@
-"""From a config's [data] section to the samples of a run."""
+"""The samples of a run, from a config's [data] section."""
 
 from dtlayout.batch import Batch
 from dtlayout.config import DataConfig
@@ -12,14 +12,9 @@ def open_samples(data: DataConfig, vocab_size: int, batch: Batch, *, seed: int) 
     DataError if the tokens do not fit the model's vocabulary or hold less than one sample.
     """
     folder = prepare_tokens(
-        data.source,
-        data.tokenizer,
-        data.folder,
-        text_field=data.text_field,
-        split=data.split,
-        end_of_document=data.end_of_document,
-        max_tokens=data.max_tokens,
-    )
+        data.source, data.tokenizer, data.folder, text_field=data.text_field, split=data.split,
+        end_of_document=data.end_of_document, max_tokens=data.max_tokens,
+    )  # fmt: skip
     tokens = TokenFile.open(folder)
     tokens.check_vocab(vocab_size)
     return Samples(tokens, batch.seq_len, batch.global_batch, seed)

@@ -21,6 +21,7 @@ import numpy as np
 from dtlayout.data.sources import list_files, open_documents
 from dtlayout.data.tokenizer import Ids, Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
+from dtlayout.files import write_whole
 
 TOKENS_NAME = "tokens.bin"
 INFO_NAME = "tokens.json"
@@ -69,10 +70,9 @@ def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: lis
     stats = [(file, file.stat()) for file in files]
     seen = {
         **provenance,
-        "format": _FORMAT,
-        "tokenizer": tokenizer.fingerprint,
+        "format": _FORMAT, "tokenizer": tokenizer.fingerprint,
         "files": [(str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file, stat in stats],
-    }
+    }  # fmt: skip
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -140,14 +140,8 @@ def _batch_documents(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def _write_info(path: Path, written: _Written, tokenizer: Tokenizer, provenance: dict[str, object]) -> None:
     info = {
-        "dtype": written.dtype,
-        "num_tokens": written.num_tokens,
-        "num_documents": written.num_documents,
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_document": tokenizer.end_of_document,
-        "sha256": written.sha256,
+        "dtype": written.dtype, "num_tokens": written.num_tokens, "num_documents": written.num_documents,
+        "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": written.sha256,
         **provenance,
-    }
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-    partial.rename(path)
+    }  # fmt: skip
+    write_whole(path, json.dumps(info, indent=2) + "\n")

@@ -19,7 +19,7 @@ import numpy as np
 
 NUM_DEALS = 4999
 MOST_CHANCE = 1e-3
-"""Of a finding: how often as much may be dealt out."""
+"""p-value up to which a finding is supported."""
 
 
 def deal(values: np.ndarray, pools: np.ndarray) -> np.ndarray:

@@ -18,14 +18,14 @@ class Common:
     value: Hashable
     """What most of them chose."""
     share: float
-    """Of the fastest."""
+    """Share of the fastest rows that chose it."""
     share_of_all: float
-    """Of all that ran."""
+    """Share of all rows that ran that chose it."""
     p: float
-    """How often as many of rows taken at random chose one and the same."""
+    """p-value: how often as many of rows picked at random chose one and the same."""
 
     def describe(self) -> str:
-        """In words."""
+        """A sentence; "not supported" where chance could say it."""
         if self.p > MOST_CHANCE:
             return f"not supported: {self.name}={self.value} in {self.share:.0%} of them, chance has p = {self.p:.2g}"
         return f"{self.name}={self.value} in {self.share:.0%} of them, and in {self.share_of_all:.0%} of all that ran"
@@ -42,7 +42,7 @@ CHOICES: dict[str, Callable[[Run], Hashable]] = {
     "norm": lambda run: run.kernels.norm,
     "sequence_parallel": lambda run: ("on" if run.layout.shards_sequence else "off") if run.layout.tp > 1 else None,
 }
-"""By name; None where there is nothing to choose."""
+"""Name of a choice → what a row chose; None where there is nothing to choose."""
 
 
 def list_options(name: str, runs: Sequence[Run]) -> list[Hashable]:
@@ -69,15 +69,8 @@ def find_common(runs: Sequence[Run]) -> list[Common]:
         gains = shares - options.mean(axis=1, keepdims=True)
         best = int(np.argmax(gains))
         chances = (options @ dealt / fastest.sum() - options.mean(axis=1, keepdims=True)).max(axis=0)
-        common.append(
-            Common(
-                name=name,
-                value=names[best],
-                share=float(shares[best, 0]),
-                share_of_all=float(options[best].mean()),
-                p=rarity(chances, gains[best]),
-            )
-        )
+        share, share_of_all = float(shares[best, 0]), float(options[best].mean())
+        common.append(Common(name, names[best], share, share_of_all, p=rarity(chances, gains[best])))
     return common
 
 

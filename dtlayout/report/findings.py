@@ -18,7 +18,8 @@ from dtlayout.report.questions import QUESTIONS, Question
 FEWEST_PAIRS = 6
 _NOISE = 0.005
 """Relative difference between repeated runs."""
-_FIT, _MISFIT = ("ok",), ("oom", "crashed_or_oom")
+_FITS = {"ok": 1.0, "oom": 0.0, "crashed_or_oom": 0.0}
+"""Outcome → whether the layout fits; the others say nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +28,27 @@ class Finding:
 
     question: Question
     num_pairs: int
-    """Of rows that both ran."""
+    """Pairs of which both rows ran."""
     share_faster: float | None
-    """Of those, in how many the second was faster."""
+    """Share of the pairs in which the second row was faster."""
     factor: float | None
     """Median of the second's speed over the first's."""
     quartiles: tuple[float, float] | None
-    """The same of the lower and the upper quarter."""
+    """Lower and upper quartile of the second's speed over the first's."""
     explained: float | None
     """Median factor that needs no finding, being foreseen; 1 where nothing is."""
     beyond: float | None
-    """Median of the factors over those."""
+    """Median of the factors over what is foreseen of each."""
     points: float | None
     """Median difference of MFU, second less first, where it is known."""
     p_speed: float | None
-    """How often chance shows as much beyond what is foreseen."""
+    """How often chance shows as large a factor beyond what is foreseen."""
     num_only_after: int
     """Pairs of which only the second fits."""
     num_only_before: int
+    """Pairs of which only the first fits."""
     p_fit: float | None
-    """How often chance shows as large a difference between those."""
+    """How often chance shows as large a difference between the two numbers of pairs."""
 
     @property
     def speaks_of_speed(self) -> bool:
@@ -66,7 +68,7 @@ class Finding:
         return num_changed >= FEWEST_PAIRS and self.p_fit is not None and self.p_fit <= MOST_CHANCE
 
     def describe(self) -> str:
-        """In words, with numbers; "not supported" where the rows do not carry it."""
+        """Sentences with numbers; "not supported" where the rows do not carry it."""
         q, sentences = self.question, []
         foreseen = f", where {q.explanation} explains ×{self.explained:.2f}" if q.explanation and self.num_pairs else ""
         if self.num_pairs == 0:
@@ -112,9 +114,7 @@ class _Rows:
         self.runs = runs
         self.speeds = np.array([log(speed) if (speed := run.tokens_per_s_per_gpu) else np.nan for run in runs])
         self.totals = self.speeds + np.log([run.scenario.cluster.num_gpus for run in runs])
-        self.fits = np.array(
-            [1.0 if run.outcome in _FIT else 0.0 if run.outcome in _MISFIT else np.nan for run in runs]
-        )
+        self.fits = np.array([_FITS.get(run.outcome, np.nan) for run in runs])
         self._dealt: dict[tuple[str, Callable[[Run], Hashable]], np.ndarray] = {}
 
     def deal(self, name: str, pool: Callable[[Run], Hashable]) -> np.ndarray:
@@ -130,9 +130,8 @@ def _answer(question: Question, rows: _Rows) -> Finding:
     ran = [(a, b) for a, b in pairs if not np.isnan(speeds[a]) and not np.isnan(speeds[b])]
     ratios = np.array([speeds[b] - speeds[a] for a, b in ran])
     explained = np.array([question.explained(runs[a], runs[b]) for a, b in ran])
-    points = [
-        after - before for a, b in ran if (before := runs[a].mfu) is not None and (after := runs[b].mfu) is not None
-    ]
+    mfus = [(runs[a].mfu, runs[b].mfu) for a, b in ran]
+    points = [after - before for before, after in mfus if before is not None and after is not None]
     judged = [(a, b) for a, b in pairs if not np.isnan(fits[a]) and not np.isnan(fits[b])]
     changes = np.array([fits[b] - fits[a] for a, b in judged])
     chances = [_chance(rows, "speeds", question, ran, _consistency, explained)]

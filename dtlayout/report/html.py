@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from dtlayout.errors import DtlayoutError
+from dtlayout.files import write
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
@@ -32,10 +32,7 @@ def write_page(path: Path, title: str, parts: Iterable[str], style: str = "") ->
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title>'
         f"<style>{_STYLE}{style}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
     )
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise DtlayoutError(f"page {path} cannot be written: {error.strerror}") from None
+    write(path, page, "page")
 
 
 def paragraph(text: str, kind: str = "") -> str:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
 
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.errors import DtlayoutError
+from dtlayout.files import write
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.plots import scale
 from dtlayout.planner.runs import GIB, Run
@@ -18,7 +17,7 @@ from dtlayout.planner.validate import predict
 from dtlayout.report import html
 from dtlayout.report.fastest import CHOICES, Common, find_common, list_options
 from dtlayout.report.findings import Finding, find
-from dtlayout.text import to_markdown
+from dtlayout.text import choose_unit, to_markdown
 
 _STYLE = """
 body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }
@@ -61,7 +60,7 @@ _LEGEND_COLUMNS, _LABEL_LETTERS, _MOST_LABELS = 6, 130, 40
 
 
 class Report:
-    """All that is said of some rows."""
+    """Everything that a report says of some measured rows, as Markdown and as a page."""
 
     def __init__(self, runs: Sequence[Run], left_out: str = ""):
         """Finds and predicts at once, a second for a thousand rows; `left_out` says of which there is nothing."""
@@ -71,6 +70,10 @@ class Report:
         self.estimates: list[Estimate] = [prediction.estimate for prediction in predict(runs)]
         ordered = sorted(range(len(self.runs)), key=lambda i: self.runs[i].table)
         self.tables = {name: list(places) for name, places in groupby(ordered, key=lambda i: self.runs[i].table)}
+        # Somebody measured an MFU, and nothing ran where no peak is known.
+        is_measured = any(run.mfu is not None for run in self.runs)
+        self._has_mfu = is_measured and all(run.scenario.cluster.gpu.has_mfu for run in self.runs)
+        self._unit = "MFU, %" if self._has_mfu else "tokens/s of a rank"
 
     @property
     def title(self) -> str:
@@ -95,20 +98,17 @@ class Report:
         return rows
 
     def write_markdown(self, path: Path) -> None:
-        """Findings and best layouts; DtlayoutError if it cannot be written."""
-        try:
-            path.write_text(self.to_markdown(), encoding="utf-8")
-        except OSError as error:
-            raise DtlayoutError(f"report {path} cannot be written: {error.strerror}") from None
+        """Write findings and best layouts; DtlayoutError if the file cannot be written."""
+        write(path, self.to_markdown(), "report")
 
     def to_markdown(self) -> str:
-        """Findings and best layouts."""
+        """Findings and best layouts as Markdown."""
         findings, best = ("\n".join(to_markdown(rows)) for rows in (self.list_findings(), self.list_best()))
         parts = [f"# {self.title}", self.left_out, "## Findings", findings, "## Fastest", best]
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def write_page(self, path: Path) -> None:
-        """The page; DtlayoutError if it cannot be written."""
+        """Write everything as one page; DtlayoutError if the file cannot be written."""
         html.write_page(path, self.title, self._parts(), _STYLE)
 
     def _parts(self) -> Iterator[str]:
@@ -160,17 +160,6 @@ class Report:
         flops_per_s = speed * count_model_flops_per_token(scenario.model, scenario.batch.seq_len)
         return 100 * (run.mfu if run.mfu is not None else flops_per_s / scenario.cluster.gpu.peak_flops_per_s)
 
-    @property
-    def _has_mfu(self) -> bool:
-        """Somebody measured it, and nothing ran where no peak is known."""
-        return any(run.mfu is not None for run in self.runs) and all(
-            run.scenario.cluster.gpu.has_mfu for run in self.runs
-        )
-
-    @property
-    def _unit(self) -> str:
-        return "MFU, %" if self._has_mfu else "tokens/s of a rank"
-
     def _draw_best(self, name: str) -> str:
         """Bars of the best of each value, a group for each sweep."""
         options = list_options(name, self.runs)
@@ -184,15 +173,12 @@ class Report:
             bars = axes.bar(np.arange(len(best)) + number * width, best, width * 0.9, label=f"{name}={option}")
             if len(options) * len(best) <= _MOST_LABELS:
                 axes.bar_label(bars, [f"{value:.1f}" if value else "–" for value in best], fontsize=7, padding=1)
-        self._name_tables(axes, 0.4 - width / 2)
+        names = [_fold(name, max(8, _LABEL_LETTERS // len(self.tables))) for name in self.tables]
+        axes.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, fontsize=7)
         axes.set_ylabel(self._unit)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside upper right", ncols=min(len(options), _LEGEND_COLUMNS), fontsize=8, frameon=False)
         return html.picture(figure)
-
-    def _name_tables(self, axes: Axes, shift: float) -> None:
-        places, width = np.arange(len(self.tables)) + shift, max(8, _LABEL_LETTERS // len(self.tables))
-        axes.set_xticks(places, [_fold(name, width) for name in self.tables], fontsize=7)
 
     def _draw_heat(self) -> str:
         """A square for each tp and pp with the best speed, a picture for each sweep."""
@@ -245,7 +231,7 @@ class Report:
 
     def _draw_memory(self, shown: Sequence[int]) -> str:
         """Measured bars with marks where they were predicted."""
-        size = GIB if max(self.runs[i].peak_bytes or 0 for i in shown) > GIB else 2**20
+        unit, size = choose_unit(max(self.runs[i].peak_bytes or 0 for i in shown))
         figure, axes = plt.subplots(figsize=(10, 0.26 * len(shown) + 0.8), layout="constrained")
         measured = [(self.runs[i].peak_bytes or 0) / size for i in shown]
         predicted = [self.estimates[i].memory[0].total / size for i in shown]
@@ -254,7 +240,7 @@ class Report:
         names = [f"{self.runs[i].layout} {self.runs[i].kernels.attention}" for i in shown]
         axes.set_yticks(range(len(shown)), names, fontsize=7)
         axes.invert_yaxis()
-        axes.set_xlabel("GiB" if size == GIB else "MiB")
+        axes.set_xlabel(unit)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside upper right", ncols=2, fontsize=8, frameon=False)
         return html.picture(figure)

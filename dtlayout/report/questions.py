@@ -16,7 +16,7 @@ class Question:
     """A choice to learn about."""
 
     name: str
-    """As a heading."""
+    """The choice as a heading."""
     choice: Callable[[Run], Hashable]
     """What a row chose."""
     rest: Callable[[Run], Hashable]
@@ -25,15 +25,15 @@ class Question:
     """Whether the second choice is to be compared with the first."""
     before: str
     after: str
-    """The two in words."""
+    """The two choices in words."""
     pool: Callable[[Run], Hashable] = lambda run: run.table
     """The rows that may be compared with each other: those of a sweep."""
     crosses_gpus: bool = False
-    """Whether those have numbers of GPUs of their own."""
+    """Whether rows on different numbers of GPUs are compared."""
     explained: Callable[[Run, Run], float] = lambda first, second: 0.0
     """Log of the ratio of speeds that is no finding, because arithmetic foresees it."""
     explanation: str = ""
-    """What that is."""
+    """What arithmetic foresees, in words."""
 
 
 def _shape(run: Run) -> Hashable:
@@ -42,7 +42,7 @@ def _shape(run: Run) -> Hashable:
 
 
 def _training(run: Run) -> Hashable:
-    """The same but for how many GPUs do it."""
+    """What every pair shares that may differ in its number of GPUs."""
     s = run.scenario
     return s.model, s.batch, s.cluster.gpu, s.cluster.gpus_per_node, s.engine.name, s.precision
 

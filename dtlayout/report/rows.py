@@ -22,23 +22,23 @@ from dtlayout.training.metrics import SUMMARY_NAME
 ROWS = "CSV tables, folders of sweeps or runs, a trials.jsonl, a summary.json, what dryrun --json printed"
 """What is read, for who asks a command for help."""
 _MOST_REASONS = 5
-"""Reasons that are told."""
+"""Reasons that are listed."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What was read."""
+    """The rows of a report."""
 
     runs: list[Run]
-    """What says how it ended."""
+    """Rows that say how their layout ended."""
     left_out: Counter[str]
-    """Why others do not → how many."""
+    """Why other rows do not say it → how many."""
 
     def describe_left_out(self) -> str:
-        """In a line; empty if nothing was left out."""
-        told = self.left_out.most_common(_MOST_REASONS)
-        rest = self.left_out.total() - sum(count for _, count in told)
-        reasons = [f"{count} {reason}" for reason, count in told] + [f"{rest} for other reasons"] * (rest > 0)
+        """What was left out, in a line; empty if nothing was."""
+        listed = self.left_out.most_common(_MOST_REASONS)
+        rest = self.left_out.total() - sum(count for _, count in listed)
+        reasons = [f"{count} {reason}" for reason, count in listed] + [f"{rest} for other reasons"] * (rest > 0)
         return f"left out: {'; '.join(reasons)}" if reasons else ""
 
 

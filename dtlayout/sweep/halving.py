@@ -1,7 +1,7 @@
 """Successive halving: find the fastest of many layouts with a fraction of the steps (arXiv:1502.07943).
 
-The first choice costs nothing: of what is predicted to fit, the share that is predicted fastest is tried. Each round
-then runs what is left for more steps than the round before, and keeps the share that was fastest. A layout that does
+The first choice costs nothing: of what is predicted to fit, those that are predicted fastest are tried. Each round
+then runs what is left for more steps than the round before, and keeps those that were fastest. A layout that does
 not run in one round is not in the next.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Halving:
-    """How many go on, and for how long."""
+    """How many trials of each round of successive halving go on to the next, and for how long they run."""
 
     keep: float = 1 / 3
     """Share of a round that goes on to the next, rounded up; between 0 and 1."""
@@ -34,9 +34,7 @@ class Halving:
         ]
         counts = list(self.steps)
         if not counts or counts != sorted(set(counts)) or counts[0] < 1:
-            problems.append(
-                f"halving.steps={list(self.steps)} must be whole numbers of at least 1, each above the last"
-            )
+            problems.append(f"halving.steps={counts} must be whole numbers of at least 1, each above the last")
         if problems:
             raise InvalidConfig(problems)
 
@@ -64,9 +62,8 @@ def halve(
     left = list(candidates[: halving.num_first(len(candidates))])
     for place, steps in enumerate(halving.steps):
         found = run(left, steps)
-        ranked = sorted(found, key=lambda each: found[each])
-        is_last = place + 1 == len(halving.steps)
-        left = ranked[:1] if is_last else ranked[: halving.num_kept(len(left))]
+        num_kept = 1 if place + 1 == len(halving.steps) else halving.num_kept(len(left))
+        left = sorted(found, key=lambda each: found[each])[:num_kept]
         if not left:
             return
         yield left

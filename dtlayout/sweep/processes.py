@@ -16,7 +16,7 @@ from typing import IO
 _MARK = "DTLAYOUT_TRIAL"
 _LOOK_EVERY_S = 0.1
 _GONE_WITHIN_S = 30.0
-"""Of a process that was ended by SIGKILL."""
+"""Seconds after which no process that SIGKILL ended is waited for any longer."""
 
 
 def run(

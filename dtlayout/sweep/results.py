@@ -38,16 +38,16 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Inte
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """One line of trials.jsonl."""
+    """How one trial ended: a line of trials.jsonl."""
 
     key: str
     """Hash of the resolved config and the number of ranks."""
     setting: str
-    """The same but for its number of steps, by which rounds of successive halving differ."""
+    """Hash that leaves out the number of steps, by which rounds of successive halving differ."""
     overrides: list[str]
     """What sets it apart from the sweep's config."""
     run: Run | None = None
-    """What it was, and what it was predicted to reach and reached; None where it is not possible."""
+    """What was run, predicted and measured; None where the trial is not possible."""
     cause: str = ""
     """Why it is not ok, in a line."""
     log: list[str] = field(default_factory=list)
@@ -55,25 +55,25 @@ class TrialResult:
     steps: int = 0
     """Optimizer steps done."""
     seconds: float = 0.0
-    """From its start to its end."""
+    """Seconds from the trial's start to its end."""
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended."""
+        """How the trial ended."""
         return self.run.outcome if self.run else "refused"
 
     @property
     def predicted(self) -> Predicted | None:
-        """Before it was started."""
+        """What was predicted before the trial was started."""
         return self.run.predicted if self.run else None
 
     @property
     def measured(self) -> Performance:
-        """Of the steps after those of warming up."""
+        """What the steps after warming up reached."""
         return self.run.measured if self.run else Performance()
 
     def to_dict(self) -> dict[str, Any]:
-        """Its line."""
+        """The JSON object of trials.jsonl."""
         return {**vars(self), "outcome": self.outcome, "run": self.run and self.run.to_dict()}
 
     @property
@@ -99,7 +99,7 @@ class Journal:
         self.path = folder / "trials.jsonl"
 
     def read(self) -> dict[str, TrialResult]:
-        """As `read_results`; nothing if there is no file yet."""
+        """Key → result of what has ended (`read_results`); nothing if there is no file yet."""
         return read_results(self.path) if self.path.exists() else {}
 
     def append(self, result: TrialResult) -> None:
@@ -141,23 +141,25 @@ def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str,
     if summary.get("outcome") == "done":
         return "ok", "", []
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    outcome, cause = _find_cause(text, exit_code, summary, _describe_progress(run))
+    done = len(MetricsFile(run / "metrics.jsonl").read())
+    progress = f"{done} steps were done" if done != 1 else "1 step was done"
+    outcome, cause = _find_cause(text, exit_code, summary, progress)
     return outcome, cause, text.splitlines()[-_TAIL:]
 
 
 def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progress: str) -> tuple[Outcome, str]:
-    """Of an end that was no success. Who runs out of memory may hang after that, or be killed for it."""
+    """Why a trial failed. Who runs out of memory may hang after that, or be killed for it."""
     lines = text.splitlines()
     if summary.get("outcome") == "non_finite":
         return "non_finite", progress
     if summary.get("outcome") == "refused":
         return "refused", "; ".join(summary.get("problems", []))
-    if found := next((line.strip() for line in lines if _OUT_OF_MEMORY.search(line)), None):
-        return "oom", found
+    if found := next(filter(_OUT_OF_MEMORY.search, lines), None):
+        return "oom", found.strip()
     if exit_code is None:
         return "hung", f"no end within the time limit; {progress}"
-    if found := next((line.strip() for line in lines if _STALLED.search(line)), None):
-        return "hung", found
+    if found := next(filter(_STALLED.search, lines), None):
+        return "hung", found.strip()
     # The first process that fails tells why; what its peers say comes later, and torchrun's own words last.
     errors = [match[1] for line in lines if (match := _ERROR.match(line.strip()))]
     own = next((error for error in errors if not _OF_ANOTHER.search(error)), None)
@@ -168,13 +170,8 @@ def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progr
     return "crashed", own or f"exit code {exit_code}; {progress}"
 
 
-def _describe_progress(run: Path) -> str:
-    done = len(MetricsFile(run / "metrics.jsonl").read())
-    return f"{done} steps were done" if done != 1 else "1 step was done"
-
-
 def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performance]:
-    """Steps that a run did, and what it reached; those that warm up or watch memory count if there are no others."""
+    """Number of steps and performance of a run; steps that warm up or watch memory count if there are no others."""
     lines = MetricsFile(run / "metrics.jsonl").read()
     if not lines:
         return 0, Performance()
@@ -185,12 +182,10 @@ def measure(run: Path, warmup_steps: int, batch: Batch) -> tuple[int, Performanc
     last = lines[-1]  # its MFU is proportional to its speed
     peaks = read_summary(run).get("peak_memory_bytes_by_pp_rank")
     return len(lines), Performance(
-        step_time_s=step_time_s,
-        step_time_spread_s=spread_s,
-        tokens_per_s=batch.num_tokens / step_time_s,
+        step_time_s=step_time_s, step_time_spread_s=spread_s, tokens_per_s=batch.num_tokens / step_time_s,
         mfu=None if last["mfu"] is None else last["mfu"] * last["step_time_s"] / step_time_s,
         peak_memory_bytes=peaks and tuple(peaks),
-    )
+    )  # fmt: skip
 
 
 def keep_longest(results: Collection[TrialResult]) -> list[TrialResult]:
@@ -200,6 +195,6 @@ def keep_longest(results: Collection[TrialResult]) -> list[TrialResult]:
 
 
 def sort_by_time(results: Sequence[TrialResult]) -> list[TrialResult]:
-    """Those that ran, the fastest first."""
-    ran = [(result.measured.step_time_s, result) for result in results if result.outcome == "ok"]
-    return [result for step_time_s, result in sorted(ran, key=lambda pair: pair[0] or 0.0) if step_time_s]
+    """The trials that ran, the fastest first."""
+    ran = [result for result in results if result.outcome == "ok" and result.measured.step_time_s]
+    return sorted(ran, key=lambda result: result.measured.step_time_s or 0.0)

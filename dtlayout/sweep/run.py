@@ -37,7 +37,7 @@ def run_sweep(
     `tries_oom` also runs what is predicted not to fit. DtlayoutError if another sweep runs in this folder.
     """
     with _alone(folder):
-        processes.end(_mark(folder), grace_s=sweep.grace_s)  # of a sweep that was killed here
+        processes.end(str(folder.resolve()), grace_s=sweep.grace_s)  # of a sweep that was killed here
         journal = Journal(folder)
         for trial in trials:
             if trial.key in done:
@@ -104,18 +104,13 @@ def run_halved(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the system takes back however this process ends."""
+    """Hold the folder's lock, which the system takes back however this process ends."""
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DtlayoutError(f"another sweep runs in {folder}; wait for it, or use another --folder") from None
         yield
-
-
-def _mark(folder: Path) -> str:
-    """Of all processes of a sweep, whose trials run one at a time."""
-    return str(folder.resolve())
 
 
 def _judge(sweep: Sweep, trial: Trial, *, tries_oom: bool) -> TrialResult | None:
@@ -143,27 +138,20 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
     started = time.monotonic()
     with log.open("wb") as output:
         exit_code = processes.run(
-            to_command(sweep, config), output, _mark(folder),
+            to_command(sweep, config), output, str(folder.resolve()),
             timeout_s=sweep.timeout_s, grace_s=sweep.grace_s, is_stopped=is_stopped,
         )  # fmt: skip
     outcome, cause, tail = diagnose(run, log, exit_code)
     if is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
         return None
-    seconds = time.monotonic() - started
-    return _to_result(sweep, trial, outcome, cause, tail, run=run, seconds=seconds)
+    return _to_result(sweep, trial, outcome, cause, tail, run=run, seconds=time.monotonic() - started)
 
 
 def _to_result(
-    sweep: Sweep,
-    trial: Trial,
-    outcome: Outcome,
-    cause: str = "",
-    log: Sequence[str] = (),
-    *,
-    run: Path | None = None,
-    seconds: float = 0.0,
-) -> TrialResult:
-    """Of a trial that ended so, as its run's folder tells if there is one."""
+    sweep: Sweep, trial: Trial, outcome: Outcome, cause: str = "", log: Sequence[str] = (),
+    *, run: Path | None = None, seconds: float = 0.0,
+) -> TrialResult:  # fmt: skip
+    """The result of a trial that ended so; the folder of its run, if there is one, has what was measured."""
     steps, record = 0, None
     if trial.config is not None:
         config, layout, kernels = trial.config, trial.layout, trial.kernels
@@ -176,12 +164,6 @@ def _to_result(
             predicted=to_predicted(trial.estimate, scenario), measured=measured,
         )  # fmt: skip
     return TrialResult(
-        key=trial.key,
-        setting=trial.setting,
-        overrides=list(trial.overrides),
-        run=record,
-        cause=cause,
-        log=list(log),
-        steps=steps,
-        seconds=seconds,
-    )
+        key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=record, cause=cause, log=list(log),
+        steps=steps, seconds=seconds,
+    )  # fmt: skip

@@ -48,7 +48,7 @@ class Sweep:
     path: Path
     """The file."""
     config: Path
-    """What all trials share."""
+    """The config that all trials share."""
     world: int
     """Ranks of a trial."""
     axes: dict[str, list[Any]] = field(default_factory=dict)
@@ -56,15 +56,15 @@ class Sweep:
     source: str = field(default="", metadata={"key": "from"})
     """recommend:K for the K best layouts of a search; `from` in the file."""
     overrides: tuple[str, ...] = ()
-    """For all trials, as on the command line of train.py."""
+    """Overrides for all trials, as on the command line of train.py."""
     steps: int = 12
-    """Of a trial."""
+    """Optimizer steps of a trial."""
     warmup_steps: int = 4
-    """That are not counted."""
+    """First steps of a trial that are not counted."""
     timeout_s: float = 600.0
-    """After which a trial is ended as one that hangs."""
+    """Seconds after which a trial is ended as one that hangs."""
     grace_s: float = 15.0
-    """What its processes get to end by themselves."""
+    """Seconds that a trial's processes get to end by themselves."""
     launch: str = LAUNCH
     """The command of a trial; {python}, {world} and {config} are put in."""
     halving: Halving | None = None
@@ -83,13 +83,11 @@ class Sweep:
             if not getattr(self, name) >= least:
                 problems.append(f"{name}={getattr(self, name)} must be at least {least}")
         if not _is_command(self.launch):
-            problems.append(
-                f"launch={self.launch!r} must be a command, with {{python}}, {{world}} and {{config}} in it"
-            )
+            what = "a command, with {python}, {world} and {config} in it"
+            problems.append(f"launch={self.launch!r} must be {what}")
         if self.warmup_steps >= self.steps:
             problems.append("warmup_steps leaves no step to count; use more steps")
-        if self.halving and self.halving.steps[0] <= self.warmup_steps:
-            first = self.halving.steps[0]
+        if self.halving and (first := self.halving.steps[0]) <= self.warmup_steps:
             problems.append(f"halving.steps[0]={first} leaves no step after {self.warmup_steps} to warm up")
         if problems:
             raise InvalidConfig(problems)
@@ -102,18 +100,18 @@ class Trial:
     key: str
     """Hash of the resolved config and the number of ranks."""
     setting: str
-    """The same but for its number of steps, by which rounds of successive halving differ."""
+    """Hash that leaves out the number of steps, by which rounds of successive halving differ."""
     overrides: tuple[str, ...]
     """What sets it apart."""
     config: Config | None
-    """With its layout resolved; None if it is not possible."""
+    """The config with its layout resolved; None if the trial is not possible."""
     layout: Layout | None
     kernels: Kernels | None = None
-    """Without an auto, as far as the GPU type is known."""
+    """Kernels without an auto, as far as the GPU type is known."""
     problems: tuple[str, ...] = ()
     """Why it is not possible."""
     estimate: Estimate | None = None
-    """Before it is run; None where the GPU type is not known."""
+    """What is predicted; None where the GPU type is not known."""
 
     @property
     def name(self) -> str:
@@ -162,11 +160,7 @@ def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
         found.setdefault(trial.key, trial)
     if all(trial.config is None for trial in found.values()):  # something is wrong with the sweep
         raise InvalidConfig(list(dict.fromkeys(problem for trial in found.values() for problem in trial.problems)))
-    return sorted(found.values(), key=_order)
-
-
-def _order(trial: Trial) -> tuple[bool, float]:
-    return trial.config is None, trial.estimate.step_time_s if trial.estimate else 0.0
+    return sorted(found.values(), key=lambda t: (t.config is None, t.estimate.step_time_s if t.estimate else 0.0))
 
 
 def _combine(sweep: Sweep) -> Iterator[tuple[str, ...]]:
@@ -205,7 +199,7 @@ def _to_text(value: Any) -> str:
 
 @cache
 def find_trial_gpu(device: Literal["cpu", "cuda", "auto"], known: Gpu | None) -> Gpu | None:
-    """What predictions of a run on this host are for, by `train.device` and what [cluster] names; None if unknown."""
+    """The GPU type for which a run on this host is predicted, by `train.device` and [cluster]; None if unknown."""
     expected = expect_device(device, known)
     if expected.type == "cpu" or known is not None:
         return expected.gpu
@@ -233,15 +227,11 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     run_folder = str(trial_folder(folder, key) / "run")
     config = replace(config, train=replace(config.train, run_folder=run_folder))
     gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu)
+    kernels = predicted_kernels(config, gpu) if gpu else config.kernels
     return Trial(
-        key=key,
-        setting=setting,
-        overrides=overrides,
-        config=config,
-        layout=layout,
-        kernels=predicted_kernels(config, gpu) if gpu else config.kernels,
+        key=key, setting=setting, overrides=overrides, config=config, layout=layout, kernels=kernels,
         estimate=predict(config, layout, gpu),
-    )
+    )  # fmt: skip
 
 
 def _hash(text: str) -> str:
@@ -249,11 +239,11 @@ def _hash(text: str) -> str:
 
 
 def trial_folder(folder: Path, key: str) -> Path:
-    """Of one trial: its config, its log and its run."""
+    """The folder of one trial: its config, its log and its run."""
     return folder / "trials" / key
 
 
 def to_command(sweep: Sweep, config: Path) -> Sequence[str]:
-    """What starts a trial."""
+    """The command that starts a trial."""
     values = {"python": sys.executable, "world": sweep.world, "config": str(config)}
     return [part.format(**values) for part in shlex.split(sweep.launch)]
