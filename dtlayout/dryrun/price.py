@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
-from dtlayout.costmodel.compute import flash_s, host_s, matmul_s, pass_s
+from dtlayout.costmodel.compute import host_s, operation_s
 from dtlayout.costmodel.estimate import Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.stage_work import StageWork
@@ -18,7 +18,6 @@ from dtlayout.costmodel.update import hidden_share
 from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.operations import Attention, Matmul, Pass
 from dtlayout.mesh.axes import AXES, PP, TP, axis_sizes, axis_strides
 from dtlayout.pipelining.actions import Action, Kind
 
@@ -93,18 +92,11 @@ class _Rank:
     def _price(self, done: Done) -> tuple[str, float]:
         """What it is spent on, and the seconds of all of it."""
         what = done.what
-        spent, seconds = "recompute" if done.place.is_again else "compute", 0.0
-        match what:
-            case Matmul():
-                seconds = what.batch * matmul_s(self.scenario, what.m, what.n, what.k)
-            case Attention():
-                seconds = flash_s(self.scenario, self.kernels.attention, what.flops)
-            case Pass():
-                seconds = pass_s(self.scenario, what.moved_bytes)
-            case Message():
-                spent = PP if what.name in _BETWEEN_STAGES else TP if what.axis == TP else "dp"
-                seconds = self._price_message(what)
-        return spent, done.count * seconds
+        if isinstance(what, Message):
+            spent = PP if what.name in _BETWEEN_STAGES else TP if what.axis == TP else "dp"
+            return spent, done.count * self._price_message(what)
+        spent = "recompute" if done.place.is_again else "compute"
+        return spent, done.count * operation_s(self.scenario, self.kernels, what)
 
     def _price_message(self, message: Message) -> float:
         scenario, layout = self.scenario, self.layout

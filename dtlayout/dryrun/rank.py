@@ -113,7 +113,7 @@ class _Observer:
         """`on_action` gets the number of actions that were begun."""
         self.config, self.layout, self.on_action = config, layout, on_action
         self.modules = assembly.modules
-        self.optimizer = build_optimizer(self.modules, config.optimizer)
+        self.optimizer = build_optimizer(self.modules, config.model, config.optimizer)
         max_norm, aliases = config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
         assembly.runtime.before_action = self._begin

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
-from dtlayout.measure.operations import Operation
+from dtlayout.models.operations import Operation
 from dtlayout.pipelining.actions import Action
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dtlayout.measure.operations import Attention, Matmul, Operation, Pass
 from dtlayout.measure.storages import current_fake_mode, each_tensor
+from dtlayout.models.operations import Attention, Matmul, Operation, Pass
 
 aten = torch.ops.aten
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}

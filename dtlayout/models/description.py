@@ -26,26 +26,23 @@ class Weight:
     """A parameter."""
 
     name: str
-    """That of HF's state dict: inside a block from there on, else whole."""
+    """The parameter's name in HF's state dict: inside a block from there on, else whole."""
     shape: tuple[int, ...]
     """A vector's size, or a matrix's rows (outputs) and columns (inputs)."""
     initial: Literal["normal", "residual", "ones", "zeros"]
     """Initial values; "residual" are normal ones of a matrix that writes into the residual stream."""
     split: Literal[0, 1] | None = None
     """The dimension that tp splits; None where each rank has all of it."""
+    decays: bool = True
+    """Whether weight decay pulls at it."""
 
     @property
     def numel(self) -> int:
-        """Its parameters."""
+        """Parameters, over all tp ranks."""
         return prod(self.shape)
 
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay pulls at it: at matrices alone."""
-        return len(self.shape) > 1
-
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Its shape on each of `tp` ranks."""
+        """The weight's shape on each of `tp` ranks."""
         return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
 
 
@@ -64,7 +61,7 @@ class Norm(_Operation):
     """An RMSNorm, in fp32 or finer inside, of the residual stream or of each head."""
 
     module: str
-    """Its name in the block, or in the model."""
+    """The module's name in the block, or in the model."""
     width: int
     """Elements of a token."""
     num_heads: int = 0
@@ -78,7 +75,7 @@ class Norm(_Operation):
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """One factor for each element of what is normalised."""
-        return (Weight(f"{self.module}.weight", (self.width // max(1, self.num_heads),), "ones"),)
+        return (Weight(f"{self.module}.weight", (self.width // max(1, self.num_heads),), "ones", decays=False),)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Linear(_Operation):
     """A matmul with a weight."""
 
     module: str
-    """Its name in the block."""
+    """The module's name in the block."""
     inputs: int
     """Elements of a token that it reads."""
     outputs: int
@@ -109,7 +106,7 @@ class Linear(_Operation):
             f"{self.module}.weight", (self.outputs, self.inputs),
             "normal" if is_columns else "residual", 0 if is_columns else 1,
         )  # fmt: skip
-        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", 0 if is_columns else None)
+        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", 0 if is_columns else None, decays=False)
         return (matrix, bias) if self.bias else (matrix,)
 
 

@@ -65,8 +65,8 @@ def to_slices(counts: Sequence[int]) -> list[StageSlice]:
 def balance_stages(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is cheapest and, among those, the squares add up to least.
 
-    The costliest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has one block at
-    least. Equal blocks are dealt out one by one, others by dynamic programming, O(num_stages · num_blocks²).
+    The costliest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has at least
+    one block. Equal blocks are dealt out one by one, others by dynamic programming, O(num_stages · num_blocks²).
 
     >>> balance_stages(LayerCosts(blocks=(1.0,) * 8, head=1.5), 4)
     (2, 2, 3, 1)

@@ -107,7 +107,7 @@ class _Run:
             seed=config.train.seed,
             device_type=device.type,
         )
-        self.optimizer = build_optimizer(self.assembly.modules, config.optimizer)
+        self.optimizer = build_optimizer(self.assembly.modules, config.model, config.optimizer)
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
