@@ -201,10 +201,7 @@ def describe_llama(model: ModelShape) -> Description:
     """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3."""
     h, f, q, kv = model.hidden_size, model.ffn_size, model.query_width, model.kv_width
     table = (model.vocab_size, h)
-    head_norms = (
-        Norm("self_attn.q_norm", q, model.num_heads),
-        Norm("self_attn.k_norm", kv, model.num_kv_heads),
-    )
+    head_norms = (Norm("self_attn.q_norm", q, model.num_heads), Norm("self_attn.k_norm", kv, model.num_kv_heads))
     gate = Linear("mlp.gate_proj", h, f, "colwise", keeps_input=True)
     return Description(
         embedding=Weight(f"{EMBEDDING}.weight", table, "normal", 0),

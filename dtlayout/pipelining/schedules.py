@@ -122,11 +122,7 @@ _SCHEDULES = {
     for schedule in (
         PipelineSchedule(name="gpipe", order=_order_gpipe, is_breadth_first=True, fast=GPIPE_FAST),
         PipelineSchedule(
-            name="1f1b",
-            order=_order_1f1b,
-            least_rounds=1,
-            enough=_two_more_than_ranks,
-            fast=ONE_F_ONE_B_FAST,
+            name="1f1b", order=_order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=ONE_F_ONE_B_FAST
         ),
         PipelineSchedule(
             name="interleaved-1f1b",

@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dtlayout.checkpoint.sharded import (
-    find_changes,
-    list_checkpoints,
-    load_checkpoint,
-    read_origin,
-    save_checkpoint,
-)
+from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
@@ -43,14 +37,7 @@ from dtlayout.training.build import assemble
 from dtlayout.training.devices import join_ranks, open_device
 from dtlayout.training.display import Display, compare, describe_peaks
 from dtlayout.training.memory import MemoryMeter
-from dtlayout.training.metrics import (
-    MemoryCurves,
-    MetricsFile,
-    Speed,
-    StepMetrics,
-    Summary,
-    time_steps,
-)
+from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, time_steps
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from dtlayout.training.step import StepResult, TrainStep
 
