@@ -45,7 +45,7 @@ class Layout:
     virtual_stages: int = 1
     """Stages on each pipeline rank; above 1 only with a schedule that takes them."""
     stage_layers: tuple[int, ...] = ()
-    """Blocks of each stage, first to last; empty shares them out by cost."""
+    """Blocks of each stage, first to last; empty deals them out by cost."""
     zero: Literal[1, 2, 3] = 1
     """What dp_shard shards: 1 optimizer state, 2 also gradients, 3 also parameters."""
     recompute: str = "none"
@@ -212,7 +212,7 @@ def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: Mode
 
 
 def _show(value: Any) -> str:
-    """As TOML writes it."""
+    """A value as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else str(value)

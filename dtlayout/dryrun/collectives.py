@@ -52,21 +52,16 @@ class Collective:
 
     name: str
     """all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send, recv, barrier, …"""
-
     operator: str
     """The torch operator behind it, such as c10d::_allgather_base_."""
-
     group: str
     """The process group's name."""
-
     ranks: tuple[int, ...]
     """The group's global ranks; empty if they cannot be told."""
-
     nbytes: int
     """The larger of input and output; 0 for a barrier."""
-
     dtype: torch.dtype | None
-    """Of the first tensor; none for a barrier."""
+    """Format of the first tensor; None for a barrier."""
 
 
 def observe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:

@@ -23,7 +23,7 @@ class Findings:
     scenario: Scenario
     """What was run dry."""
     layout: Layout
-    """As which layout."""
+    """How it was spread over ranks."""
     reports: list[RankReport]
     """In the order of the ranks."""
     estimate: Estimate

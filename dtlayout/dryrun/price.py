@@ -6,7 +6,7 @@ block. No torch.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
@@ -33,9 +33,10 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     first, contention = ranks[0].stages[0], scenario.cluster.contention
     layers = [len(stage.layers) for stage in estimator.stages(layout)]
     known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
+    blocks = {key: seconds for key, seconds in first.items() if not key[1]}  # without the embedding
     work = [
         _to_work(
-            known[i] if i in known else _like(first, count / layers[0]),
+            known[i] if i in known else {key: count / layers[0] * s for key, s in blocks.items()},
             count * host_s(scenario, layout),
             is_on_host=scenario.is_on_host,
         )
@@ -61,7 +62,7 @@ class _Rank:
     def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels, report: RankReport):
         self.scenario, self.layout, self.kernels = scenario, layout, kernels
         self.stages: defaultdict[int, _Seconds] = defaultdict(lambda: defaultdict(float))
-        """Of one microbatch, on average."""
+        """Stage → seconds of one microbatch, on average."""
         self.dp_s = self.optimizer_s = self.message_s = 0.0
         computing, sending = defaultdict[Action, float](float), defaultdict[Action, float](float)
         m = report.num_microbatches
@@ -114,13 +115,7 @@ class _Rank:
         return exposed * half_all_reduce_s(message.nbytes, num_ranks, link)
 
 
-def _like(first: _Seconds, share: float) -> _Seconds:
-    """A stage with so many times the blocks of the first one, and no embedding."""
-    blocks = {key: share * seconds for key, seconds in first.items() if not key[1]}
-    return defaultdict(float, blocks)
-
-
-def _to_work(seconds: _Seconds, host_s: float, *, is_on_host: bool) -> StageWork:
+def _to_work(seconds: Mapping[tuple[str, bool, Kind], float], host_s: float, *, is_on_host: bool) -> StageWork:
     """A GPU waits for what the host needs longer; a CPU, which is its own host, does one after the other."""
 
     def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:

@@ -165,7 +165,7 @@ class _Observer:
         )
 
     def _locate(self) -> Place:
-        """Of what is executed now."""
+        """The place of what is executed now."""
         is_backward = self.action is not None and self.action.kind is Kind.BACKWARD
         return Place(self.action, self.places.module, is_backward and self.places.is_forward)
 

@@ -53,14 +53,14 @@ _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
-"""Which arguments are multiplied."""
+"""Operator → which of its arguments are multiplied."""
 _ALLOCATIONS = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 _OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
-"""They write their first argument and do not read it."""
+"""Operators that write their first argument and do not read it."""
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
-"""They read of their first argument as much as comes out."""
+"""Operators that read as much of their first argument as comes out."""
 _SCATTERS = {aten.scatter_, aten.scatter_add_, aten.index_put_, aten.index_add_}
-"""They write of their first argument as much as they are given beside it."""
+"""Operators that write as much of their first argument as they are given beside it."""
 _UNWRITTEN = {aten._fused_adamw_: "grads"}
 """What a schema says is written, and only is in a mode that we don't use: gradients that are scaled."""
 

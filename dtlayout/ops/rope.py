@@ -69,12 +69,12 @@ def apply_rope(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def eager_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, one operation after the other."""
+    """Rotate queries and keys, one operation after the other."""
     return apply_rope(q_BHSK, cos, sin), apply_rope(k_BGSK, cos, sin)
 
 
 def liger_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """liger-kernel's, in fp32 or finer.
+    """Rotate queries and keys by liger-kernel, in fp32 or finer.
 
     It writes over its inputs without telling autograd, and selective recomputation keeps these: so it gets copies.
     """

@@ -94,9 +94,9 @@ def _balance_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Each block to the stage that is cheapest with it, the last of equals: least maximum and least squares at once."""
     block, ends = costs.blocks[0], [0.0] * num_stages
     ends[0], ends[-1] = costs.embedding, ends[-1] + costs.head
-    # What each stage surely gets needs no dealing out: an equal share less one block, and less what its end costs.
-    share = len(costs.blocks) // num_stages - 1
-    counts = [max(1, share - ceil(end / block)) for end in ends]
+    # What each stage surely gets needs no dealing out: an equal number less one block, and less what its end costs.
+    equal = len(costs.blocks) // num_stages - 1
+    counts = [max(1, equal - ceil(end / block)) for end in ends]
     heap = [(end + count * block, -stage) for stage, (end, count) in enumerate(zip(ends, counts, strict=True))]
     heapify(heap)
     for _ in range(len(costs.blocks) - sum(counts)):

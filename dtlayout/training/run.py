@@ -83,23 +83,21 @@ class _Run:
         self.is_writer = dist.get_rank() == 0
         self.stop = stop
         self.samples = samples
-        self.indices = _flat_indices(config, layout)
+        rank = dp_rank(dist.get_rank(), layout)
+        microbatches = microbatch_indices(config.batch.global_batch, layout.micro_batch, rank, layout.dp)
+        self.indices = [index for microbatch in microbatches for index in microbatch]
+        """What this rank reads of each global batch, microbatch after microbatch."""
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
+        model, seed = config.model, config.train.seed
         self.assembly = assemble(
-            config.model,
-            config.batch,
-            layout,
-            kernels,
-            config.precision,
-            seed=config.train.seed,
-            device_type=device.type,
+            model, config.batch, layout, kernels, config.precision, seed=seed, device_type=device.type
         )
-        self.optimizer = build_optimizer(self.assembly.modules, config.model, config.optimizer)
-        mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, config.model.aliases
+        self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
+        mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
         self.recorder = KernelRecorder()
-        self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
+        self.speed = Speed(model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
         console = Console(quiet=not self.is_writer)
         self.display = Display(console, config.train.steps, config.metrics.log_every)
@@ -117,7 +115,8 @@ class _Run:
         first_step = self._resume()
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / "config.toml", _resolved(self.config, self.layout).to_toml())
+            resolved = replace(self.config, layout=OpenLayout(**asdict(self.layout)))
+            write_whole(self.folder / "config.toml", resolved.to_toml())
             self.metrics.keep_until(first_step)
         if self.config.metrics.memory and first_step == 0:
             self.assembly.runtime.before_action = self.memory.mark
@@ -286,18 +285,6 @@ class _Run:
         if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
-
-
-def _flat_indices(config: Config, layout: Layout) -> list[int]:
-    """What this rank reads of each global batch, microbatch after microbatch."""
-    place = dp_rank(dist.get_rank(), layout)
-    microbatches = microbatch_indices(config.batch.global_batch, layout.micro_batch, place, layout.dp)
-    return [index for microbatch in microbatches for index in microbatch]
-
-
-def _resolved(config: Config, layout: Layout) -> Config:
-    """The config with the layout of this world size."""
-    return replace(config, layout=OpenLayout(**asdict(layout)))
 
 
 def check_attention(asked: str, executed: set[str]) -> None:
