@@ -187,12 +187,11 @@ class _Broken:
 
 
 def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
-    return [
-        *_check_tensor_parallel(layout, model, batch),
-        *_check_pipeline(layout, model),
-        *_check_batch(layout, batch),
-        *_check_axes(layout),
-    ]
+    broken = [*_check_tensor_parallel(layout, model, batch), *_check_pipeline(layout, model)]
+    broken += _check_batch(layout, batch)
+    if layout.cp > 1:
+        broken.append(_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}]))
+    return broken
 
 
 def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: ModelShape, batch: Batch) -> str:
@@ -301,12 +300,6 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     )
     fewer = ({"pp": n} for n in range(min(m, pp - 1), 0, -1) if m < least)
     return [_Broken("microbatches", what, chain(smaller, batches, fewer, [_NO_VIRTUAL_STAGES] * has_odd_microbatches))]
-
-
-def _check_axes(layout: Layout) -> list[_Broken]:
-    if layout.cp > 1:
-        return [_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}])]
-    return []
 
 
 def _nearest(value: int, candidates: Iterable[int]) -> Iterator[int]:

@@ -76,15 +76,9 @@ def dry_run(
                 allocate(modules, device_type)
 
         assembly = assemble(
-            config.model,
-            batch,
-            layout,
-            kernels,
-            config.precision,
-            seed=config.train.seed,
-            device_type=_DEVICE,
-            give_weights=allocate_fake,
-        )
+            config.model, batch, layout, kernels, config.precision,
+            seed=config.train.seed, device_type=_DEVICE, give_weights=allocate_fake,
+        )  # fmt: skip
         num_actions = max(1, num_steps) * len(assembly.runtime.actions)
         with fake:
             observer = _Observer(config, layout, assembly, lambda actions: on_progress(actions / num_actions))

@@ -116,16 +116,11 @@ _SCHEDULES = {
             name="1f1b", order=_order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=ONE_F_ONE_B_FAST
         ),
         PipelineSchedule(
-            name="interleaved-1f1b",
-            order=_order_interleaved_1f1b,
-            least_virtual_stages=2,
-            most_virtual_stages=inf,
-            whole_rounds=True,
-            enough=_three_rounds,
-            fast=INTERLEAVED_1F1B_FAST,
+            name="interleaved-1f1b", order=_order_interleaved_1f1b, least_virtual_stages=2, most_virtual_stages=inf,
+            whole_rounds=True, enough=_three_rounds, fast=INTERLEAVED_1F1B_FAST,
         ),
     )
-}
+}  # fmt: skip
 
 
 def register_schedule(schedule: PipelineSchedule) -> None:

@@ -31,14 +31,9 @@ def build_stage(
     build = pkgutil.resolve_name(module) if isinstance(module, str) else module
     with torch.device("meta"):
         part: nn.Module = build(
-            model,
-            kernels,
-            batch.seq_len,
-            layers=stage.layers,
-            embedding=stage.embedding,
-            head=stage.head,
+            model, kernels, batch.seq_len, layers=stage.layers, embedding=stage.embedding, head=stage.head,
             dtype=getattr(torch, precision.params),
-        )
+        )  # fmt: skip
     return part
 
 

@@ -152,7 +152,8 @@ class _Run:
         for index in range(first_step, num_steps):
             started = time.perf_counter()
             # The first step makes the optimizer's state, so it is not like the others.
-            is_measured = index == first_step + 1 or (index > first_step and self._is_due(index))
+            is_due = index % self.config.metrics.memory_every == 0 or index + 1 == num_steps
+            is_measured = index == first_step + 1 or (index > first_step and is_due)
             is_drawn = index < self.num_drawn
             with self.memory.watch() if is_measured or is_drawn else nullcontext():
                 result, lr = self._train_once(index, is_first=index == first_step)
@@ -170,10 +171,6 @@ class _Run:
             if result.stop_requested and index + 1 < num_steps:
                 return EXIT_STOPPED, saved
         return EXIT_DONE, max(first_step, num_steps)
-
-    def _is_due(self, index: int) -> bool:
-        """Whether this step's memory is measured by the calendar: every `memory_every`, and the last."""
-        return index % self.config.metrics.memory_every == 0 or index + 1 == self.config.train.steps
 
     def _train_once(self, index: int, *, is_first: bool) -> tuple[StepResult, float]:
         o = self.config.optimizer
@@ -208,15 +205,9 @@ class _Run:
 
     def _save(self, done: int) -> None:
         path = save_checkpoint(
-            self.folder / "checkpoints",
-            done,
-            self.assembly.modules,
-            self.optimizer,
-            self.config.model,
-            self.config.optimizer,
-            origin=self.origin,
-            keep=self.config.checkpoint.keep,
-        )
+            self.folder / "checkpoints", done, self.assembly.modules, self.optimizer, self.config.model,
+            self.config.optimizer, origin=self.origin, keep=self.config.checkpoint.keep,
+        )  # fmt: skip
         self.display.say(f"saved {path}")
 
     def _write_curves(self, num_steps: int) -> None:
