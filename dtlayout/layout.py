@@ -225,12 +225,9 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
     if not any(size % tp for size in sizes.values()):
         return []
     repairs: list[dict[str, Any]] = [{"tp": degree} for degree in _nearest(tp, divisors(gcd(*sizes.values())))]
+    replicated: list[dict[str, Any]] = [{"sequence_parallel": False}]
     return [
-        _Broken(
-            f"tp/{name}",
-            f"tp={tp} does not divide {name}={size}",
-            [*([{"sequence_parallel": False}] if name == "seq_len" else []), *repairs],
-        )
+        _Broken(f"tp/{name}", f"tp={tp} does not divide {name}={size}", replicated * (name == "seq_len") + repairs)
         for name, size in sizes.items()
         if size % tp
     ]
@@ -288,9 +285,8 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     batches = ({"global_batch": n} for n in _nearest(size, near))
     smaller = ({"micro_batch": n} for n in _nearest(layout.micro_batch, divisors(size)))
     if size % unit:
-        what = (
-            f"global_batch={size} is not a multiple of dp * micro_batch = {layout.dp} * {layout.micro_batch} = {unit}"
-        )
+        product = f"dp * micro_batch = {layout.dp} * {layout.micro_batch} = {unit}"
+        what = f"global_batch={size} is not a multiple of {product}"
         return [_Broken("multiple", what, chain(smaller, batches))]
     times = f"{schedule.least_rounds} * " if schedule.least_rounds > 1 else ""
     needs = f"at least {times}pp={pp}" if m < least else f"a multiple of pp={pp}"

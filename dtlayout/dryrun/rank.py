@@ -139,7 +139,7 @@ class _Observer:
         self.curve += self.tracker.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
-        """All of it, what the last step sent and computed."""
+        """What was held in all steps, and what the last one sent and computed."""
         axes = name_groups(rank, self.layout)
         done = [Done(place, operation, count) for (place, operation), count in self.work.counts.items()]
         for (place, event), count in self.sent.items():

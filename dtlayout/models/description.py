@@ -15,7 +15,6 @@ from math import prod
 from typing import ClassVar, Literal
 
 from dtlayout.model_shape import ModelShape
-from dtlayout.recompute import Kept
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
@@ -52,8 +51,6 @@ class _Operation:
 
     weights: ClassVar[tuple[Weight, ...]] = ()
     """Parameters that belong to it."""
-    kept_as: ClassVar[Kept | None] = None
-    """The kind of selective recomputation that may keep its result."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,6 @@ class Linear(_Operation):
     """Whether it adds one to its outputs."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it, which reads the same."""
-    kept_as: ClassVar[Kept | None] = "matmuls"
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
@@ -128,7 +124,6 @@ class SelfAttention(_Operation):
     """Key and value heads."""
     head_width: int
     """Width of each."""
-    kept_as: ClassVar[Kept | None] = "attention"
 
     @property
     def query_width(self) -> int:

@@ -26,20 +26,17 @@ class RotaryEmbedding(nn.Module):
         self.shape = shape
         self.max_seq_len = max_seq_len
         self.table_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell far positions apart
-        self.register_buffer(
-            "cos", torch.empty(max_seq_len, shape.head_width, dtype=self.table_dtype), persistent=False
-        )
-        self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
+        table = torch.empty(max_seq_len, shape.head_width, dtype=self.table_dtype)
+        self.register_buffer("cos", table, persistent=False)
+        self.register_buffer("sin", torch.empty_like(table), persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
         """Compute both tables on the device where they lie."""
         if self.cos.is_meta:
             return
-        angles = torch.outer(
-            torch.arange(self.max_seq_len, dtype=self.table_dtype, device=self.cos.device),
-            rotary_frequencies(self.shape).to(self.cos),
-        ).repeat(1, 2)
+        positions = torch.arange(self.max_seq_len, dtype=self.table_dtype, device=self.cos.device)
+        angles = torch.outer(positions, rotary_frequencies(self.shape).to(self.cos)).repeat(1, 2)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 

@@ -83,11 +83,7 @@ def balance_stages(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
 
     cap = _solve(num_stages, num_blocks, stage_cost, max, float("inf"))[0]
     allowed = cap * (1 + 1e-12)  # the same sum in another order of addition
-
-    def add_square(total: float, cost: float) -> float:
-        return total + cost * cost
-
-    return _solve(num_stages, num_blocks, stage_cost, add_square, allowed)[1]
+    return _solve(num_stages, num_blocks, stage_cost, lambda total, cost: total + cost * cost, allowed)[1]
 
 
 def _balance_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:

@@ -120,9 +120,8 @@ class MemoryCurves:
         path = folder / MEMORY_NAME
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            curves = [
-                [Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in found["by_pp_rank"]
-            ]
+            by_pp_rank = found["by_pp_rank"]
+            curves = [[Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in by_pp_rank]
             return cls(num_steps=int(found["num_steps"]), by_pp_rank=curves, run=Run.from_dict(found["run"]))
         except OSError as error:
             raise DtlayoutError(

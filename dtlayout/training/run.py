@@ -88,10 +88,9 @@ class _Run:
         self.indices = [index for microbatch in microbatches for index in microbatch]
         """What this rank reads of each global batch, microbatch after microbatch."""
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
-        model, seed = config.model, config.train.seed
-        self.assembly = assemble(
-            model, config.batch, layout, kernels, config.precision, seed=seed, device_type=device.type
-        )
+        model = config.model
+        values = model, config.batch, layout, kernels, config.precision
+        self.assembly = assemble(*values, seed=config.train.seed, device_type=device.type)
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
@@ -134,15 +133,12 @@ class _Run:
         dist.broadcast_object_list(newest)  # a shared filesystem may not show every node the same at once
         if newest[0] is None:
             return 0
-        done = load_checkpoint(
-            newest[0], self.assembly.modules, self.optimizer, self.config.model, self.config.optimizer
-        )
+        model, settings = self.config.model, self.config.optimizer
+        done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, model, settings)
         check_steps_left(newest[0], done, self.config.train.steps)
         self.display.say(f"resumed from {newest[0]} after {done} steps")
-        for name, (saved, now) in find_changes(read_origin(newest[0]), self.origin).items():
-            self.display.say(
-                f"note: {name} was {saved} when this was saved and is {now}: samples come in another order"
-            )
+        for name, (old, new) in find_changes(read_origin(newest[0]), self.origin).items():
+            self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
         return done
 
     def _loop(self, first_step: int) -> tuple[int, int]:
@@ -173,10 +169,8 @@ class _Run:
         return EXIT_DONE, max(first_step, num_steps)
 
     def _train_once(self, index: int, *, is_first: bool) -> tuple[StepResult, float]:
-        o = self.config.optimizer
-        lr = learning_rate(
-            index, self.config.train.steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio
-        )
+        o, steps = self.config.optimizer, self.config.train.steps
+        lr = learning_rate(index, steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio)
         set_learning_rate(self.optimizer, lr)
         tokens, targets = self.samples.batch(index, self.indices)
         starts = find_starts(tokens, self.samples.tokens.end_of_document) if self.config.data.document_mask else None
