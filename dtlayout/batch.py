@@ -2,26 +2,20 @@
 
 from dataclasses import dataclass
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.ranges import ranged, refuse_values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """The sequences of one optimizer step, whatever the layout."""
 
-    global_batch: int
+    global_batch: int = ranged("must be at least 1")
     """Sequences in a step, over all ranks and microbatches."""
-    seq_len: int
+    seq_len: int = ranged("must be at least 1")
     """Tokens in a sequence."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)} must be at least 1"
-            for name in ("global_batch", "seq_len")
-            if getattr(self, name) < 1
-        ]
-        if problems:
-            raise InvalidConfig([f"batch.{problem}" for problem in problems])
+        refuse_values("batch", self)
 
     @property
     def num_tokens(self) -> int:

@@ -37,7 +37,7 @@ class Kernel:
     operation: ClassVar[str]
     """The key of `[kernels]`."""
     name: str
-    """Its value there."""
+    """The value of that key."""
     cpu: tuple[Format, ...] = EVERY_FORMAT
     """Number formats in which it computes on a CPU; none where it does not run there."""
     cuda: tuple[Format, ...] = EVERY_FORMAT

@@ -45,7 +45,7 @@ class Layout:
     virtual_stages: int = 1
     """Stages on each pipeline rank; above 1 only with a schedule that takes them."""
     stage_layers: tuple[int, ...] = ()
-    """Blocks of each stage, first to last; empty shares them out by cost."""
+    """Blocks of each stage, first to last; empty deals them out by cost."""
     zero: Literal[1, 2, 3] = 1
     """What dp_shard shards: 1 optimizer state, 2 also gradients, 3 also parameters."""
     recompute: str = "none"
@@ -187,12 +187,11 @@ class _Broken:
 
 
 def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
-    return [
-        *_check_tensor_parallel(layout, model, batch),
-        *_check_pipeline(layout, model),
-        *_check_batch(layout, batch),
-        *_check_axes(layout),
-    ]
+    broken = [*_check_tensor_parallel(layout, model, batch), *_check_pipeline(layout, model)]
+    broken += _check_batch(layout, batch)
+    if layout.cp > 1:
+        broken.append(_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}]))
+    return broken
 
 
 def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: ModelShape, batch: Batch) -> str:
@@ -212,7 +211,7 @@ def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: Mode
 
 
 def _show(value: Any) -> str:
-    """As TOML writes it."""
+    """A value as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else str(value)
@@ -226,12 +225,9 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
     if not any(size % tp for size in sizes.values()):
         return []
     repairs: list[dict[str, Any]] = [{"tp": degree} for degree in _nearest(tp, divisors(gcd(*sizes.values())))]
+    replicated: list[dict[str, Any]] = [{"sequence_parallel": False}]
     return [
-        _Broken(
-            f"tp/{name}",
-            f"tp={tp} does not divide {name}={size}",
-            [*([{"sequence_parallel": False}] if name == "seq_len" else []), *repairs],
-        )
+        _Broken(f"tp/{name}", f"tp={tp} does not divide {name}={size}", replicated * (name == "seq_len") + repairs)
         for name, size in sizes.items()
         if size % tp
     ]
@@ -289,9 +285,8 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     batches = ({"global_batch": n} for n in _nearest(size, near))
     smaller = ({"micro_batch": n} for n in _nearest(layout.micro_batch, divisors(size)))
     if size % unit:
-        what = (
-            f"global_batch={size} is not a multiple of dp * micro_batch = {layout.dp} * {layout.micro_batch} = {unit}"
-        )
+        product = f"dp * micro_batch = {layout.dp} * {layout.micro_batch} = {unit}"
+        what = f"global_batch={size} is not a multiple of {product}"
         return [_Broken("multiple", what, chain(smaller, batches))]
     times = f"{schedule.least_rounds} * " if schedule.least_rounds > 1 else ""
     needs = f"at least {times}pp={pp}" if m < least else f"a multiple of pp={pp}"
@@ -301,12 +296,6 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     )
     fewer = ({"pp": n} for n in range(min(m, pp - 1), 0, -1) if m < least)
     return [_Broken("microbatches", what, chain(smaller, batches, fewer, [_NO_VIRTUAL_STAGES] * has_odd_microbatches))]
-
-
-def _check_axes(layout: Layout) -> list[_Broken]:
-    if layout.cp > 1:
-        return [_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}])]
-    return []
 
 
 def _nearest(value: int, candidates: Iterable[int]) -> Iterator[int]:

@@ -30,7 +30,7 @@ class Optimizer:
     warmup_steps: int = ranged("must not be negative", 0)
     """Steps over which the learning rate grows to `lr`."""
     weight_decay: float = ranged("must not be negative", 0.0)
-    """Decay of matrices; norms have none."""
+    """Decay of the weights that decay: matrices; norms and biases have none."""
     max_norm: float = ranged("must be above 0", 1.0)
     """Global gradient norm to clip at; infinite never clips."""
 
@@ -38,7 +38,7 @@ class Optimizer:
     """What makes it in torch, "module:name", imported where a run is built; it takes parameter groups, each with a
     `weight_decay`, then `lr` and `torch_arguments`."""
     step_bytes: ClassVar[int] = 0
-    """Of the counter `step` that torch keeps for each tensor; 0 where there is none."""
+    """Bytes of the counter `step` that torch keeps for each tensor; 0 where there is none."""
 
     def __post_init__(self) -> None:
         refuse_values("optimizer", self)
@@ -82,7 +82,7 @@ class AdamW(Optimizer):
 
     name: str = "adamw"
     weight_decay: float = ranged("must not be negative", 0.1)
-    """Decay of matrices for each unit of learning rate; norms have none."""
+    """Decay of matrices for each unit of learning rate; norms and biases have none."""
     beta1: float = ranged("must lie between 0 and 1", 0.9)
     """Decay of the first moment."""
     beta2: float = ranged("must lie between 0 and 1", 0.95)

@@ -20,7 +20,10 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "signals", "files", "ranges", "optimizers", "text",
         "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.schedules",
     ],
-    "models": ["models.presets", "models.description", "models.families", "models.counting", "models.files"],
+    "models": [
+        "models.presets", "models.description", "models.families", "models.counting", "models.files",
+        "models.operations",
+    ],
     "planning": [
         "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
         "pipelining.timing", "pipelining.sharing",

@@ -31,7 +31,7 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     cell.kernels.check(PRECISION, device)
     cell.layout.check(cell.shape, cell.batch)
     assembly, inputs, targets = prepare(cell, device.type)
-    optimizer = build_optimizer(assembly.modules, AdamW())
+    optimizer = build_optimizer(assembly.modules, cell.shape, AdamW())
     set_learning_rate(optimizer, LEARNING_RATE)
     train_step = TrainStep(
         assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=cell.shape.aliases

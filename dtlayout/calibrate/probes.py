@@ -93,7 +93,7 @@ def _time_steps(
     What the host of a virtual machine gave to others meanwhile is not counted: it is another share the next minute.
     """
     assembly = assemble(model, batch, layout, kernels, precision, seed=0, device_type=device_type)
-    optimizer = build_optimizer(assembly.modules, AdamW())
+    optimizer = build_optimizer(assembly.modules, model, AdamW())
     step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases=model.aliases)
     rows = batch.global_batch // layout.dp
     tokens = torch.randint(model.vocab_size, (rows, batch.seq_len), device=device_type)

@@ -14,6 +14,7 @@ from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary
 from dtlayout.models.families import describe
+from dtlayout.models.operations import Attention, Matmul, Operation
 from dtlayout.recompute import Recompute
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
@@ -46,6 +47,16 @@ class BlockTime:
     """Of forward, the last matmul."""
     forward_cp_s: float = 0.0
     """Of `forward_tp_s`, cp's messages."""
+
+
+def operation_s(scenario: Scenario, kernels: Kernels, operation: Operation) -> float:
+    """What an operator takes on the device."""
+    match operation:
+        case Matmul(m, n, k, batch):
+            return batch * matmul_s(scenario, m, n, k)
+        case Attention(flops):
+            return flash_s(scenario, kernels.attention, flops)
+    return pass_s(scenario, operation.moved_bytes)
 
 
 def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:

@@ -19,7 +19,7 @@ def has_stand_in(kernel: Kernel) -> bool:
 
 
 def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:
-    """Those that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
+    """The kernels that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
     kernels, notes = predicted_kernels(config, gpu), []
     problems = [
         f"kernels.{kernel.operation}={kernel.name} runs on CUDA alone, and a dry run executes it on no GPU; "
@@ -43,6 +43,6 @@ def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, l
 
 
 def default_ranks(layout: Layout, estimate: Estimate) -> list[int]:
-    """The first, the last, and the first of the stage that is predicted to hold most."""
+    """The first rank, the last, and the first of the stage that is predicted to hold most."""
     per_stage = layout.world_size // layout.pp
     return sorted({0, estimate.busiest_rank * per_stage, layout.world_size - 1})

@@ -52,21 +52,14 @@ class Collective:
 
     name: str
     """all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send, recv, barrier, …"""
-
-    operator: str
-    """The torch operator behind it, such as c10d::_allgather_base_."""
-
     group: str
     """The process group's name."""
-
     ranks: tuple[int, ...]
     """The group's global ranks; empty if they cannot be told."""
-
     nbytes: int
     """The larger of input and output; 0 for a barrier."""
-
     dtype: torch.dtype | None
-    """Of the first tensor; none for a barrier."""
+    """Format of the first tensor; None for a barrier."""
 
 
 def observe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:
@@ -77,10 +70,10 @@ def observe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     if operator in _NO_COLLECTIVES:
         return None
     names = (argument.name for argument in func._schema.arguments)
-    return _describe(operator, func.name(), dict(zip(names, args, strict=False)) | kwargs, result)
+    return _describe(operator, dict(zip(names, args, strict=False)) | kwargs, result)
 
 
-def _describe(operator: str, full_name: str, arguments: dict[str, Any], result: Any) -> Collective:
+def _describe(operator: str, arguments: dict[str, Any], result: Any) -> Collective:
     name = _NAMES.get(operator, operator)
     group = _find_group(arguments)
     # c10d returns its outputs again: a maximum over arguments and result doesn't count them twice.
@@ -89,7 +82,6 @@ def _describe(operator: str, full_name: str, arguments: dict[str, Any], result: 
     is_message = name != "barrier" and first is not None
     return Collective(
         name=name,
-        operator=full_name,
         group=group.group_name if group else "",
         ranks=tuple(dist.get_process_group_ranks(group)) if group else (),
         nbytes=max(map(_count_bytes, messages)) if is_message else 0,

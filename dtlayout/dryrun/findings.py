@@ -23,7 +23,7 @@ class Findings:
     scenario: Scenario
     """What was run dry."""
     layout: Layout
-    """As which layout."""
+    """How it was spread over ranks."""
     reports: list[RankReport]
     """In the order of the ranks."""
     estimate: Estimate
@@ -76,9 +76,7 @@ class Findings:
 
     def to_run(self) -> Run:
         """The record of it: bytes of the pipeline ranks that were run, and no time."""
-        reports = {
-            report.coordinate[PP]: report for report in sorted(self.reports, key=lambda report: report.peak_bytes)
-        }
+        reports = {report.coordinate[PP]: report for report in sorted(self.reports, key=lambda each: each.peak_bytes)}
         highest = [reports.get(rank) for rank in range(self.layout.pp)]
         measured = Performance(
             peak_memory_bytes=tuple(report.peak_bytes if report else None for report in highest),

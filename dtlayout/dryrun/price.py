@@ -6,11 +6,11 @@ block. No torch.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
-from dtlayout.costmodel.compute import flash_s, host_s, matmul_s, pass_s
+from dtlayout.costmodel.compute import host_s, operation_s
 from dtlayout.costmodel.estimate import Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.stage_work import StageWork
@@ -18,7 +18,6 @@ from dtlayout.costmodel.update import hidden_share
 from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.operations import Attention, Matmul, Pass
 from dtlayout.mesh.axes import AXES, PP, TP, axis_sizes, axis_strides
 from dtlayout.pipelining.actions import Action, Kind
 
@@ -34,9 +33,10 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     first, contention = ranks[0].stages[0], scenario.cluster.contention
     layers = [len(stage.layers) for stage in estimator.stages(layout)]
     known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
+    blocks = {key: seconds for key, seconds in first.items() if not key[1]}  # without the embedding
     work = [
         _to_work(
-            known[i] if i in known else _like(first, count / layers[0]),
+            known[i] if i in known else {key: count / layers[0] * s for key, s in blocks.items()},
             count * host_s(scenario, layout),
             is_on_host=scenario.is_on_host,
         )
@@ -62,7 +62,7 @@ class _Rank:
     def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels, report: RankReport):
         self.scenario, self.layout, self.kernels = scenario, layout, kernels
         self.stages: defaultdict[int, _Seconds] = defaultdict(lambda: defaultdict(float))
-        """Of one microbatch, on average."""
+        """Stage → seconds of one microbatch, on average."""
         self.dp_s = self.optimizer_s = self.message_s = 0.0
         computing, sending = defaultdict[Action, float](float), defaultdict[Action, float](float)
         m = report.num_microbatches
@@ -93,18 +93,11 @@ class _Rank:
     def _price(self, done: Done) -> tuple[str, float]:
         """What it is spent on, and the seconds of all of it."""
         what = done.what
-        spent, seconds = "recompute" if done.place.is_again else "compute", 0.0
-        match what:
-            case Matmul():
-                seconds = what.batch * matmul_s(self.scenario, what.m, what.n, what.k)
-            case Attention():
-                seconds = flash_s(self.scenario, self.kernels.attention, what.flops)
-            case Pass():
-                seconds = pass_s(self.scenario, what.moved_bytes)
-            case Message():
-                spent = PP if what.name in _BETWEEN_STAGES else TP if what.axis == TP else "dp"
-                seconds = self._price_message(what)
-        return spent, done.count * seconds
+        if isinstance(what, Message):
+            spent = PP if what.name in _BETWEEN_STAGES else TP if what.axis == TP else "dp"
+            return spent, done.count * self._price_message(what)
+        spent = "recompute" if done.place.is_again else "compute"
+        return spent, done.count * operation_s(self.scenario, self.kernels, what)
 
     def _price_message(self, message: Message) -> float:
         scenario, layout = self.scenario, self.layout
@@ -122,13 +115,7 @@ class _Rank:
         return exposed * half_all_reduce_s(message.nbytes, num_ranks, link)
 
 
-def _like(first: _Seconds, share: float) -> _Seconds:
-    """A stage with so many times the blocks of the first one, and no embedding."""
-    blocks = {key: share * seconds for key, seconds in first.items() if not key[1]}
-    return defaultdict(float, blocks)
-
-
-def _to_work(seconds: _Seconds, host_s: float, *, is_on_host: bool) -> StageWork:
+def _to_work(seconds: Mapping[tuple[str, bool, Kind], float], host_s: float, *, is_on_host: bool) -> StageWork:
     """A GPU waits for what the host needs longer; a CPU, which is its own host, does one after the other."""
 
     def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:

@@ -76,15 +76,9 @@ def dry_run(
                 allocate(modules, device_type)
 
         assembly = assemble(
-            config.model,
-            batch,
-            layout,
-            kernels,
-            config.precision,
-            seed=config.train.seed,
-            device_type=_DEVICE,
-            give_weights=allocate_fake,
-        )
+            config.model, batch, layout, kernels, config.precision,
+            seed=config.train.seed, device_type=_DEVICE, give_weights=allocate_fake,
+        )  # fmt: skip
         num_actions = max(1, num_steps) * len(assembly.runtime.actions)
         with fake:
             observer = _Observer(config, layout, assembly, lambda actions: on_progress(actions / num_actions))
@@ -113,7 +107,7 @@ class _Observer:
         """`on_action` gets the number of actions that were begun."""
         self.config, self.layout, self.on_action = config, layout, on_action
         self.modules = assembly.modules
-        self.optimizer = build_optimizer(self.modules, config.optimizer)
+        self.optimizer = build_optimizer(self.modules, config.model, config.optimizer)
         max_norm, aliases = config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
         assembly.runtime.before_action = self._begin
@@ -145,7 +139,7 @@ class _Observer:
         self.curve += self.tracker.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
-        """All of it, what the last step sent and computed."""
+        """What was held in all steps, and what the last one sent and computed."""
         axes = name_groups(rank, self.layout)
         done = [Done(place, operation, count) for (place, operation), count in self.work.counts.items()]
         for (place, event), count in self.sent.items():
@@ -165,7 +159,7 @@ class _Observer:
         )
 
     def _locate(self) -> Place:
-        """Of what is executed now."""
+        """The place of what is executed now."""
         is_backward = self.action is not None and self.action.kind is Kind.BACKWARD
         return Place(self.action, self.places.module, is_backward and self.places.is_forward)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Footprint
-from dtlayout.measure.operations import Operation
+from dtlayout.models.operations import Operation
 from dtlayout.pipelining.actions import Action
 
 
@@ -15,13 +15,10 @@ class Message:
 
     name: str
     """all_gather, reduce_scatter, all_reduce, send, recv, …"""
-
     axis: str
     """The axis of the mesh; two that are joined as "dp_replicate·dp_shard"; "all" for all ranks."""
-
     nbytes: int
     """The larger of what goes into one message and what comes out of it."""
-
     crosses_node: bool
     """Whether its ranks lie in more than one node."""
 
@@ -31,11 +28,9 @@ class Place:
     """Where in a step something is done."""
 
     action: Action | None
-    """That is executed; None before the first and after the last."""
-
+    """The action that is executed; None before the first and after the last."""
     module: str
-    """That runs, in forward or backward; empty for none."""
-
+    """The module that runs, in forward or backward; empty for none."""
     is_again: bool
     """Whether a forward is recomputed."""
 
@@ -55,23 +50,19 @@ class RankReport:
 
     rank: int
     coordinate: dict[str, int]
-    """Its place along each axis."""
+    """The rank's place along each axis."""
 
     peak_bytes: int
     parts: Footprint
     """The peak by category."""
-
     module: str
-    """That ran at the peak, in forward or backward; empty for none."""
-
+    """The module that ran at the peak, in forward or backward; empty for none."""
     action: str
-    """That was executed at the peak."""
-
+    """The action that was executed at the peak."""
     curve: list[Highest]
-    """In the order of the actions, of one step after the other."""
-
+    """The largest total during each action, in their order, one step after the other."""
     done: list[Done]
-    """By the microbatches that were run."""
+    """What was computed and sent, by the microbatches that were run."""
 
     num_microbatches: int
     num_microbatches_run: int
@@ -93,7 +84,7 @@ class RankReport:
 
     @property
     def flops(self) -> Counter[str]:
-        """Of a whole step's matmuls and attention, by module; recomputation counts."""
+        """FLOPs of a whole step's matmuls and attention, by module; recomputation counts."""
         flops = Counter[str]()
         for done in self.done:
             if not isinstance(done.what, Message) and done.what.flops:

@@ -11,6 +11,6 @@ class Highest:
     """The largest total while an action was executed."""
 
     action: str
-    """As in a schedule, such as 3F0; UPDATE after the last."""
+    """The action as a schedule prints it, such as 3F0; UPDATE after the last."""
 
     nbytes: int

@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch._C._autograd import _KinetoEvent
@@ -52,10 +52,8 @@ class KernelRecorder:
         self._profile.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profile.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._profile.__exit__(*exception)
         profiler = self._profile.profiler
         assert profiler is not None and profiler.kineto_results is not None, "it has run"
         # Not the profile's own `events()`: that makes a tree of all that ran, 0.1 ms an operator.
@@ -79,8 +77,7 @@ def _match(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _outermost(events: Iterable[_KinetoEvent]) -> Iterator[_KinetoEvent]:
-    """Those that lie in none of the others of their thread or stream: an operator may pass through the dispatcher
-    twice."""
+    """Events that lie in no other of their thread or stream: an operator may pass through the dispatcher twice."""
     last_place, last_end = None, 0
     for event in sorted(events, key=lambda e: (_place(e), e.start_ns(), -e.end_ns())):
         if _place(event) != last_place or event.start_ns() >= last_end:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class PlaceRecorder:
-    """Knows the place while it is entered."""
+    """Knows which module the running operator belongs to, while it is entered."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """`modules` are those whose parts have names."""
@@ -29,7 +29,7 @@ class PlaceRecorder:
 
     @property
     def module(self) -> str:
-        """Its name; empty for the root, and outside of all."""
+        """Name of the module that the running operator belongs to; empty for the root, and outside of all."""
         if self._running:
             return self._running[-1]
         node = torch._C._current_autograd_node()

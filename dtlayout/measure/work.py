@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dtlayout.measure.operations import Attention, Matmul, Operation, Pass
 from dtlayout.measure.storages import current_fake_mode, each_tensor
+from dtlayout.models.operations import Attention, Matmul, Operation, Pass
 
 aten = torch.ops.aten
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
@@ -53,14 +53,14 @@ _MATMULS = {
     aten.mm: (0, 1), aten.bmm: (0, 1),
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
-"""Which arguments are multiplied."""
+"""Operator → which of its arguments are multiplied."""
 _ALLOCATIONS = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 _OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
-"""They write their first argument and do not read it."""
+"""Operators that write their first argument and do not read it."""
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
-"""They read of their first argument as much as comes out."""
+"""Operators that read as much of their first argument as comes out."""
 _SCATTERS = {aten.scatter_, aten.scatter_add_, aten.index_put_, aten.index_add_}
-"""They write of their first argument as much as they are given beside it."""
+"""Operators that write as much of their first argument as they are given beside it."""
 _UNWRITTEN = {aten._fused_adamw_: "grads"}
 """What a schema says is written, and only is in a mode that we don't use: gradients that are scaled."""
 

@@ -22,7 +22,7 @@ def ranks_along(axis: str, rank: int, layout: Layout) -> list[int]:
 
 
 def dp_rank(rank: int, layout: Layout) -> int:
-    """Which share of the global batch a rank reads: its place over dp_replicate and dp_shard together."""
+    """A rank's place over dp_replicate and dp_shard together, which decides what it reads of the global batch."""
     place = coordinate(rank, layout)
     return place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
 

@@ -15,7 +15,6 @@ from math import prod
 from typing import ClassVar, Literal
 
 from dtlayout.model_shape import ModelShape
-from dtlayout.recompute import Kept
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
@@ -26,26 +25,23 @@ class Weight:
     """A parameter."""
 
     name: str
-    """That of HF's state dict: inside a block from there on, else whole."""
+    """The parameter's name in HF's state dict: inside a block from there on, else whole."""
     shape: tuple[int, ...]
     """A vector's size, or a matrix's rows (outputs) and columns (inputs)."""
     initial: Literal["normal", "residual", "ones", "zeros"]
     """Initial values; "residual" are normal ones of a matrix that writes into the residual stream."""
     split: Literal[0, 1] | None = None
     """The dimension that tp splits; None where each rank has all of it."""
+    decays: bool = True
+    """Whether weight decay pulls at it."""
 
     @property
     def numel(self) -> int:
-        """Its parameters."""
+        """Parameters, over all tp ranks."""
         return prod(self.shape)
 
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay pulls at it: at matrices alone."""
-        return len(self.shape) > 1
-
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Its shape on each of `tp` ranks."""
+        """The weight's shape on each of `tp` ranks."""
         return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
 
 
@@ -55,8 +51,6 @@ class _Operation:
 
     weights: ClassVar[tuple[Weight, ...]] = ()
     """Parameters that belong to it."""
-    kept_as: ClassVar[Kept | None] = None
-    """The kind of selective recomputation that may keep its result."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ class Norm(_Operation):
     """An RMSNorm, in fp32 or finer inside, of the residual stream or of each head."""
 
     module: str
-    """Its name in the block, or in the model."""
+    """The module's name in the block, or in the model."""
     width: int
     """Elements of a token."""
     num_heads: int = 0
@@ -78,7 +72,7 @@ class Norm(_Operation):
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """One factor for each element of what is normalised."""
-        return (Weight(f"{self.module}.weight", (self.width // max(1, self.num_heads),), "ones"),)
+        return (Weight(f"{self.module}.weight", (self.width // max(1, self.num_heads),), "ones", decays=False),)
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class Linear(_Operation):
     """A matmul with a weight."""
 
     module: str
-    """Its name in the block."""
+    """The module's name in the block."""
     inputs: int
     """Elements of a token that it reads."""
     outputs: int
@@ -99,7 +93,6 @@ class Linear(_Operation):
     """Whether it adds one to its outputs."""
     fuses: bool = False
     """Whether some engines compute it together with the matmul before it, which reads the same."""
-    kept_as: ClassVar[Kept | None] = "matmuls"
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
@@ -109,7 +102,7 @@ class Linear(_Operation):
             f"{self.module}.weight", (self.outputs, self.inputs),
             "normal" if is_columns else "residual", 0 if is_columns else 1,
         )  # fmt: skip
-        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", 0 if is_columns else None)
+        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", 0 if is_columns else None, decays=False)
         return (matrix, bias) if self.bias else (matrix,)
 
 
@@ -131,7 +124,6 @@ class SelfAttention(_Operation):
     """Key and value heads."""
     head_width: int
     """Width of each."""
-    kept_as: ClassVar[Kept | None] = "attention"
 
     @property
     def query_width(self) -> int:
@@ -204,10 +196,7 @@ def describe_llama(model: ModelShape) -> Description:
     """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3."""
     h, f, q, kv = model.hidden_size, model.ffn_size, model.query_width, model.kv_width
     table = (model.vocab_size, h)
-    head_norms = (
-        Norm("self_attn.q_norm", q, model.num_heads),
-        Norm("self_attn.k_norm", kv, model.num_kv_heads),
-    )
+    head_norms = (Norm("self_attn.q_norm", q, model.num_heads), Norm("self_attn.k_norm", kv, model.num_kv_heads))
     gate = Linear("mlp.gate_proj", h, f, "colwise", keeps_input=True)
     return Description(
         embedding=Weight(f"{EMBEDDING}.weight", table, "normal", 0),

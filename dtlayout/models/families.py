@@ -22,7 +22,7 @@ class Family:
     name: str
     """What `ModelShape.family` and, as model_type, an HF config.json call it."""
     describe: Callable[[ModelShape], Description] = describe_llama
-    """Its operations and weights."""
+    """What gives a model's operations and weights."""
     module: str | Callable[..., Any] = "dtlayout.models.llama:Llama"
     """What builds it or a part of it, called like `models.llama.Llama`; a text is imported when it is needed."""
     traits: Mapping[str, Any] = field(default_factory=dict)

@@ -26,17 +26,9 @@ def _llama3(name: str, hidden: int, layers: int, heads: int, ffn: int, *, factor
 
 
 def _qwen2(
-    name: str,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
-    *,
-    eps: float,
+    name: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, *, eps: float,
     tied: bool = False,
-) -> ModelShape:
+) -> ModelShape:  # fmt: skip
     return ModelShape(
         name=name, family="qwen2", hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads,
         ffn_size=ffn, vocab_size=vocab, qkv_bias=True, tied_embeddings=tied, rope_theta=1e6, norm_eps=eps,

@@ -62,13 +62,9 @@ def bind_attention(kernel: AttentionKernel) -> Attend:
             k_BGSK, v_BGSK = repeat_heads(k_BGSK, q_BHSK.shape[1]), repeat_heads(v_BGSK, q_BHSK.shape[1])
         try:
             with sdpa_kernel(backend):
+                is_grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
                 return F.scaled_dot_product_attention(
-                    q_BHSK,
-                    k_BGSK,
-                    v_BGSK,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
+                    q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
                 )
         except RuntimeError as error:
             if not any(refusal in str(error) for refusal in _REFUSALS):

@@ -22,15 +22,15 @@ class Documents:
     starts: Tensor
     """For each token the position at which its document starts, [B, S] int32."""
     offsets: Tensor
-    """`list_offsets` of them."""
+    """Where each document starts in the row of all tokens, `list_offsets`."""
 
     @classmethod
     def from_starts(cls, starts_BS: Tensor) -> "Documents":
-        """Those of `starts_BS`, which lies on the CPU."""
+        """The documents that `starts_BS`, which lies on the CPU, tells apart."""
         return cls(starts_BS, list_offsets(starts_BS))
 
     def pinned(self) -> "Documents":
-        """The same in memory from which a copy to a GPU starts without waiting."""
+        """A copy in memory from which one to a GPU starts without waiting."""
         return Documents(self.starts.pin_memory(), self.offsets.pin_memory())
 
 

@@ -91,25 +91,25 @@ class Head(nn.Linear):
 
 
 def eager_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
-    """All logits at once."""
+    """Cross-entropy of all logits at once."""
     loss: Tensor = _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, 1)
     return loss
 
 
 def chunked_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
-    """Logits are all there, their exact softmax chunk by chunk."""
+    """Cross-entropy of logits that are all there, their exact softmax chunk by chunk."""
     loss: Tensor = _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, count_loss_chunks(len(h_TD)))
     return loss
 
 
 def linear_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
-    """No more than a chunk of logits is ever there."""
+    """Cross-entropy of which no more than a chunk of logits is ever there."""
     loss: Tensor = _LinearCrossEntropy.apply(h_TD, weight_VD, targets_T, head, scale)
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of logits that are there; their gradient lies beside them until forward ends."""
+    """Cross-entropy of logits that are there; their gradient lies beside them until forward ends."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Together with the head's matmul; forward leaves the gradients of hidden states and weight.
+    """Cross-entropy with the head's matmul; forward leaves the gradients of hidden states and weight.
 
     The weight's is summed over the chunks in its own format.
     """

@@ -5,12 +5,12 @@ from torch.nn import functional as F
 
 
 def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Two operations."""
+    """SwiGLU as two operations."""
     return F.silu(gate) * up
 
 
 def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """liger-kernel's; backward writes the gradients over `gate` and `up`, so it can run only once."""
+    """liger-kernel's SwiGLU; backward writes the gradients over `gate` and `up`, so it can run only once."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     result: Tensor = LigerSiLUMulFunction.apply(gate, up)

@@ -23,19 +23,19 @@ class RMSNorm(nn.Module):
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """One operation after the other, as in HF's Llama: each writes its result to memory."""
+    """RMSNorm, one operation after the other, as in HF's Llama: each writes its result to memory."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (exact * scale).to(x.dtype)
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """PyTorch's single operation."""
+    """PyTorch's single operation for RMSNorm."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """liger-kernel's; statistics in fp32."""
+    """liger-kernel's RMSNorm; statistics in fp32."""
     # Triton reads memory, and a result that a collective still writes has none of its own: copying it waits.
     ready = x if type(x) is Tensor else x.clone()
     if type(ready) is not Tensor:

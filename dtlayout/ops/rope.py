@@ -26,20 +26,17 @@ class RotaryEmbedding(nn.Module):
         self.shape = shape
         self.max_seq_len = max_seq_len
         self.table_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell far positions apart
-        self.register_buffer(
-            "cos", torch.empty(max_seq_len, shape.head_width, dtype=self.table_dtype), persistent=False
-        )
-        self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
+        table = torch.empty(max_seq_len, shape.head_width, dtype=self.table_dtype)
+        self.register_buffer("cos", table, persistent=False)
+        self.register_buffer("sin", torch.empty_like(table), persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
         """Compute both tables on the device where they lie."""
         if self.cos.is_meta:
             return
-        angles = torch.outer(
-            torch.arange(self.max_seq_len, dtype=self.table_dtype, device=self.cos.device),
-            rotary_frequencies(self.shape).to(self.cos),
-        ).repeat(1, 2)
+        positions = torch.arange(self.max_seq_len, dtype=self.table_dtype, device=self.cos.device)
+        angles = torch.outer(positions, rotary_frequencies(self.shape).to(self.cos)).repeat(1, 2)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
@@ -69,12 +66,12 @@ def apply_rope(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def eager_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, one operation after the other."""
+    """Rotate queries and keys, one operation after the other."""
     return apply_rope(q_BHSK, cos, sin), apply_rope(k_BGSK, cos, sin)
 
 
 def liger_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """liger-kernel's, in fp32 or finer.
+    """Rotate queries and keys by liger-kernel, in fp32 or finer.
 
     It writes over its inputs without telling autograd, and selective recomputation keeps these: so it gets copies.
     """

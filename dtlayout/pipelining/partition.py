@@ -65,8 +65,8 @@ def to_slices(counts: Sequence[int]) -> list[StageSlice]:
 def balance_stages(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is cheapest and, among those, the squares add up to least.
 
-    The costliest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has one block at
-    least. Equal blocks are dealt out one by one, others by dynamic programming, O(num_stages · num_blocks²).
+    The costliest stage sets the pace of a pipeline; the second rule spreads what is left evenly. A stage has at least
+    one block. Equal blocks are dealt out one by one, others by dynamic programming, O(num_stages · num_blocks²).
 
     >>> balance_stages(LayerCosts(blocks=(1.0,) * 8, head=1.5), 4)
     (2, 2, 3, 1)
@@ -83,20 +83,16 @@ def balance_stages(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
 
     cap = _solve(num_stages, num_blocks, stage_cost, max, float("inf"))[0]
     allowed = cap * (1 + 1e-12)  # the same sum in another order of addition
-
-    def add_square(total: float, cost: float) -> float:
-        return total + cost * cost
-
-    return _solve(num_stages, num_blocks, stage_cost, add_square, allowed)[1]
+    return _solve(num_stages, num_blocks, stage_cost, lambda total, cost: total + cost * cost, allowed)[1]
 
 
 def _balance_equal(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Each block to the stage that is cheapest with it, the last of equals: least maximum and least squares at once."""
     block, ends = costs.blocks[0], [0.0] * num_stages
     ends[0], ends[-1] = costs.embedding, ends[-1] + costs.head
-    # What each stage surely gets needs no dealing out: an equal share less one block, and less what its end costs.
-    share = len(costs.blocks) // num_stages - 1
-    counts = [max(1, share - ceil(end / block)) for end in ends]
+    # What each stage surely gets needs no dealing out: an equal number less one block, and less what its end costs.
+    equal = len(costs.blocks) // num_stages - 1
+    counts = [max(1, equal - ceil(end / block)) for end in ends]
     heap = [(end + count * block, -stage) for stage, (end, count) in enumerate(zip(ends, counts, strict=True))]
     heapify(heap)
     for _ in range(len(costs.blocks) - sum(counts)):

@@ -22,13 +22,13 @@ class Placement(ABC):
     """Stage → rank and chunk, and back."""
 
     num_ranks: int
-    """p."""
+    """Pipeline ranks, p."""
     virtual_stages: int = 1
-    """v."""
+    """Stages on each rank, v."""
 
     @property
     def num_stages(self) -> int:
-        """n."""
+        """All stages, n = p·v."""
         return self.num_ranks * self.virtual_stages
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Placement(ABC):
         return stage // self.num_ranks
 
     def take(self, of_stages: Sequence[T], rank: int) -> tuple[T, ...]:
-        """Of something that there is for each stage, what belongs to a rank's."""
+        """The entries of a rank's stages, from a sequence that has one for each stage."""
         return tuple([of_stages[stage] for stage in self.stages_of(rank)])
 
     def receiver_of(self, result: Result) -> int | None:
@@ -57,30 +57,30 @@ class Placement(ABC):
 
 
 class Looped(Placement):
-    """From the last rank on to the first (arXiv:2104.04473, sec. 2.2)."""
+    """Stages that go from the last rank on to the first (arXiv:2104.04473, sec. 2.2)."""
 
     __slots__ = ()
 
     def rank_of(self, stage: int) -> int:
-        """Ranks in turn."""
+        """The rank that holds a stage: ranks take turns."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> range:
-        """Every p-th stage."""
+        """The stages of a rank: every p-th."""
         return range(rank, self.num_stages, self.num_ranks)
 
 
 class VShaped(Placement):
-    """From the last rank back to the first, lap by lap (arXiv:2401.10241, sec. 6): both ends lie on rank 0 at v = 2."""
+    """Stages that turn back at the last rank (arXiv:2401.10241, sec. 6): both ends lie on rank 0 at v = 2."""
 
     __slots__ = ()
 
     def rank_of(self, stage: int) -> int:
-        """Down in even laps, up in odd ones."""
+        """The rank that holds a stage: down in even laps, up in odd ones."""
         lap, place = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - place if lap % 2 else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """One of each lap."""
+        """The stages of a rank: one of each lap."""
         p = self.num_ranks
         return tuple(lap * p + (p - 1 - rank if lap % 2 else rank) for lap in range(self.virtual_stages))

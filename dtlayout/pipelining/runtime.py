@@ -39,11 +39,7 @@ class NothingToSync:
 
 
 def build_runtime(
-    modules: Sequence[nn.Module],
-    schedule: Schedule,
-    sync: Sequence[BackwardHook],
-    mesh: DeviceMesh,
-    boundary: Boundary,
+    modules: Sequence[nn.Module], schedule: Schedule, sync: Sequence[BackwardHook], mesh: DeviceMesh, boundary: Boundary
 ) -> "Runtime":
     """The runtime of this rank.
 
@@ -124,11 +120,7 @@ class _Step:
     """The tensors that are alive during one step."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        inputs: Sequence[Tensor],
-        contexts: Sequence[Any],
-        targets: Sequence[dict[str, Any]],
+        self, runtime: Runtime, inputs: Sequence[Tensor], contexts: Sequence[Any], targets: Sequence[dict[str, Any]]
     ):
         self.runtime = runtime
         self.inputs = inputs

@@ -24,35 +24,26 @@ class PipelineSchedule:
     """What a schedule is, when it is legal, how it goes on in long steps, and what is known of it in closed form."""
 
     name: str
-    """As `layout.schedule` has it."""
-
+    """The value of `layout.schedule`."""
     order: Callable[[Placement, int, int], list[Action]]
     """Forwards and backwards of a rank in their order, from the placement, the rank and m."""
-
     place: Callable[[int, int], Placement] = Looped
     """Where stages lie, from p and v."""
-
     least_virtual_stages: int = 1
-    """Below, it is no schedule; above 1, it needs p > 1 too."""
-
+    """Stages on a rank that it needs at least; above 1, it needs p > 1 too."""
     most_virtual_stages: float = 1
-    """Above, it is no schedule; `math.inf` for any number."""
-
+    """Stages on a rank that it can have at most; `math.inf` for any number."""
     least_rounds: int = 0
-    """It needs p times as many microbatches at least."""
-
+    """Microbatches that it needs at least, for each of p ranks."""
     whole_rounds: bool = False
     """Whether p must divide the microbatches."""
-
     enough: Callable[[int, int], int] | None = None
     """From p and v, microbatches that show all that there is: a longer step holds no more and repeats what these do.
 
     None where more microbatches hold more, or where nobody knows: a long step is then played whole.
     """
-
     is_breadth_first: bool = False
     """Whether a rank does all microbatches of a stage in a row, so that a longer step only has longer rows."""
-
     fast: FastPath | None = None
     """What spares playing the actions one by one."""
 
@@ -122,23 +113,14 @@ _SCHEDULES = {
     for schedule in (
         PipelineSchedule(name="gpipe", order=_order_gpipe, is_breadth_first=True, fast=GPIPE_FAST),
         PipelineSchedule(
-            name="1f1b",
-            order=_order_1f1b,
-            least_rounds=1,
-            enough=_two_more_than_ranks,
-            fast=ONE_F_ONE_B_FAST,
+            name="1f1b", order=_order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=ONE_F_ONE_B_FAST
         ),
         PipelineSchedule(
-            name="interleaved-1f1b",
-            order=_order_interleaved_1f1b,
-            least_virtual_stages=2,
-            most_virtual_stages=inf,
-            whole_rounds=True,
-            enough=_three_rounds,
-            fast=INTERLEAVED_1F1B_FAST,
+            name="interleaved-1f1b", order=_order_interleaved_1f1b, least_virtual_stages=2, most_virtual_stages=inf,
+            whole_rounds=True, enough=_three_rounds, fast=INTERLEAVED_1F1B_FAST,
         ),
     )
-}
+}  # fmt: skip
 
 
 def register_schedule(schedule: PipelineSchedule) -> None:
@@ -149,7 +131,7 @@ def register_schedule(schedule: PipelineSchedule) -> None:
 
 
 def known_schedules() -> Mapping[str, PipelineSchedule]:
-    """All of them by name, those that are shipped first."""
+    """Name → schedule, shipped ones first."""
     return _SCHEDULES
 
 

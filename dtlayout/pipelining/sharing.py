@@ -1,8 +1,8 @@
 """Sharing: how long the pipeline of a step takes where ranks share cores. Pure Python.
 
-As `timing`, but ranks that compute at the same time slow each other down: while n of them do, each has `at_once`/n of
-its speed, and all of it as long as n is no more than `at_once`. So a rank that waits speeds up the others, and a
-bubble costs little. Every action is played, which is meant for the few ranks of one machine.
+Actions are played as in `timing`, but ranks that compute at the same time slow each other down: while n of them do,
+each has `at_once`/n of its speed, and all of it as long as n is no more than `at_once`. So a rank that waits speeds up
+the others, and a bubble costs little. Every action is played, which is meant for the few ranks of one machine.
 """
 
 from math import inf

@@ -31,20 +31,13 @@ def build_stage(
     build = pkgutil.resolve_name(module) if isinstance(module, str) else module
     with torch.device("meta"):
         part: nn.Module = build(
-            model,
-            kernels,
-            batch.seq_len,
-            layers=stage.layers,
-            embedding=stage.embedding,
-            head=stage.head,
+            model, kernels, batch.seq_len, layers=stage.layers, embedding=stage.embedding, head=stage.head,
             dtype=getattr(torch, precision.params),
-        )
+        )  # fmt: skip
     return part
 
 
 def stage_boundary(model: ModelShape, layout: Layout, batch: Batch, precision: Precision) -> Boundary:
-    """Hidden states of a microbatch, [B, S, D]; with sequence parallelism each tp rank sends its share of S."""
+    """Hidden states of a microbatch, [B, S, D]; with sequence parallelism each tp rank sends its part of S."""
     local_seq_len = batch.seq_len // (layout.tp if layout.shards_sequence else 1)
-    return Boundary(
-        shape=(layout.micro_batch, local_seq_len, model.hidden_size), dtype=getattr(torch, precision.compute)
-    )
+    return Boundary((layout.micro_batch, local_seq_len, model.hidden_size), getattr(torch, precision.compute))

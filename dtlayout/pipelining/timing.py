@@ -33,10 +33,8 @@ class PipelineTime:
 
     total_s: float
     """End of the last action."""
-
     busy_s: tuple[float, ...]
     """Per rank: its forwards and backwards, without the waits between them."""
-
     finished_s: tuple[float, ...]
     """Per rank: end of its last action; what comes after the pipeline may begin there."""
 
@@ -165,7 +163,7 @@ def _in_flight_peaks(schedule: PipelineSchedule, placement: Placement, m: int, r
 
 
 def count_in_flight(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> tuple[Moment, ...]:
-    """What `in_flight_peaks` gives, by playing the actions of a rank."""
+    """The moments at which a rank holds most, `in_flight_peaks`, by playing its actions."""
     counts, grows = [0] * placement.virtual_stages, False
     moments = set()
     for action in schedule.order(placement, rank, m):

@@ -36,7 +36,7 @@ from operator import itemgetter, sub
 from dtlayout.pipelining.actions import Action, Kind
 
 _TOLERANCE = 1e-11
-"""Ends that differ by this share of a period's growth are equal; it bounds the relative error of the total."""
+"""Ends that differ by this fraction of a period's growth are equal; it bounds the relative error of the total."""
 
 Moment = tuple[tuple[int, int], ...]
 """Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
@@ -48,19 +48,16 @@ class StageTimes:
 
     forward_s: tuple[float, ...]
     """Forward of each stage."""
-
     backward_s: tuple[float, ...]
     """Whole backward of each stage."""
-
     message_s: tuple[float, ...]
     """From stage i to stage i + 1 or back, n - 1 entries: the receiver waits that long, the sender goes on at once."""
-
     backward_weight_s: tuple[float, ...] = ()
-    """Of each stage's backward the part that makes the weights' gradients; empty where no backward is split in two."""
+    """The part of each stage's backward that makes the weights' gradients; empty where no backward is split in two."""
 
     @cached_property
     def backward_input_s(self) -> tuple[float, ...]:
-        """Of each stage's backward the part that makes the gradient of its input."""
+        """The part of each stage's backward that makes the gradient of its input."""
         return tuple(map(sub, self.backward_s, self.backward_weight_s))
 
     def seconds(self, action: Action) -> float:
@@ -81,7 +78,6 @@ class FastPath:
 
     finish: Callable[[int, int, int, StageTimes], list[float]]
     """p, v, m and the stages' seconds → the end of each rank's last action."""
-
     in_flight: Callable[[int, int, int, int], tuple[Moment, ...]]
     """p, v, m and a rank → the moments at which it can hold most, as `timing.in_flight_peaks` gives them."""
 
@@ -249,7 +245,7 @@ def _hold_rounds(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
         return (((m, v),),)
 
     def started(num_actions: int, place: int) -> int:
-        """Of so many actions, those of the chunk that comes at this place of a round."""
+        """How many of so many actions are of the chunk that comes at this place of a round."""
         rounds, rest = divmod(num_actions, p * v)
         return rounds * p + min(p, max(0, rest - place * p))
 

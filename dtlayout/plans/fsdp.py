@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dtlayout.mesh.build import data_mesh
 from dtlayout.plans.plan import Plan, match_names
-from dtlayout.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,11 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     """Shard the plan's units, then the rest with the root, over the data-parallel axes."""
     # It warns of in-place operations on a unit's output, which tensor parallelism makes a view of a DTensor's.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    policy = mixed_precision(plan.precision)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, plan.precision.compute),
+        reduce_dtype=getattr(torch, plan.precision.reduce),
+        cast_forward_inputs=False,  # stages and embeddings hand on what they compute
+    )
     keep_gathered = plan.zero < 3
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
@@ -71,15 +74,6 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     _prefetch_backward(units)
     return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=keep_gathered)
-
-
-def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """Cast parameters for computation; inputs are never cast, since stages and embeddings hand on what they compute."""
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.compute),
-        reduce_dtype=getattr(torch, precision.reduce),
-        cast_forward_inputs=False,
-    )
 
 
 def _prefetch_backward(units: Sequence[FSDPModule]) -> None:

@@ -25,18 +25,9 @@ from dtlayout.models.description import BLOCKS, EMBEDDING, FINAL_NORM, HEAD, Lin
 from dtlayout.models.families import describe
 
 TensorStyle = Literal[
-    "colwise",
-    "rowwise",
-    "rowwise-scatter",
-    "embedding",
-    "embedding-scatter",
-    "input",
-    "input-gather",
-    "sequence",
-    "head",
-    "head-gather",
-    "head-norm",
-]
+    "colwise", "rowwise", "rowwise-scatter", "embedding", "embedding-scatter", "input", "input-gather", "sequence",
+    "head", "head-gather", "head-norm",
+]  # fmt: skip
 
 
 def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:

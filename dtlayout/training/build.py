@@ -18,7 +18,7 @@ from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.pipelining.stage import build_stage, stage_boundary
 from dtlayout.plans.apply import apply_plan
 from dtlayout.plans.init import initialize
-from dtlayout.plans.plan import Plan, make_plan
+from dtlayout.plans.plan import make_plan
 from dtlayout.precision import Precision
 
 
@@ -27,7 +27,6 @@ class Assembly:
     """What one rank trains with."""
 
     mesh: DeviceMesh
-    plan: Plan
     schedule: Schedule
     slices: list[StageSlice]
     modules: list[nn.Module]
@@ -58,4 +57,4 @@ def assemble(
     sync = [apply_plan(module, plan, mesh) for module in modules]
     give_weights(modules, model, seed, device_type)
     runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
-    return Assembly(mesh, plan, schedule, slices, modules, runtime)
+    return Assembly(mesh, schedule, slices, modules, runtime)

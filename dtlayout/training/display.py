@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -37,9 +36,7 @@ class Display:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self.progress.stop()
 
     def say(self, text: str) -> None:

@@ -12,7 +12,7 @@ from dtlayout.mesh.axes import PP
 
 
 def local_squared_norm(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> Tensor:
-    """This rank's share of the squared gradient norm, fp64: summed over all ranks it is the squared norm.
+    """This rank's part of the squared gradient norm, fp64: summed over all ranks it is the squared norm.
 
     A shard that lies on k ranks (a norm's weight on every tp rank, every shard on dp_replicate of them) counts 1/k on
     each. So one all-reduce of one number serves all axes, whatever mesh each parameter lives on.

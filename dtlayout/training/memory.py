@@ -26,7 +26,7 @@ class MemoryMeter:
         self.tracker = None if device_type == "cuda" else StorageTracker(modules, [optimizer])
         self.peaks_by_pp_rank: list[int] | None = None
         self.curve: list[Highest] = []
-        """Of all steps that were watched, as far as `mark` was called."""
+        """The curve of all steps that were watched, as far as `mark` was called."""
         self._is_watching = False
         self._marks: list[Highest] = []
 
@@ -67,7 +67,7 @@ class MemoryMeter:
 
     @property
     def _peak_bytes(self) -> int:
-        """Of the last step that was watched."""
+        """The peak of the last step that was watched."""
         if self.tracker is not None:
             return self.tracker.peak_bytes
         return max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])

@@ -28,7 +28,7 @@ class StepMetrics:
     loss: float
     """Nats per valid token of the global batch."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of all gradients before clipping."""
     lr: float
     """Learning rate of this step."""
     tokens: int
@@ -36,15 +36,15 @@ class StepMetrics:
     step_time_s: float
     """From fetching the batch to knowing the loss; writing metrics and checkpoints is not in it."""
     tokens_per_s: float
-    """Over all ranks."""
+    """Tokens per second of all ranks."""
     tokens_per_s_per_gpu: float
     """Tokens per second of one rank."""
     model_tflops_per_gpu: float
     """Model FLOPs by the study's formula, in 1e12 per second and rank."""
     mfu: float | None
-    """Those as a share of the peak; None where the peak is not known."""
+    """Model FLOPs as a share of the peak; None where the peak is not known."""
     peak_memory_bytes: int | None
-    """Largest of all ranks; None where this step was not measured."""
+    """Largest peak of all ranks; None where this step was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Summary:
     attention_kernels: list[str] = field(default_factory=list)
     """The attention kernels that really ran."""
     kernels: dict[str, list[str]] = field(default_factory=dict)
-    """The same of each operation, as far as names tell."""
+    """Operation → its kernels that really ran, as far as names tell."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused."""
     run: Run | None = None
@@ -102,9 +102,9 @@ class MemoryCurves:
     """memory.json: what the first rank of each stage held in the first steps of a run."""
 
     num_steps: int
-    """How many, from the first."""
+    """Steps of which there is a curve, from the first on."""
     by_pp_rank: list[list[Highest]]
-    """Of each pipeline rank, the actions of one step after those of the other."""
+    """Each pipeline rank's curve, the actions of one step after those of the other."""
     run: Run
     """What ran."""
 
@@ -120,9 +120,8 @@ class MemoryCurves:
         path = folder / MEMORY_NAME
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            curves = [
-                [Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in found["by_pp_rank"]
-            ]
+            by_pp_rank = found["by_pp_rank"]
+            curves = [[Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in by_pp_rank]
             return cls(num_steps=int(found["num_steps"]), by_pp_rank=curves, run=Run.from_dict(found["run"]))
         except OSError as error:
             raise DtlayoutError(

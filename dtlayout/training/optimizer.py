@@ -7,19 +7,27 @@ from importlib import import_module
 import torch
 from torch import nn
 
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.families import describe
 from dtlayout.optimizers import Optimizer
 
 
-def build_optimizer(modules: Sequence[nn.Module], settings: Optimizer) -> torch.optim.Optimizer:
-    """torch's optimizer over all parameters; only matrices decay. The learning rate comes with each step."""
-    parameters = [p for module in modules for p in module.parameters()]
+def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer) -> torch.optim.Optimizer:
+    """torch's optimizer over all parameters of a model's stages, each decaying where the model's description says so.
+
+    The learning rate comes with each step.
+    """
+    parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
+        parameters[describe(model).find(model.aliases.get(name, name)).decays].append(parameter)
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": some, "weight_decay": settings.weight_decay if decays else 0.0}
+        for decays, some in parameters.items()
+        if some
     ]
     module, _, name = settings.torch_class.partition(":")
     make = getattr(import_module(module), name)
-    built: torch.optim.Optimizer = make([g for g in groups if g["params"]], lr=0.0, **settings.torch_arguments)
+    built: torch.optim.Optimizer = make(groups, lr=0.0, **settings.torch_arguments)
     return built
 
 

@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dtlayout.checkpoint.sharded import (
-    find_changes,
-    list_checkpoints,
-    load_checkpoint,
-    read_origin,
-    save_checkpoint,
-)
+from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.batches import microbatch_indices
@@ -43,14 +37,7 @@ from dtlayout.training.build import assemble
 from dtlayout.training.devices import join_ranks, open_device
 from dtlayout.training.display import Display, compare, describe_peaks
 from dtlayout.training.memory import MemoryMeter
-from dtlayout.training.metrics import (
-    MemoryCurves,
-    MetricsFile,
-    Speed,
-    StepMetrics,
-    Summary,
-    time_steps,
-)
+from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, time_steps
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from dtlayout.training.step import StepResult, TrainStep
 
@@ -96,23 +83,20 @@ class _Run:
         self.is_writer = dist.get_rank() == 0
         self.stop = stop
         self.samples = samples
-        self.indices = _flat_indices(config, layout)
+        rank = dp_rank(dist.get_rank(), layout)
+        microbatches = microbatch_indices(config.batch.global_batch, layout.micro_batch, rank, layout.dp)
+        self.indices = [index for microbatch in microbatches for index in microbatch]
+        """What this rank reads of each global batch, microbatch after microbatch."""
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
-        self.assembly = assemble(
-            config.model,
-            config.batch,
-            layout,
-            kernels,
-            config.precision,
-            seed=config.train.seed,
-            device_type=device.type,
-        )
-        self.optimizer = build_optimizer(self.assembly.modules, config.optimizer)
-        mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, config.model.aliases
+        model = config.model
+        values = model, config.batch, layout, kernels, config.precision
+        self.assembly = assemble(*values, seed=config.train.seed, device_type=device.type)
+        self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
+        mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
         self.recorder = KernelRecorder()
-        self.speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
+        self.speed = Speed(model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
         console = Console(quiet=not self.is_writer)
         self.display = Display(console, config.train.steps, config.metrics.log_every)
@@ -130,7 +114,8 @@ class _Run:
         first_step = self._resume()
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / "config.toml", _resolved(self.config, self.layout).to_toml())
+            resolved = replace(self.config, layout=OpenLayout(**asdict(self.layout)))
+            write_whole(self.folder / "config.toml", resolved.to_toml())
             self.metrics.keep_until(first_step)
         if self.config.metrics.memory and first_step == 0:
             self.assembly.runtime.before_action = self.memory.mark
@@ -148,15 +133,12 @@ class _Run:
         dist.broadcast_object_list(newest)  # a shared filesystem may not show every node the same at once
         if newest[0] is None:
             return 0
-        done = load_checkpoint(
-            newest[0], self.assembly.modules, self.optimizer, self.config.model, self.config.optimizer
-        )
+        model, settings = self.config.model, self.config.optimizer
+        done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, model, settings)
         check_steps_left(newest[0], done, self.config.train.steps)
         self.display.say(f"resumed from {newest[0]} after {done} steps")
-        for name, (saved, now) in find_changes(read_origin(newest[0]), self.origin).items():
-            self.display.say(
-                f"note: {name} was {saved} when this was saved and is {now}: samples come in another order"
-            )
+        for name, (old, new) in find_changes(read_origin(newest[0]), self.origin).items():
+            self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
         return done
 
     def _loop(self, first_step: int) -> tuple[int, int]:
@@ -166,7 +148,8 @@ class _Run:
         for index in range(first_step, num_steps):
             started = time.perf_counter()
             # The first step makes the optimizer's state, so it is not like the others.
-            is_measured = index == first_step + 1 or (index > first_step and self._is_due(index))
+            is_due = index % self.config.metrics.memory_every == 0 or index + 1 == num_steps
+            is_measured = index == first_step + 1 or (index > first_step and is_due)
             is_drawn = index < self.num_drawn
             with self.memory.watch() if is_measured or is_drawn else nullcontext():
                 result, lr = self._train_once(index, is_first=index == first_step)
@@ -185,15 +168,9 @@ class _Run:
                 return EXIT_STOPPED, saved
         return EXIT_DONE, max(first_step, num_steps)
 
-    def _is_due(self, index: int) -> bool:
-        """Whether this step's memory is measured by the calendar: every `memory_every`, and the last."""
-        return index % self.config.metrics.memory_every == 0 or index + 1 == self.config.train.steps
-
     def _train_once(self, index: int, *, is_first: bool) -> tuple[StepResult, float]:
-        o = self.config.optimizer
-        lr = learning_rate(
-            index, self.config.train.steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio
-        )
+        o, steps = self.config.optimizer, self.config.train.steps
+        lr = learning_rate(index, steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio)
         set_learning_rate(self.optimizer, lr)
         tokens, targets = self.samples.batch(index, self.indices)
         starts = find_starts(tokens, self.samples.tokens.end_of_document) if self.config.data.document_mask else None
@@ -222,15 +199,9 @@ class _Run:
 
     def _save(self, done: int) -> None:
         path = save_checkpoint(
-            self.folder / "checkpoints",
-            done,
-            self.assembly.modules,
-            self.optimizer,
-            self.config.model,
-            self.config.optimizer,
-            origin=self.origin,
-            keep=self.config.checkpoint.keep,
-        )
+            self.folder / "checkpoints", done, self.assembly.modules, self.optimizer, self.config.model,
+            self.config.optimizer, origin=self.origin, keep=self.config.checkpoint.keep,
+        )  # fmt: skip
         self.display.say(f"saved {path}")
 
     def _write_curves(self, num_steps: int) -> None:
@@ -299,18 +270,6 @@ class _Run:
         if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
-
-
-def _flat_indices(config: Config, layout: Layout) -> list[int]:
-    """What this rank reads of each global batch, microbatch after microbatch."""
-    place = dp_rank(dist.get_rank(), layout)
-    microbatches = microbatch_indices(config.batch.global_batch, layout.micro_batch, place, layout.dp)
-    return [index for microbatch in microbatches for index in microbatch]
-
-
-def _resolved(config: Config, layout: Layout) -> Config:
-    """The config with the layout of this world size."""
-    return replace(config, layout=OpenLayout(**asdict(layout)))
 
 
 def check_attention(asked: str, executed: set[str]) -> None:

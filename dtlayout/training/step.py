@@ -59,7 +59,7 @@ class TrainStep:
     def __call__(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
     ) -> StepResult:
-        """Train on this data-parallel rank's share [microbatches · B, S]; every rank of a pipeline brings the same.
+        """Train on this data-parallel rank's rows [microbatches · B, S]; every rank of a pipeline brings the same.
 
         `starts`, where documents are not to see each other, say of each token at which position its own starts; they
         stay on the CPU.
@@ -86,7 +86,7 @@ class TrainStep:
         return [part.pinned() for part in parts] if self.runtime.device_type == "cuda" else parts
 
     def _count_targets(self, targets: Tensor) -> Tensor:
-        """Valid targets of the global batch; each data-parallel share is known to `num_copies` ranks."""
+        """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""
         count = (targets != IGNORED).sum().to(torch.float64)
         dist.all_reduce(count)
         return count / self.num_copies

@@ -43,7 +43,7 @@ def measure(case: Case) -> tuple[Footprint, Counter[tuple[str, int]]]:
     A thread of gloo may let go of a buffer late, so of two steps the one with the lower peak counts.
     """
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
     aliases = case.model.aliases
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
     tokens, targets = (rows.clone() for rows in local_rows(case))

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlayout.measure.operations import Attention, Matmul, Operation, Pass
 from dtlayout.measure.work import WorkCounter, describe
+from dtlayout.models.operations import Attention, Matmul, Operation, Pass
 
 
 class Listing(TorchDispatchMode):

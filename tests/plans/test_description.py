@@ -16,13 +16,13 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.dryrun.world import fake_world
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.operations import Attention, Matmul, Pass
 from dtlayout.mesh.axes import TP
 from dtlayout.mesh.build import build_mesh
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import Linear, Norm, SelfAttention
 from dtlayout.models.families import describe
 from dtlayout.models.llama import Llama
+from dtlayout.models.operations import Attention, Matmul, Pass
 from dtlayout.pipelining.schedule import Kind
 from dtlayout.plans.apply import split_tensors
 from dtlayout.plans.tensor import tensor_styles

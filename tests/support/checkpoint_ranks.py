@@ -29,7 +29,7 @@ def build(
 ) -> tuple[Assembly, torch.optim.Optimizer]:
     """Sharded stages with the weights of `seed`, and an optimizer that has not stepped."""
     assembly = assemble(model, BATCH, layout, Kernels(), FP32, seed=seed, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, settings)
+    optimizer = build_optimizer(assembly.modules, model, settings)
     set_learning_rate(optimizer, 1e-2)
     return assembly, optimizer
 

@@ -16,7 +16,7 @@ from dtlayout.training.step import TrainStep
 def measure_peaks(case: Case) -> list[int]:
     """A step's peak on each pipeline rank, with the optimizer's state there as after a step before."""
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
     aliases = case.model.aliases
     step = TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)
     tokens, targets = (rows.clone() for rows in local_rows(case))

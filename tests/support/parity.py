@@ -154,7 +154,7 @@ def build_step(case: Case) -> tuple[Assembly, TrainStep]:
     """What training builds."""
     case.layout.check(case.model, case.batch)
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=SEED, device_type="cpu")
-    optimizer = build_optimizer(assembly.modules, case.optimizer)
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
     set_learning_rate(optimizer, case.optimizer.lr)
     aliases = case.model.aliases
     return assembly, TrainStep(assembly.runtime, optimizer, max_norm=MAX_NORM, mesh=assembly.mesh, aliases=aliases)

@@ -1,5 +1,7 @@
 """The optimizer over the stages of a rank, and the learning rate of each step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,18 +10,40 @@ from torch import nn
 
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.work import WorkCounter
+from dtlayout.models.description import describe_llama
+from dtlayout.models.families import FAMILIES, Family
+from dtlayout.models.presets import find_preset
 from dtlayout.optimizers import SGD, AdamW
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 
 ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
+MODEL = find_preset("debug")
+
+
 class Stage(nn.Module):
+    """One block, of which it has a matrix and a norm."""
+
     def __init__(self, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.matrix = nn.Parameter(torch.randn(4, 3, generator=generator))
-        self.norm = nn.Parameter(torch.ones(3))
+        block = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": nn.Linear(3, 4, bias=False)})})
+        block["input_layernorm"] = nn.RMSNorm(3)
+        self.model = nn.ModuleDict({"layers": nn.ModuleDict({"0": block})})
+        self.matrix_of(block).data = torch.randn(4, 3, generator=generator)
+
+    @staticmethod
+    def matrix_of(block):
+        return block["mlp"]["up_proj"].weight
+
+    @property
+    def matrix(self):
+        return self.matrix_of(self.model["layers"]["0"])
+
+    @property
+    def norm(self):
+        return self.model["layers"]["0"]["input_layernorm"].weight
 
 
 @given(
@@ -49,7 +73,7 @@ def test_the_learning_rate_stays_at_its_floor_after_the_last_step():
 
 def test_every_parameter_of_every_stage_is_updated_once_and_only_matrices_decay():
     stages = [Stage(1), Stage(2)]
-    optimizer = build_optimizer(stages, ADAMW)
+    optimizer = build_optimizer(stages, MODEL, ADAMW)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {
         **{id(stage.matrix): ADAMW.weight_decay for stage in stages},
@@ -63,8 +87,8 @@ SETTINGS = [AdamW(), SGD(), SGD(momentum=0.0), SGD(weight_decay=0.1)]
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd", "no momentum", "sgd that decays"])
 def test_a_later_update_keeps_and_moves_what_is_said_of_it(settings):
-    stage = nn.ParameterList([torch.randn(64, 64)])
-    optimizer = build_optimizer([stage], settings)
+    stage = nn.ModuleDict({"lm_head": nn.Linear(64, 64, bias=False)})
+    optimizer = build_optimizer([stage], MODEL, settings)
     (parameter,) = stage.parameters()
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -79,15 +103,31 @@ def test_a_later_update_keeps_and_moves_what_is_said_of_it(settings):
 
 
 def test_a_stage_without_matrices_or_without_vectors_has_one_group():
-    stage = Stage(1)
-    for name in ("matrix", "norm"):
-        kept = nn.ParameterList([getattr(stage, name)])
-        assert len(build_optimizer([kept], ADAMW).param_groups) == 1
+    head, norm = nn.ModuleDict({"lm_head": nn.Linear(3, 4, bias=False)}), nn.ModuleDict({"norm": nn.RMSNorm(3)})
+    for stage in (head, nn.ModuleDict({"model": norm})):
+        assert len(build_optimizer([stage], MODEL, ADAMW).param_groups) == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_matrix_decays_only_where_the_description_says_so(monkeypatch, tied):
+    def describe_fixed_table(model):
+        description = describe_llama(model)
+        return replace(description, embedding=replace(description.embedding, decays=False))
+
+    monkeypatch.setitem(FAMILIES, "fixed-table", Family(name="fixed-table", describe=describe_fixed_table))
+    model = replace(MODEL, family="fixed-table", tied_embeddings=tied)
+    first = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": nn.Embedding(4, 3)})})
+    last = nn.ModuleDict({"lm_head": nn.Linear(3, 4, bias=False)})
+    decays = {
+        p: g["weight_decay"] for g in build_optimizer([first, last], model, ADAMW).param_groups for p in g["params"]
+    }
+    assert decays[first["model"]["embed_tokens"].weight] == 0.0
+    assert decays[last["lm_head"].weight] == (0.0 if tied else ADAMW.weight_decay)
 
 
 def test_a_step_is_adamw_by_the_book_at_the_rate_that_was_set_last():
     stage, rates = Stage(3), [0.1, 0.01]
-    optimizer = build_optimizer([stage], ADAMW)
+    optimizer = build_optimizer([stage], MODEL, ADAMW)
     parameter, decay = stage.matrix.detach().double().clone(), ADAMW.weight_decay
     first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
     for step, rate in enumerate(rates, start=1):

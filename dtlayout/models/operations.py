@@ -14,7 +14,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """2·m·n·k for each."""
+        """Multiplications and additions, 2·m·n·k for each of the batch."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
@@ -31,11 +31,11 @@ class Pass:
     """A kernel that does little more than to read and write."""
 
     moved_bytes: int
-    """What it reads and what it writes."""
+    """What the kernel reads and writes."""
 
     @property
     def flops(self) -> int:
-        """None that count."""
+        """No FLOPs that MFU counts."""
         return 0
 
 
