@@ -59,10 +59,7 @@ def refit(runs: Sequence[Run], start: Engine) -> Engine:
 
 
 def minimise(
-    engine: Engine,
-    names: Sequence[str],
-    residuals: Callable[[Engine], np.ndarray],
-    losses: Sequence[tuple[str, float]],
+    engine: Engine, names: Sequence[str], residuals: Callable[[Engine], np.ndarray], losses: Sequence[tuple[str, float]]
 ) -> Engine:
     """The engine with least loss of the residuals over the named constants, each scaled by the width of its bounds.
 
