@@ -2,8 +2,8 @@
 
 Features say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants
 say how fast and how large: shares of a data sheet's peak, seconds, bytes. `dtlayout validate --fit` fits them to runs
-of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the general values of the engine
-stand, and a prediction is called uncalibrated. constants/engines/*.toml holds both.
+of that engine on one GPU type, inside bounds that physics sets; where no runs are known, general values stand and
+a prediction is called uncalibrated. constants/engines/*.toml holds both.
 """
 
 from collections.abc import Mapping
