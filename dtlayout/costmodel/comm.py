@@ -5,7 +5,7 @@ all-reduce is one of each (rings; arXiv:2104.04473, sec. 3). Groups are placed a
 pp outermost.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from dtlayout.costmodel.scenario import Scenario
@@ -14,14 +14,14 @@ from dtlayout.layout import Layout
 
 @dataclass(frozen=True)
 class Link:
-    """What carries a collective of one axis."""
+    """The connection that a collective or a message takes."""
 
     bytes_per_s: float
-    """Through each rank, one direction."""
+    """Bandwidth through each rank, one direction."""
     start_s: float
-    """Of the collective."""
+    """Time until all ranks of a collective have met."""
     latency_s: float
-    """Of each hop."""
+    """Time of each hop."""
     crosses_nodes: bool
     """Whether any hop leaves a node."""
 
@@ -43,14 +43,20 @@ def all_reduce_s(size_bytes: float, num_ranks: int, link: Link) -> float:
     return min(tree_s, 2 * half_all_reduce_s(size_bytes, num_ranks, link))
 
 
+def node_link(scenario: Scenario) -> Link:
+    """Between the GPUs of a node."""
+    constants = scenario.engine.constants
+    bytes_per_s = scenario.cluster.gpu.link_bytes_per_s * constants.link_efficiency
+    return Link(bytes_per_s, constants.collective_start_s, constants.link_latency_s, crosses_nodes=False)
+
+
 def tp_link(scenario: Scenario, layout: Layout) -> Link:
     """The node's links, or the network of all GPUs of a node together where tp does not fit into one."""
-    gpu, constants, per_node = scenario.cluster.gpu, scenario.engine.constants, scenario.cluster.gpus_per_node
-    inside = gpu.link_bytes_per_s * constants.link_efficiency
-    if per_node % layout.tp == 0:
-        return Link(inside, constants.collective_start_s, constants.link_latency_s, crosses_nodes=False)
-    outside = min(layout.tp, per_node) * gpu.network_bytes_per_s * constants.tp_network_efficiency
-    return Link(min(inside, outside), 0.0, constants.tp_network_latency_s, crosses_nodes=True)
+    inside, constants, cluster = node_link(scenario), scenario.engine.constants, scenario.cluster
+    if cluster.gpus_per_node % layout.tp == 0:
+        return inside
+    outside = min(layout.tp, cluster.gpus_per_node) * cluster.gpu.network_bytes_per_s * constants.tp_network_efficiency
+    return Link(min(inside.bytes_per_s, outside), 0.0, constants.tp_network_latency_s, crosses_nodes=True)
 
 
 def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -> Link:
@@ -60,25 +66,22 @@ def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -
     the nodes of the whole job, because all groups reduce at the same time.
     """
     gpu, constants, per_node = scenario.cluster.gpu, scenario.engine.constants, scenario.cluster.gpus_per_node
-    inside = gpu.link_bytes_per_s * constants.link_efficiency
+    inside = node_link(scenario)
     if stride * num_ranks <= per_node:
-        return Link(inside, constants.collective_start_s, constants.link_latency_s, crosses_nodes=False)
+        return inside
     together = max(1, min(num_ranks, per_node // stride))
-    nodes = layout.world_size / per_node
-    share = (
-        constants.network_efficiency * together**constants.network_sharing / (1 + nodes * constants.network_congestion)
-    )
-    return Link(min(inside, gpu.network_bytes_per_s * share), 0.0, gpu.network_latency_s, crosses_nodes=True)
+    congestion = 1 + layout.world_size / per_node * constants.network_congestion
+    share = constants.network_efficiency * together**constants.network_sharing / congestion
+    bytes_per_s = min(inside.bytes_per_s, gpu.network_bytes_per_s * share)
+    return Link(bytes_per_s, 0.0, gpu.network_latency_s, crosses_nodes=True)
 
 
 def message_link(scenario: Scenario, layout: Layout) -> Link:
     """Between neighbouring stages: the network, unless the whole job is in one node."""
-    gpu, constants = scenario.cluster.gpu, scenario.engine.constants
     if layout.world_size <= scenario.cluster.gpus_per_node:
-        return Link(
-            gpu.link_bytes_per_s * constants.link_efficiency, 0.0, constants.link_latency_s, crosses_nodes=False
-        )
-    return Link(gpu.network_bytes_per_s * constants.message_efficiency, 0.0, gpu.network_latency_s, crosses_nodes=True)
+        return replace(node_link(scenario), start_s=0.0)  # two ranks need not meet
+    gpu, efficiency = scenario.cluster.gpu, scenario.engine.constants.message_efficiency
+    return Link(gpu.network_bytes_per_s * efficiency, 0.0, gpu.network_latency_s, crosses_nodes=True)
 
 
 def message_s(scenario: Scenario, layout: Layout, size_bytes: float) -> float:

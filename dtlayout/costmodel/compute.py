@@ -30,23 +30,23 @@ class BlockTime:
     forward_s: float
     """Matmuls, attention and elementwise kernels of forward."""
     backward_s: float
-    """The same of backward, without recomputation."""
+    """Matmuls, attention and elementwise kernels of backward, without recomputation."""
     forward_tp_s: float
     """tp's collectives and cp's messages that forward waits for."""
     backward_tp_s: float
-    """Those that backward waits for."""
+    """tp's collectives and cp's messages that backward waits for."""
     host_s: float = 0.0
     """Least time that the host needs for forward and backward together."""
     attention_s: float = 0.0
-    """Of forward, attention's part."""
+    """Attention's part of forward."""
     score_traffic_s: float = 0.0
-    """Of attention's, what moves scores between its matmuls; none in flash kernels."""
+    """Moving scores between attention's matmuls, a part of `attention_s`; none in flash kernels."""
     elementwise_s: float = 0.0
-    """Of forward, norms, rotary embedding and activation function."""
+    """The part of norms, rotary embedding and activation function in forward."""
     last_matmul_s: float = 0.0
-    """Of forward, the last matmul."""
+    """The last matmul's part of forward."""
     forward_cp_s: float = 0.0
-    """Of `forward_tp_s`, cp's messages."""
+    """cp's messages, a part of `forward_tp_s`."""
 
 
 def operation_s(scenario: Scenario, kernels: Kernels, operation: Operation) -> float:
@@ -81,7 +81,9 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     tokens = tokens_of(scenario, layout)
     matmuls_s = [matmul_s(scenario, tokens, n, k) for n, k in _matmul_sizes(scenario, layout)]
     elementwise_s = pass_s(scenario, tokens * _traffic_bytes(scenario, layout, kernels)) / 3
-    elementwise_s += _launch_s(scenario, kernels)
+    if _has_eager_norms(kernels):
+        num_norms = sum(isinstance(each, Norm) for each in describe(scenario.model).block)
+        elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
@@ -140,12 +142,6 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
     return traffic
 
 
-def _launch_s(scenario: Scenario, kernels: Kernels) -> float:
-    """Of forward, starting the separate operations of norms."""
-    num_norms = sum(isinstance(each, Norm) for each in describe(scenario.model).block)
-    return scenario.engine.constants.norm_launch_s * num_norms / 2 if _has_eager_norms(kernels) else 0.0
-
-
 def _has_eager_norms(kernels: Kernels) -> bool:
     return find_kernel(NormKernel, kernels.norm).is_eager and not kernels.compiles_blocks
 
@@ -187,8 +183,8 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     tokens = tokens_of(scenario, layout)
     flops = 4.0 * tokens * seq_len * model.query_width / t
     if not find_kernel(AttentionKernel, kernels.attention).holds_scores:
-        forward = flash_s(scenario, kernels.attention, flops)
-        return forward, 2.5 * forward
+        forward_s = flash_s(scenario, kernels.attention, flops)
+        return forward_s, 2.5 * forward_s
     fill = constants.matmul_fill
     lengthened = (1 + fill / model.head_width) * (1 + fill / seq_len) ** 2
     matmuls = flops * lengthened / (peak * constants.matmul_efficiency)
@@ -208,7 +204,7 @@ def pass_s(scenario: Scenario, moved_bytes: float) -> float:
 
 
 def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Of forward, moving every score through memory between attention's matmuls."""
+    """Moving every score through memory between attention's matmuls in forward."""
     kernel = find_kernel(AttentionKernel, kernels.attention)
     if not kernel.holds_scores:
         return 0.0
@@ -237,16 +233,15 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
 def block_cp_s(
     scenario: Scenario, layout: Layout, attention_forward_s: float, attention_backward_s: float
 ) -> tuple[float, float]:
-    """What attention does not hide of the ring on which cp ranks hand on keys and values (arXiv:2310.01889, sec. 3).
+    """The ring of keys and values over cp (arXiv:2310.01889, sec. 3), as far as attention does not hide it.
 
     Each of cp - 1 hops sends a rank's keys and values, in backward also their gradients, while the chunk that came
     before is attended to.
     """
-    cp = layout.cp
-    if cp == 1:
+    if (cp := layout.cp) == 1:
         return 0.0, 0.0
-    model, link = scenario.model, data_link(scenario, layout, layout.tp, cp)
-    kv = 2 * tokens_of(scenario, layout) * model.kv_width / layout.tp * activation_size(scenario)
+    link = data_link(scenario, layout, layout.tp, cp)
+    kv = 2 * tokens_of(scenario, layout) * scenario.model.kv_width / layout.tp * activation_size(scenario)
 
     def exposed_s(size: float, attention_s: float) -> float:
         return (cp - 1) * max(0.0, size / link.bytes_per_s + link.latency_s - attention_s / cp)
@@ -265,19 +260,15 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     is_replicated = scenario.engine.features.loss == "replicated"
     logits = tokens * model.vocab_size / (1 if is_replicated else t)
     loss_s = pass_s(scenario, constants.logit_traffic_bytes * logits)
-    adding_s, is_joint = 0.0, find_kernel(LossKernel, kernels.loss).joins_matmul
-    if is_joint:
+    forward_s, backward_s = matmul + loss_s / 2, 2 * matmul + loss_s / 2
+    if find_kernel(LossKernel, kernels.loss).joins_matmul:
         weight = model.vocab_size / t * model.hidden_size
         adding_s = pass_s(scenario, count_loss_chunks(tokens) * 2 * size * weight)
-    forward_s, backward_s = matmul + loss_s / 2, 2 * matmul + loss_s / 2
+        forward_s, backward_s = forward_s + (backward_s + adding_s), 0.0
     link = tp_link(scenario, layout)
-    gather = half_all_reduce_s(tokens * model.vocab_size * size, t, link) if is_replicated else 0.0
-    return BlockTime(
-        forward_s=forward_s + (backward_s + adding_s if is_joint else 0.0),
-        backward_s=0.0 if is_joint else backward_s,
-        forward_tp_s=gather,
-        backward_tp_s=2 * half_all_reduce_s(tokens * model.hidden_size * size, t, link),
-    )
+    gather_s = half_all_reduce_s(tokens * model.vocab_size * size, t, link) if is_replicated else 0.0
+    reduce_s = 2 * half_all_reduce_s(tokens * model.hidden_size * size, t, link)
+    return BlockTime(forward_s, backward_s, forward_tp_s=gather_s, backward_tp_s=reduce_s)
 
 
 def host_s(scenario: Scenario, layout: Layout) -> float:

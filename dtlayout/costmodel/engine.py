@@ -30,7 +30,7 @@ def _constant(default: float, low: float, high: float, unit: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What a training program does in a step, whatever the hardware."""
+    """Everything that a training program does in a step whatever the hardware."""
 
     sharding: Literal["distributed-optimizer", "fsdp2"] = "distributed-optimizer"
     """Megatron's: whole weights and gradients, a sharded optimizer; or FSDP2's: sharded masters, gathered copies."""
@@ -43,9 +43,9 @@ class Features:
     bucket_bytes: int = 0
     """Bytes a parameter of the buffers through which gradients are reduced."""
     loss: Literal["vocab-parallel", "replicated"] = "vocab-parallel"
-    """Whether each tp rank computes its share of the logits' loss, or gathers them and computes all of it."""
+    """Whether each tp rank computes the loss of its own columns of logits, or gathers them and computes all of it."""
     stage_split: Literal["cost", "parameters", "threshold"] = "cost"
-    """Blocks by FLOPs, by parameters, or a stage ending with the block that reaches its share of them."""
+    """Blocks by FLOPs, by parameters, or a stage ending with the block that completes its fraction of them."""
     input_reductions: int = 2
     """Input gradients that are summed over tp in a block's backward: one for attention and one for the FFN at least."""
     fuses_qkv: bool = True
@@ -53,7 +53,7 @@ class Features:
     regathers_inputs: bool = True
     """Whether sequence parallelism keeps norm outputs sharded and gathers them again in backward."""
     scatters_messages: bool = False
-    """Whether each tp rank sends only its share of the hidden states to the next stage."""
+    """Whether each tp rank sends only 1/tp of the hidden states to the next stage."""
     blocking_messages: bool = False
     """Whether a stage waits until its message has gone."""
     overlaps_reduction: bool = True
@@ -68,7 +68,7 @@ class Features:
 
     @property
     def kind_of_constants(self) -> type["Constants"]:
-        """What a program that does so has constants for."""
+        """The class of this program's constants."""
         return RunAheadConstants if self.runs_ahead else Constants
 
 
@@ -77,23 +77,23 @@ class Constants:
     """How fast and how large; a share is of the data sheet's number."""
 
     matmul_efficiency: float = _constant(0.8, 0.4, 0.95, "share")
-    """What a large matmul reaches of the peak."""
+    """Share of the peak that a large matmul achieves."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
     flash2_efficiency: float = _constant(0.65, 0.02, 0.9, "share")
-    """What FlashAttention-2 reaches of the peak, the half that the mask hides not counted."""
+    """Share of the peak that FlashAttention-2 achieves, the half that the mask hides not counted."""
     flash3_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
-    """The same for FlashAttention-3 and cuDNN's attention, which are made for Hopper; on older GPUs as fast as 2."""
+    """Share for FlashAttention-3 and cuDNN's attention, which are made for Hopper; on older GPUs as fast as 2."""
     efficient_efficiency: float = _constant(0.4, 0.1, 0.8, "share")
-    """The same for PyTorch's memory-efficient attention."""
+    """Share of the peak that PyTorch's memory-efficient attention achieves, without the masked half."""
     flash1_efficiency: float = _constant(0.28, 0.1, 0.7, "share")
-    """The same for the first FlashAttention."""
+    """Share of the peak that the first FlashAttention achieves, without the masked half."""
     memory_efficiency: float = _constant(0.85, 0.5, 1.0, "share")
-    """What elementwise kernels reach of the memory's bandwidth."""
+    """Share of the memory's bandwidth that elementwise kernels achieve."""
     softmax_traffic_bytes: float = _constant(18.0, 4.0, 60.0, "byte/score")
     """Moved for each attention score by mask, scale and softmax as separate operations, in forward."""
     fused_softmax_traffic_bytes: float = _constant(2.0, 0.0, 20.0, "byte/score")
-    """The same where one kernel does them."""
+    """Moved for each attention score by one kernel for mask, scale and softmax, in forward."""
     width_traffic_bytes: float = _constant(60.0, 30.0, 4000.0, "byte/width")
     """Moved by fused norms, residual adds and their backward, for each token and unit of width: 30 bf16 passes."""
     rope_traffic_bytes: float = _constant(20.0, 10.0, 300.0, "byte/width")
@@ -109,15 +109,15 @@ class Constants:
     """Host's time for one layer of one microbatch, forward and backward; the GPU waits where it is faster, and a CPU
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
-    """The same at tp > 1, whose collectives the host starts too."""
+    """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
     """Host's time for recomputing a whole layer."""
     full_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
-    """The same at tp > 1."""
+    """Host's time for recomputing a whole layer at tp > 1."""
     selective_host_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for a layer whose recomputation decides for each operation, and so looks at each."""
     selective_host_tp_s: float = _constant(0.0, 0.0, 0.4, "s")
-    """The same at tp > 1."""
+    """Host's time for a layer under selective recomputation at tp > 1."""
     head_host_s: float = _constant(0.0, 0.0, 0.1, "s")
     """Host's time for embedding, head and loss of one microbatch."""
     message_host_s: float = _constant(0.0, 0.0, 0.02, "s")
@@ -127,11 +127,11 @@ class Constants:
     layer_update_s: float = _constant(0.0, 0.0, 0.1, "s")
     """Host's time in each step for norm, clipping and update of a layer's parameters."""
     layer_host_message_s: float = _constant(0.0, 0.0, 4e-3, "s")
-    """Added to it for each tp rank where pipeline messages cross nodes."""
+    """Host's time added to a layer for each tp rank where pipeline messages cross nodes."""
     step_host_s: float = _constant(0.0, 0.0, 0.5, "s")
     """Fixed time of a step: data, metrics, norm of the gradients."""
     link_efficiency: float = _constant(0.7, 0.2, 1.0, "share")
-    """What collectives inside a node reach of the links' bandwidth."""
+    """Share of the links' bandwidth that collectives inside a node achieve."""
     collective_start_s: float = _constant(7e-5, 0.0, 2e-2, "s")
     """Until all ranks of a collective inside a node have met."""
     link_latency_s: float = _constant(5e-6, 0.0, 5e-3, "s")
@@ -139,23 +139,23 @@ class Constants:
     tp_exposed: float = _constant(1.0, 0.2, 1.0, "share")
     """Part of tp's communication that no computation hides."""
     network_efficiency: float = _constant(0.7, 0.05, 1.0, "share")
-    """What one ring reaches of a GPU's share of the network, on few nodes."""
+    """Share of a GPU's network bandwidth that one ring achieves on few nodes."""
     network_sharing: float = _constant(0.5, 0.0, 1.0, "exponent")
-    """k ranks of a ring in one node together reach k to this power times as much."""
+    """k ranks of a ring in one node together achieve k to this power times as much."""
     network_congestion: float = _constant(0.0, 0.0, 0.3, "1/node")
-    """Share of its first speed by which each node of the job makes the network slower."""
+    """Fraction of its first speed by which each node of the job makes the network slower."""
     tp_network_efficiency: float = _constant(0.36, 0.02, 1.0, "share")
-    """What tp's collectives across nodes reach of a whole node's network."""
+    """Share of a whole node's network bandwidth that tp's collectives across nodes achieve."""
     tp_network_latency_s: float = _constant(2e-5, 0.0, 2e-2, "s")
-    """Each hop of them, the host's part included."""
+    """Each hop of tp's collectives across nodes, the host's part included."""
     message_efficiency: float = _constant(0.5, 0.05, 1.0, "share")
-    """What a pipeline's message reaches of a GPU's share of the network."""
+    """Share of a GPU's network bandwidth that a pipeline's message achieves."""
     overlap: float = _constant(0.8, 0.0, 1.0, "share")
     """Part of the computation behind which data-parallel communication can hide."""
     score_saved_bytes: float = _constant(6.6, 2.0, 12.0, "byte/score")
     """Kept for backward of each attention score by separate operations."""
     fused_score_saved_bytes: float = _constant(5.8, 2.0, 8.0, "byte/score")
-    """The same where one kernel does mask, scale and softmax."""
+    """Kept for backward of each attention score by one kernel for mask, scale and softmax."""
     flash1_saved_bytes: float = _constant(4.0, 0.0, 8.0, "byte/width")
     """Kept by the first FlashAttention beside q, k and v: their packed copy."""
     norm_saved_bytes: float = _constant(16.0, 8.0, 30.0, "byte/width")
@@ -165,7 +165,7 @@ class Constants:
     logit_bytes: float = _constant(12.0, 4.0, 30.0, "byte/logit")
     """Needed for each logit at the loss's peak."""
     gathered_logit_bytes: float = _constant(6.0, 0.0, 16.0, "byte/logit")
-    """Added to it where logits are gathered over tp."""
+    """Added to `logit_bytes` where logits are gathered over tp."""
     overhead_bytes: float = _constant(0.5e9, 0.0, 6e9, "byte")
     """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
     context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")
@@ -173,7 +173,7 @@ class Constants:
     thrash_share: float = _constant(1.0, 0.8, 1.0, "share")
     """Share of the memory above which the allocator frees and asks anew."""
     thrash_s: float = _constant(0.0, 0.0, 4.0, "s")
-    """What that costs a microbatch."""
+    """Time that freeing and asking anew costs a microbatch."""
 
     def __post_init__(self) -> None:
         if problems := [line for f in fields(self) for line in _outside(f.name, getattr(self, f.name))]:
@@ -182,7 +182,7 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class RunAheadConstants(Constants):
-    """Also those of a program with the feature `runs_ahead`."""
+    """Constants of a program with the feature `runs_ahead`."""
 
     run_ahead_bytes: float = _constant(0.0, 0.0, 300.0, "byte/width")
     """Full-width buffers, for each token of a microbatch, of tp collectives that the host started early."""
@@ -197,7 +197,7 @@ class RunAheadConstants(Constants):
 UNCALIBRATED_ERROR = 0.25
 """Between the medians that general constants leave on AA-Scaling's runs on A100, 13 %, and nanotron's on H100, 39 %."""
 _NOTES = ("source", "error")
-"""What stands beside an engine's fitted constants."""
+"""Keys beside an engine's fitted constants."""
 BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(RunAheadConstants)}
 
 
@@ -206,17 +206,17 @@ class Engine:
     """A training program on one GPU type."""
 
     name: str
-    """The name that tables and commands use."""
+    """Its word in tables and commands."""
     gpu: str
     """The GPU type that the constants are for."""
     features: Features
-    """What it does."""
+    """Everything that the program does in a step."""
     constants: Constants
     """How fast and how large."""
     fitted: tuple[str, ...]
     """The constants that were fitted to runs on this GPU type; empty means uncalibrated."""
     source: str
-    """The runs that they were fitted to."""
+    """The runs that its constants were fitted to."""
     error: float
     """Mean relative error of MFU that validation found; where nothing was fitted, that of general constants."""
 
@@ -241,10 +241,12 @@ class Engine:
     @property
     def at_bounds(self) -> tuple[str, ...]:
         """The fitted constants that stand at a bound: the runs don't determine them, or the formula is wrong."""
-        return tuple(name for name in self.fitted if _is_at_bound(name, getattr(self.constants, name)))
+        values = {name: getattr(self.constants, name) for name in self.fitted}
+        bounds = ((value, *BOUNDS[name], name) for name, value in values.items())
+        return tuple(name for value, low, high, name in bounds if min(value - low, high - value) < 1e-3 * (high - low))
 
     def with_constants(self, **values: float) -> "Engine":
-        """The same engine with other constants; InvalidConfig if one is outside its bounds."""
+        """This engine with other constants; InvalidConfig if one is outside its bounds."""
         return replace(self, constants=replace(self.constants, **values))
 
 
@@ -269,11 +271,10 @@ def find_engine(name: str, gpu: str) -> Engine:
 
     Its constants are general ones, then those of the GPU type, then its own, then those fitted to its runs there.
     """
-    if name not in _read_engines():
-        raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(_read_engines())}")
-    table = _read_engines()[name]
+    if (table := _read_engines().get(name)) is None:
+        raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(known_engines())}")
     features, measured = table.get("features", Features()), table.get("fitted", {}).get(gpu, {})
-    values = {key: value for key, value in measured.items() if key not in _NOTES}
+    values = _constants_in(measured)
     return Engine(
         name=name,
         gpu=gpu,
@@ -307,8 +308,11 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
 @cache
 def _achieved_on(gpu: str) -> dict[str, float]:
     """Constants of a GPU type whatever the engine."""
-    values = toml.read_constants()["achieved.toml"].get(gpu, {})
-    return {key: value for key, value in values.items() if key not in _NOTES}
+    return _constants_in(toml.read_constants()["achieved.toml"].get(gpu, {}))
+
+
+def _constants_in(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in _NOTES}
 
 
 _FILE = {"engine": str, "features": Features, "constants": dict[str, Any], "fitted": dict[str, dict[str, Any]]}
@@ -329,14 +333,14 @@ def _parse_engine(tables: dict[str, Any], file: str) -> dict[str, Any]:
     features = found.get("features", Features())
     problems += _problems(found.get("constants", {}), "constants", features)
     for gpu, values in found.get("fitted", {}).items():
-        problems += _problems({k: v for k, v in values.items() if k not in _NOTES}, f"fitted.{gpu}", features)
+        problems += _problems(_constants_in(values), f"fitted.{gpu}", features)
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
     return found
 
 
 def _problems(values: Mapping[str, Any], name: str, features: Features) -> list[str]:
-    """What is no constant of a program with these features, and what lies outside its bounds."""
+    """A line for each key that is no constant of a program with these features, and for each value out of bounds."""
     problems: list[str] = []
     types = {f.name: float for f in fields(features.kind_of_constants)}
     constants = toml.read_keys(values, types, (), name, problems)
@@ -346,8 +350,3 @@ def _problems(values: Mapping[str, Any], name: str, features: Features) -> list[
 def _outside(name: str, value: float) -> list[str]:
     low, high = BOUNDS[name]
     return [] if low <= value <= high else [f"{name}={value} lies outside [{low}, {high}]"]
-
-
-def _is_at_bound(name: str, value: float) -> bool:
-    low, high = BOUNDS[name]
-    return min(value - low, high - value) < 1e-3 * (high - low)

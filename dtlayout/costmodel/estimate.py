@@ -26,8 +26,8 @@ from dtlayout.pipelining.waves import StageTimes
 from dtlayout.recompute import Recompute
 
 HOPELESS_SHARE = 1.25
-"""Of the capacity, above which nobody should try a predicted peak on a GPU: well beyond the model's error, and in
-between a try costs only the minute that it takes to run out of memory."""
+"""Fraction of the capacity above which nobody should try a predicted peak on a GPU: well beyond the model's error, and
+in between a try costs only the minute that it takes to run out of memory."""
 _THRASH_RAMP = 0.05
 """Share of the memory over which an allocator that is short of it comes to its full cost."""
 
@@ -59,28 +59,26 @@ class TimeEstimate:
         return sum(vars(self).values())
 
     def as_dict(self) -> dict[str, float]:
-        """What it is spent on → seconds."""
+        """Component → seconds."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout needs and what it reaches."""
+    """A layout's memory and step, as predicted."""
 
     layout: Layout
-    """The layout."""
     kernels: Kernels
-    """The kernels."""
     stage_layers: tuple[int, ...]
     """Blocks of each stage, as the engine cuts them."""
     memory: tuple[MemoryEstimate, ...]
-    """Of each pipeline rank."""
+    """Peak of each pipeline rank."""
     capacity_bytes: float
-    """What the allocator of a GPU may hold."""
+    """Bytes that the allocator of a GPU may hold."""
     time: TimeEstimate
-    """Of a step."""
+    """Seconds of a step by component."""
     mfu: float
-    """By the study's convention, arXiv:2311.05610."""
+    """Model FLOPs utilization by the study's convention (arXiv:2311.05610), 0 to 1."""
 
     @property
     def busiest_rank(self) -> int:
@@ -118,13 +116,14 @@ class Estimator:
         self.capacity_bytes = gpu.memory_bytes - constants.context_bytes
         self._cut = cut_once = cache(partial(cut, scenario))
         self._play, self._play_shared = cache(time_pipeline), cache(time_shared_pipeline)
-        self._memory = cache(
+        self.memory = cache(
             lambda layout, kernels: estimate_memory(scenario, layout, kernels, cut_once(part_of(layout, CutLayout)))
         )
+        """Peak of each pipeline rank, from a Layout and kernels."""
         self.block = cache(partial(block_time, scenario))
         """A block of one microbatch, without recomputation, from a BlockLayout and kernels."""
         self.head = cache(partial(head_time, scenario))
-        """Head and loss of one microbatch, from the same."""
+        """Head and loss of one microbatch, from a BlockLayout and kernels."""
         self.stage_work = cache(partial(stage_work, scenario, self.block, self.head))
         """One microbatch on one stage, from a StageClass, a StageLayout and kernels."""
 
@@ -132,15 +131,9 @@ class Estimator:
         """Memory and time of a layout, legal for our trainer or not."""
         memory = self.memory(layout, kernels)
         time = self.time(layout, kernels, memory)
-        return Estimate(
-            layout=layout,
-            kernels=kernels,
-            stage_layers=tuple(len(stage.layers) for stage in self.stages(layout)),
-            memory=memory,
-            capacity_bytes=self.capacity_bytes,
-            time=time,
-            mfu=self.mfu(time.total, layout.world_size),
-        )
+        stage_layers = tuple(len(stage.layers) for stage in self.stages(layout))
+        mfu = self.mfu(time.total, layout.world_size)
+        return Estimate(layout, kernels, stage_layers, memory, self.capacity_bytes, time, mfu)
 
     def mfu(self, step_time_s: float, num_gpus: int) -> float:
         """Model FLOPs of a step over what the GPUs could do at their peak meanwhile."""
@@ -151,10 +144,6 @@ class Estimator:
     def stages(self, layout: Layout | PipelineLayout) -> list[StageSlice]:
         """How the engine cuts the model for a layout."""
         return self._cut(part_of(layout, CutLayout))
-
-    def memory(self, layout: Layout, kernels: Kernels) -> tuple[MemoryEstimate, ...]:
-        """Peak of each pipeline rank."""
-        return self._memory(layout, kernels)
 
     def work(self, layout: Layout, kernels: Kernels) -> list[StageWork]:
         """One microbatch on each stage."""
@@ -217,11 +206,11 @@ class Estimator:
         return self._play_shared(*order, at_once) if at_once < layout.pp else self._play(*order)
 
     def delay_s(self, layout: Layout) -> float:
-        """What a stage waits for a message beside its own work; blocking ones are part of the sender's."""
+        """Seconds that a stage waits for a message beside its own work; blocking ones are part of the sender's."""
         return 0.0 if self.scenario.engine.features.blocking_messages else send_s(self.scenario, layout)
 
     def fixed_s(self, m: int, peak_bytes: float) -> float:
-        """What a step of m microbatches takes beside its work: fixed time, and an allocator short of memory."""
+        """Seconds of a step of m microbatches beside its work: fixed time, and an allocator short of memory."""
         constants = self.scenario.engine.constants
         share = peak_bytes / self.scenario.cluster.gpu.memory_bytes
         shortage = min(1.0, max(0.0, (share - constants.thrash_share) / _THRASH_RAMP))

@@ -1,4 +1,4 @@
-"""What autograd holds while a block, the head or the embedding runs, operation by operation: the sizes as phases.
+"""Bytes that autograd holds while a block, the head or the embedding runs, operation by operation: sizes as phases.
 
 Sizes are those of fsdp2_sizes.py. Left out: what a kernel allocates and frees inside one call.
 """
@@ -19,18 +19,18 @@ class WeightGradients:
     """How the gradients of a unit's weights come: each one beside the others, or added at once to what is there."""
 
     num_bytes: dict[str, float]
-    """Of each weight, in the compute format."""
+    """Bytes of each weight's gradient, in the compute format."""
     pile_up: bool
     """Whether they stay until the unit's backward is over."""
 
     def come(self, *weights: Weight) -> Steps:
-        """Those of some more weights."""
+        """The gradients of some weights arrive."""
         sizes = [self.num_bytes.get(weight.name, 0.0) for weight in weights]
         return [(_G, size) for size in sizes] if self.pile_up else [(_G, s) for size in sizes for s in (size, -size)]
 
     @property
     def left(self) -> float:
-        """All that lie there in the end."""
+        """Bytes of all gradients that lie there in the end."""
         return sum(self.num_bytes.values()) if self.pile_up else 0.0
 
 

@@ -1,9 +1,8 @@
-"""Peak bytes of a pipeline rank under FSDP2: its schedule played in phases, the fullest moment taken.
+"""Peak bytes of a pipeline rank under FSDP2: the fullest moment of its schedule, played in phases.
 
 What a block holds is in fsdp2_blocks.py, what a unit of FSDP2 does in fsdp2_units.py. Here they become a stage's
 forward and backward, of which the first gathers parameters and finds no gradients, and the last reduces them; and those
-are played in the schedule's order. The optimizer needs nothing
-beside what the last backward leaves.
+are played in the schedule's order. The optimizer needs nothing beside what the last backward leaves.
 """
 
 from collections import Counter
@@ -11,13 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from dtlayout.costmodel.fsdp2_blocks import (
-    block_backward,
-    block_forward,
-    embedding_backward,
-    head_backward,
-    head_forward,
-)
+from dtlayout.costmodel import fsdp2_blocks as autograd
 from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
 from dtlayout.costmodel.phase import IDLE, NOTHING, Bytes, Part, Phase, changes, fullest_of, sequence
@@ -37,7 +30,6 @@ _P, _A, _B = Part.PARAMETERS, Part.ACTIVATIONS, Part.BUFFERS
 _TOKEN_BYTES = 16
 """A token and its target, int64."""
 
-
 _Step = tuple[int, Kind, bool, bool]
 """Which of a rank's stages, what it does, and whether that is the stage's first or, in backward, last."""
 _PLAYED_IN_ROWS = 4
@@ -47,7 +39,7 @@ _PLAYED_IN_ROWS = 4
 def fullest_bytes(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
 ) -> Iterator[Bytes]:
-    """What each of these pipeline ranks holds at its fullest moment, by part."""
+    """Bytes that each of these pipeline ranks holds at its fullest moment, by part."""
     m = max(1, layout.num_microbatches(scenario.batch))
     to_stage = _StageMaker(scenario, layout, kernels)
     for rank in ranks:
@@ -62,7 +54,7 @@ def fullest_bytes(
 def action_bytes(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], rank: int, m: int
 ) -> Iterator[tuple[Action | None, float, float]]:
-    """What a pipeline rank holds in each forward and backward of m microbatches, at the fullest and in the end.
+    """Bytes that a pipeline rank holds in each forward and backward of m microbatches, at the fullest and in the end.
 
     First, with None for the action, what is there before the step.
     """
@@ -165,7 +157,7 @@ class _Stage:
     @cached_property
     def _blocks(self) -> dict[float, Phase]:
         """A block's forward by what it keeps."""
-        return {kept: block_forward(self.size, kept) for kept, _, _ in self.runs}
+        return {kept: autograd.block_forward(self.size, kept) for kept, _, _ in self.runs}
 
     @cached_property
     def state(self) -> Phase:
@@ -204,7 +196,7 @@ class _Stage:
         yield from (self._blocks[kept].times(count) for kept, _, count in self.runs)
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
-            yield head_forward(self.size)
+            yield autograd.head_forward(self.size)
 
     def _gather_and_forward(self) -> Iterator[Phase]:
         sharding, units = self.sharding, self.units
@@ -227,7 +219,7 @@ class _Stage:
             before = units.block
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
-            work = head_forward(self.size)
+            work = autograd.head_forward(self.size)
             yield run(units.head, work, before) if units.head else work
         yield changes((_B, -sharding.buffer(units.head or before)))
         if units.root and sharding.zero == 3:
@@ -247,13 +239,15 @@ class _Stage:
             ahead = units.head or units.block
             yield changes((_P, sharding.gathered(units.root) if units.root else 0), (_B, sharding.buffer(ahead)))
         if self.has_head:
-            work = head_backward(size, sharding.gradients_of(units.with_head, is_first=is_first))
+            with_head = units.head or units.root
+            assert with_head, "a stage with a head has its weight in a unit"
+            work = autograd.head_backward(size, sharding.gradients_of(with_head, is_first=is_first))
             yield run(units.head, work, units.block, reduced) if units.head else work
             reduced = units.head or reduced
         else:
             yield changes((_B, size.stream))  # the gradient that is received
         weights = sharding.gradients_of(units.block, is_first=is_first)
-        blocks = {(kept, again): block_backward(size, weights, kept, again) for kept, again, _ in self.runs}
+        blocks = {(kept, again): autograd.block_backward(size, weights, kept, again) for kept, again, _ in self.runs}
         for i, (kept, again, count) in enumerate(reversed(self.runs), start=1):
             work = blocks[kept, again]
             after = units.embedding if i == len(self.runs) else units.block
@@ -266,7 +260,10 @@ class _Stage:
             reduced = units.block
         yield changes((_A, -self.kept_mask))
         if self.has_embedding:
-            work = embedding_backward(size, sharding.embedding_gradient(units.with_embedding, is_first=is_first))
+            with_embedding = units.embedding or units.root
+            assert with_embedding, "a stage with an embedding has its weight in a unit"
+            gradient = sharding.embedding_gradient(with_embedding, is_first=is_first)
+            work = autograd.embedding_backward(size, gradient)
             yield run(units.embedding, work, None, reduced) if units.embedding else work
             reduced = units.embedding or reduced
         if units.root:

@@ -30,13 +30,13 @@ class NormBytes:
     """Bytes of a norm's tensors."""
 
     gradient: float
-    """Of its output and of its input, each, in the compute format."""
+    """The gradient of its output or of its input, in the compute format."""
     exact: float
-    """As much in the exact format."""
+    """Its output or its input in the exact format."""
     input: float
-    """What it keeps of its input: that itself, or an exact copy."""
+    """Kept for backward: its input itself, or an exact copy."""
     rest: float
-    """What it keeps beside it: one number for each row and, as separate operations, input · scale."""
+    """Kept beside the input: one number for each row and, as separate operations, input · scale."""
 
     @property
     def kept(self) -> float:
@@ -49,37 +49,37 @@ class Sizes:
     """Bytes of one microbatch's tensors on one rank."""
 
     description: Description
-    """The operations whose tensors they are."""
+    """The operations whose tensors these are."""
     element: float
     """One element a token in the compute format, T·e."""
     exact_element: float
-    """The same in the exact format, T·w."""
+    """One element a token in the exact format, T·w."""
     tp: int
     """Ranks that share what lies inside a branch."""
     stream_ranks: int
     """Ranks that share the residual stream outside of branches: t under sequence parallelism."""
     regathers: bool
-    """Whether the matmuls that read it keep their share alone, and gather it again in backward."""
+    """Whether matmuls that read the gathered stream keep their own part alone, and gather it again in backward."""
     has_norm_kernel: bool
     """Whether a norm is one kernel."""
     product_element: float
-    """What a norm of separate operations keeps of input · scale: one element a token."""
+    """One element a token of input · scale, which a norm of separate operations keeps."""
     attention: float
-    """What attention keeps, its output included."""
+    """Kept by attention, its output included."""
     attention_results: float
-    """What of it are results of kernels that selective recomputation keeps, instead of q and k."""
+    """Results of attention's kernels, which selective recomputation keeps instead of q and k."""
     mask: float
-    """What keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
+    """The mask that keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
     keeps_mask: bool
-    """Whether attention keeps it for its backward."""
+    """Whether attention keeps the mask for its backward."""
     forward_work: float
-    """What its forward needs beside what it keeps, when it is fullest."""
+    """Work space of attention's forward at its fullest, beside what it keeps."""
     backward_work: float
-    """What its backward needs beside that: gradients of q, k and v, or of scores."""
+    """Work space of attention's backward: gradients of q, k and v, or of scores."""
     logits: float
-    """As many as are there at once, in the compute format; their gradient is as large."""
+    """Logits that are there at once, in the compute format; their gradient is as large."""
     logit_work: float
-    """What the loss needs beside them, when it is fullest: their exponentials in the exact format."""
+    """The loss's work space at its fullest: exponentials of the logits in the exact format."""
     head_weight: float
     """The head's weight, and its gradient; 0 where that is not computed in forward."""
     num_gated_kept: int
@@ -94,12 +94,12 @@ class Sizes:
 
     @cached_property
     def stream(self) -> float:
-        """That part of them which lies outside of branches."""
+        """The residual stream: hidden states outside of branches."""
         return self.whole / self.stream_ranks
 
     @cached_property
     def norm_output(self) -> float:
-        """What matmuls keep of hidden states that they read."""
+        """The output of a norm as the matmuls that read it keep it."""
         return self.stream if self.regathers else self.whole
 
     @property
@@ -109,7 +109,7 @@ class Sizes:
 
     @property
     def shards_sequence(self) -> bool:
-        """Whether it splits the hidden states between them too."""
+        """Whether tp splits the residual stream too."""
         return self.stream_ranks > 1
 
     @property
@@ -124,18 +124,18 @@ class Sizes:
 
     @property
     def loss(self) -> float:
-        """What the loss holds at its fullest moment beside the final norm and what that keeps."""
+        """Held by the loss at its fullest moment, beside the final norm and what that keeps."""
         early = self.head_weight + self.whole if self.head_weight else 0.0
         return early + 2 * self.logits + self.logit_work
 
     @cached_property
     def block(self) -> float:
-        """What a block keeps."""
+        """Kept by a block without recomputation."""
         return sum(map(self.kept_by, self.description.block))
 
     @cached_property
     def in_attention(self) -> float:
-        """What a block's forward holds while attention runs: the stream, projections, and what is kept until then."""
+        """Held by a block's forward while attention runs: the stream, projections, and what is kept until then."""
         held = self.stream + self.attention + self.forward_work
         for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
             held += self.kept_by(operation)
@@ -147,13 +147,13 @@ class Sizes:
 
     @cached_property
     def last_branch(self) -> float:
-        """What a block keeps after its last norm."""
+        """Kept by a block after its last norm."""
         after = takewhile(lambda each: not isinstance(each, Norm), reversed(self.description.block))
         return sum(map(self.kept_by, after))
 
     @cached_property
     def matmul_results(self) -> list[float]:
-        """Of each matmul of a block, in order."""
+        """The result of each matmul of a block, in order."""
         return [self.result_of(each) for each in self.description.block if isinstance(each, Linear)]
 
     def split(self, width: int) -> float:
@@ -169,11 +169,11 @@ class Sizes:
         return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
 
     def result_of(self, matmul: Linear) -> float:
-        """What a matmul makes: its share of the outputs, or a term of the sum that closes a branch."""
+        """A matmul's result: its part of the outputs, or a term of the sum that closes a branch."""
         return self.split(matmul.outputs) if matmul.style == "colwise" else self.whole
 
     def kept_by(self, operation: Operation) -> float:
-        """What an operation keeps for its backward that no other one keeps."""
+        """Kept by an operation for its backward, and by no other one."""
         match operation:
             case Norm():
                 return self.norm(operation).kept
@@ -190,7 +190,7 @@ class Sizes:
         return self.num_gated_kept if activation.gated else 1
 
     def kept(self, recompute: Recompute, layer: int) -> float:
-        """What a block leaves for its backward: everything, its input, or also results that are kept.
+        """Left by a block for its backward: everything, its input, or also results that are kept.
 
         With anything kept, under tp so are the sums that close a branch; with matmuls also each rank's term of them.
         """
@@ -203,9 +203,9 @@ class Sizes:
         return self.stream + sums + sum(kept[kind] for kind in recompute.kept)
 
     def recomputed(self, recompute: Recompute, layer: int) -> float:
-        """What comes to what a block has kept when it is computed again, up to the last thing that backward needs.
+        """Added to what a block has kept when it is computed again, up to the last thing that backward needs.
 
-        What it needs of the matmuls' results is there already, and the others are let go on the way.
+        The matmuls' results that it needs are there already, and the others are let go on the way.
         """
         if not recompute.covers(layer):
             return 0.0
@@ -255,7 +255,7 @@ def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
 def _attention(
     scenario: Scenario, layout: Layout, kernels: Kernels, query: float, key: float
 ) -> tuple[float, float, float, float]:
-    """What attention keeps, what of it selective recomputation keeps, and the work space of forward and of backward.
+    """Kept by attention, kept of it by selective recomputation, and the work space of forward and of backward.
 
     Flash: q, k, v, the output and a number a row. sdpa-math: exact copies of q, k and v, each for every query head, and
     the softmax; results of its two matmuls are exact. Forward has also the scores with the mask, and k as it was, but

@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What FSDP2 gathers and reduces together, on one tp rank."""
+    """Parameters that FSDP2 gathers and reduces together, on one tp rank."""
 
     weights: dict[str, Shape]
     """Local shapes by name, in FSDP2's order."""
@@ -44,10 +44,6 @@ class Unit:
     def count(self, shards: int = 1) -> int:
         """Parameters of the largest shard: rows are split over the ranks."""
         return _count_shard(self, shards)
-
-    def count_last(self) -> int:
-        """Parameters of the last weight."""
-        return prod(list(self.weights.values())[-1])
 
 
 @lru_cache(maxsize=1024)
@@ -66,21 +62,7 @@ class StageUnits:
     head: Unit | None
     """Final norm and head, where they are not tied."""
     root: Unit | None
-    """What is tied of them."""
-
-    @property
-    def with_embedding(self) -> Unit:
-        """The unit that has the embedding's weight."""
-        unit = self.embedding or self.root
-        assert unit is not None, "this stage has an embedding"
-        return unit
-
-    @property
-    def with_head(self) -> Unit:
-        """The unit that has the head's weight."""
-        unit = self.head or self.root
-        assert unit is not None, "this stage has a head"
-        return unit
+    """Embedding, final norm and head where they are tied."""
 
 
 @lru_cache(maxsize=256)
@@ -103,14 +85,12 @@ def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bo
 
 
 class Sharding:
-    """What FSDP2 holds beside the shards, for one layout."""
+    """Bytes that FSDP2 holds to gather and reduce the units of one layout."""
 
     def __init__(self, scenario: Scenario, layout: Layout):
         """Formats from the scenario, ZeRO stage and degrees from the layout."""
-        precision = scenario.precision
-        self.params, self.compute, self.reduce = (
-            BYTES[each] for each in (precision.params, precision.compute, precision.reduce)
-        )
+        formats = scenario.precision
+        self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
         self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
@@ -143,7 +123,7 @@ class Sharding:
         return changes((_P, -self.gathered(unit)))
 
     def gradients_of(self, unit: Unit, *, is_first: bool) -> WeightGradients:
-        """Those of one backward; later ones are taken up at once where whole ones of their format are there."""
+        """Weight gradients of one backward; later ones are added at once where whole ones of their format are there."""
         num_bytes = {name: float(self.compute * prod(shape)) for name, shape in unit.weights.items()}
         if unit.partial:
             num_bytes = dict.fromkeys(num_bytes, float(self.compute * unit.partial))
@@ -151,14 +131,14 @@ class Sharding:
         return WeightGradients(num_bytes, pile_up=not adds_at_once)
 
     def embedding_gradient(self, unit: Unit, *, is_first: bool) -> WeightGradients:
-        """That of the unit's embedding; where a head in the same stage shares the weight it is added to that one's."""
+        """The embedding's weight gradient; where a head in the same stage is tied to it, it is added to that one's."""
         embedding = self.description.embedding
         if embedding.name in unit.weights:
             return self.gradients_of(unit, is_first=is_first)
         return WeightGradients({embedding.name: float(self.compute * embedding.numel)}, pile_up=False)
 
     def finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
-        """What becomes of a unit's gradients, [Note: a unit's reduction]; `before` has the buffer of the reduction."""
+        """The end of a unit's backward, [Note: a unit's reduction]; `before` has the buffer of the last reduction."""
         key = (unit, before, is_first, is_last)
         if key not in self._known:
             self._known[key] = self._finish_backward(unit, before, is_first=is_first, is_last=is_last)
@@ -174,7 +154,7 @@ class Sharding:
             return changes((_G, accumulated - weights.left + last), (_G, -last))  # one by one they become copies
         takes_up = self.zero == 1 and not is_first
         unreduced, size = (accumulated, self.reduce) if takes_up else (weights.left, self.compute)
-        local, last = size * unit.count(), size * unit.count_last() if self.shards > 1 else 0
+        local, last = size * unit.count(), size * prod([*unit.weights.values()][-1]) if self.shards > 1 else 0
         buffer = self.reduce * self.padded(unit)
         copy = buffer if self.copies_buffer else 0
         out, shard = buffer / self.shards, self.params * self.padded(unit) / self.shards

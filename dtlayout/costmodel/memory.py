@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from dtlayout.costmodel.engine import RunAheadConstants
 from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
+from dtlayout.costmodel.phase import Part
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels
@@ -39,7 +40,7 @@ class MemoryEstimate:
     gradients: float
     """As they are accumulated."""
     optimizer: float
-    """What the optimizer keeps of each parameter, with fp32 masters where they belong to it."""
+    """State that the optimizer keeps of each parameter, with fp32 masters where they belong to it."""
     activations: float
     """Kept for backward by all microbatches in flight, and the working set of a block that is recomputed."""
     logits: float
@@ -49,7 +50,7 @@ class MemoryEstimate:
     run_ahead: float
     """Collectives that the host started early: it starts fewer where memory is short."""
     overhead: float
-    """What the allocator holds whatever the layout, and (fsdp2) a step's tokens."""
+    """Held by the allocator whatever the layout, and (fsdp2) a step's tokens."""
 
     @property
     def total(self) -> float:
@@ -58,7 +59,7 @@ class MemoryEstimate:
 
     @property
     def needed(self) -> float:
-        """What the rank cannot run without."""
+        """Bytes that the rank cannot run without."""
         return self.total - self.run_ahead
 
     def as_dict(self) -> dict[str, float]:
@@ -76,10 +77,14 @@ def estimate_memory(
 def estimate_ranks(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
 ) -> Iterator[MemoryEstimate]:
-    """The same of some ranks, each computed when it is asked for."""
+    """Peak of some pipeline ranks, each computed when it is asked for."""
     if scenario.engine.features.sharding == "fsdp2":
+        overhead = token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes
         for fullest in fullest_bytes(scenario, layout, kernels, stages, ranks):
-            yield _estimate_fsdp2_rank(scenario, layout, fullest)
+            # Bytes that came and went may leave a rounding error below 0.
+            parts = {part.name.lower(): max(0.0, size) for part, size in zip(Part, fullest, strict=True)}
+            parts["parameters"] += table_bytes(scenario, layout)
+            yield MemoryEstimate(**parts, run_ahead=0.0, overhead=overhead)
         return
     m = max(1, layout.num_microbatches(scenario.batch))
     for rank in ranks:
@@ -99,29 +104,9 @@ def estimate_curve(
         yield action, fullest + constant, left + constant
 
 
-def _estimate_fsdp2_rank(scenario: Scenario, layout: Layout, fullest: Sequence[float]) -> MemoryEstimate:
-    # Bytes that came and went may leave a rounding error below 0.
-    parameters, gradients, optimizer, activations, logits, buffers = (max(0.0, size) for size in fullest)
-    return MemoryEstimate(
-        parameters=parameters + table_bytes(scenario, layout),
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        logits=logits,
-        buffers=buffers,
-        run_ahead=0.0,
-        overhead=token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes,
-    )
-
-
 def _estimate_rank(
-    scenario: Scenario,
-    layout: Layout,
-    kernels: Kernels,
-    chunks: Sequence[StageSlice],
-    peaks: Sequence[Moment],
+    scenario: Scenario, layout: Layout, kernels: Kernels, chunks: Sequence[StageSlice], peaks: Sequence[Moment]
 ) -> MemoryEstimate:
-    constants = scenario.engine.constants
     n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
     unit = largest_unit(scenario.model, chunks, layout.tp)
     return MemoryEstimate(
@@ -132,7 +117,7 @@ def _estimate_rank(
         logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
         buffers=gathered_bytes(scenario, layout, n, unit),
         run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
-        overhead=constants.overhead_bytes,
+        overhead=scenario.engine.constants.overhead_bytes,
     )
 
 
@@ -184,13 +169,9 @@ def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) ->
 
 
 def activation_bytes(
-    scenario: Scenario,
-    layout: Layout,
-    kernels: Kernels,
-    chunks: Sequence[StageSlice],
-    peaks: Sequence[Moment],
+    scenario: Scenario, layout: Layout, kernels: Kernels, chunks: Sequence[StageSlice], peaks: Sequence[Moment]
 ) -> float:
-    """Of all microbatches in flight at the fullest moment: Σ microbatches · layers · bytes a layer."""
+    """Held by all microbatches in flight at the fullest moment: Σ microbatches · layers · bytes a layer."""
     tokens, recompute = tokens_of(scenario, layout), Recompute.parse(layout.recompute)
     whole, kept = block_bytes_per_token(scenario, layout, kernels)
     covered = [sum(recompute.covers(layer) for layer in chunk.layers) for chunk in chunks]
@@ -201,7 +182,7 @@ def activation_bytes(
 
 
 def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
-    """What a block keeps for backward of each token: all of it, and what is left where it is recomputed.
+    """Kept by a block for backward, for each token: all of it, and what is left where it is recomputed.
 
     Norms keep what they read, matmuls too where nothing else keeps it, attention q, k, v and its output, the activation
     gate, up and silu(gate). Sequence parallelism splits what norms read, and what they write where inputs are gathered
@@ -236,7 +217,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
 
 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """What attention keeps of each token beside q, k, v and its output: per head a statistic, or a row of scores."""
+    """Kept by attention for each token beside q, k, v and its output: per head a statistic, or a row of scores."""
     model, constants, t = scenario.model, scenario.engine.constants, layout.tp
     kernel = find_kernel(AttentionKernel, kernels.attention)
     saved: float = getattr(constants, kernel.saved) if kernel.saved else 0.0
@@ -255,11 +236,7 @@ def logit_bytes(scenario: Scenario, layout: Layout) -> float:
 
 
 def run_ahead_bytes(
-    scenario: Scenario,
-    layout: Layout,
-    kernels: Kernels,
-    chunks: Sequence[StageSlice],
-    peaks: Sequence[Moment],
+    scenario: Scenario, layout: Layout, kernels: Kernels, chunks: Sequence[StageSlice], peaks: Sequence[Moment]
 ) -> float:
     """Full-width buffers that asynchronous tp collectives hold because the host starts them before the GPU gets there.
 

@@ -19,7 +19,7 @@ from dtlayout.recompute import Recompute
 
 
 class BlockLayout(NamedTuple):
-    """What one microbatch's time in a block and in the head depends on."""
+    """The part of a layout on which one microbatch's time in a block and in the head depends."""
 
     tp: int
     cp: int
@@ -30,7 +30,7 @@ class BlockLayout(NamedTuple):
 
 
 class StageLayout(NamedTuple):
-    """What one microbatch's time in a stage depends on, and the bytes that it holds there."""
+    """The part of a layout on which one microbatch's time in a stage and the bytes that it holds there depend."""
 
     tp: int
     cp: int
@@ -42,14 +42,14 @@ class StageLayout(NamedTuple):
 
 
 class CutLayout(NamedTuple):
-    """What the cut into stages depends on."""
+    """The part of a layout on which the cut into stages depends."""
 
     num_stages: int
     stage_layers: tuple[int, ...]
 
 
 class PipelineLayout(NamedTuple):
-    """What the stages of a pipeline and the microbatches in flight depend on, beside how many of these there are."""
+    """The part of a layout on which its stages and, with their number, the microbatches in flight depend."""
 
     pp: int
     schedule: str
@@ -60,7 +60,7 @@ class PipelineLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "PipelineLayout":
-        """That of a layout."""
+        """The part of a layout."""
         every = Recompute.parse(layout.recompute).every
         return cls(layout.pp, layout.schedule, layout.virtual_stages, layout.stage_layers, every)
 
@@ -76,7 +76,7 @@ class PipelineLayout(NamedTuple):
 
 
 class StateLayout(NamedTuple):
-    """What parameters, gradients and optimizer state depend on, beside how many parameters there are."""
+    """The part of a layout on which, with the number of parameters, the bytes of their whole state depend."""
 
     pp: int
     dp: int
@@ -89,9 +89,9 @@ class StageClass(NamedTuple):
     """All of a stage that its work and its parameters depend on: stages of one class are alike."""
 
     num_layers: int
-    """Blocks."""
+    """Blocks of the stage."""
     num_recomputed: int
-    """Those of them that are computed again."""
+    """Blocks that are computed again."""
     embedding: bool
     """Whether it turns tokens into vectors."""
     head: bool

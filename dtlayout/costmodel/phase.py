@@ -16,7 +16,7 @@ Bytes = tuple[float, ...]
 
 
 class Part(IntEnum):
-    """What bytes are held for."""
+    """Purpose for which bytes are held, named as in `MemoryEstimate`."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -92,7 +92,7 @@ def sequence(phases: Iterable[Phase]) -> Phase:
 
 
 def fullest_of(start: Bytes, phases: Sequence[Phase], order: Sequence[int]) -> Bytes:
-    """What is held at the fullest moment of phases that follow each other, `start` included; `order` has their places.
+    """Bytes held at the fullest moment of phases that follow each other, `start` included; `order` has their places.
 
     As `sequence`, but only the totals are added up on the way: for long schedules.
     """

@@ -21,17 +21,17 @@ class Scenario:
     """A model, a batch, the GPUs and the program that trains."""
 
     model: ModelShape
-    """What is trained."""
+    """The model that is trained."""
     batch: Batch
-    """What a step sees."""
+    """Samples and tokens of a step."""
     cluster: Cluster
-    """Where it runs."""
+    """The GPUs that it runs on."""
     engine: Engine
-    """Which program runs it."""
+    """The program that runs it."""
     precision: Precision = field(default_factory=Precision)
     """Number formats; engines other than fsdp2 ones keep bf16 weights and fp32 masters whatever it says."""
     optimizer: Optimizer = field(default_factory=AdamW)
-    """What updates the parameters; its learning rate changes nothing here."""
+    """The optimizer of the parameters; its learning rate changes nothing here."""
     document_mask: bool = False
     """Whether documents packed into a sample do not see each other; only the memory of fsdp2 engines knows it."""
 
@@ -42,7 +42,7 @@ class Scenario:
 
     @cached_property
     def device(self) -> Device:
-        """Where its ranks run."""
+        """The kind of device that its ranks run on."""
         return device_of(self.cluster.gpu)
 
 

@@ -1,4 +1,4 @@
-"""What one microbatch costs on one stage: its blocks, what is computed again, its ends, the host and messages."""
+"""Stage work: seconds of one microbatch on one stage, with recomputation, embedding, head, host and messages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class StageWork:
     backward_s: float
     """All of backward."""
     weight_s: float = 0.0
-    """Of backward, the gradients of weights, which a schedule may put off."""
+    """The gradients of weights, a part of backward that a schedule may put off."""
 
 
 def stage_work(

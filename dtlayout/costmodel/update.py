@@ -1,4 +1,4 @@
-"""What ends a step: gradients are reduced, parameters gathered and updated."""
+"""Update: the end of a step, when gradients are reduced, parameters gathered and updated."""
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s
 from dtlayout.costmodel.compute import pass_s
@@ -16,7 +16,7 @@ def update_times(
 ) -> tuple[float, float]:
     """Seconds of exposed data-parallel communication and of the optimizer, on a rank of n parameters.
 
-    Those are of `num_layers` blocks, and m microbatches of so many seconds hide what can be hidden.
+    The parameters are of `num_layers` blocks, and m microbatches of so many seconds hide what can be hidden.
     """
     traffic = n * (_GRADIENT_TRAFFIC_BYTES + scenario.optimizer.update_bytes / count_state_shards(layout))
     dp_s, optimizer_s = _data_parallel_s(scenario, layout, n, m, forward_s, backward_s), pass_s(scenario, traffic)
@@ -31,7 +31,7 @@ def update_times(
 
 
 def hidden_share(scenario: Scenario) -> float:
-    """Of computation, behind which data-parallel communication can hide; none where the same cores do both."""
+    """Fraction of computation behind which data-parallel communication can hide; 0 where the same cores do both."""
     overlaps = scenario.engine.features.overlaps_reduction and not scenario.is_on_host
     return scenario.engine.constants.overlap if overlaps else 0.0
 
@@ -45,7 +45,7 @@ def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
 def _data_parallel_s(
     scenario: Scenario, layout: Layout, n: float, m: int, forward_s: float, backward_s: float
 ) -> float:
-    """What computation does not hide of a step's reductions and gathers.
+    """A step's reductions and gathers, as far as computation does not hide them.
 
     Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
     under ZeRO-3, the backward) that uses them.

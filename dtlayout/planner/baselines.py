@@ -10,7 +10,7 @@ in memory by the size of the model and the number of GPUs, reach the global batc
 Both try micro-batches from the largest on and take the first layout that is legal and fits; None if there is none.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +32,9 @@ class Baseline:
     """A layout and how a procedure came to it."""
 
     estimate: Estimate
-    """What it costs."""
+    """Memory and time of the layout."""
     steps: tuple[str, ...]
-    """What the procedure did, one line each."""
+    """The procedure's steps, one line each."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,12 @@ def choose_by_playbook(space: Space, estimator: Estimator, allowed_bytes: float)
     started = chooser.first(_fit_by_size(space))
     if not started:
         return None
-    steps = [f"1. a step fits with {started.layout}", f"2. {_describe_batch(space, started.layout)}"]
+    m, layout = started.layout.num_microbatches(space.scenario.batch), started.layout
+    batch = f"{layout.dp} dp ranks times {m} microbatches of {layout.micro_batch}"
+    steps = [f"1. a step fits with {layout}", f"2. the global batch is {batch}"]
     best = started
-    for name, changes in (("tp", _raise_tp), ("dp", _raise_dp), ("pp", _raise_pp), ("micro_batch", _try_micro_batches)):
-        improved = _improve(chooser, best, changes)
+    for name in ("tp", "dp", "pp", "micro_batch"):
+        improved = _improve(chooser, best, _changes(name, space, best.layout))
         if improved is not best:
             gain = best.step_time_s / improved.step_time_s - 1
             steps.append(f"3. {name}: {improved.layout} is {gain:.1%} faster")
@@ -133,44 +135,26 @@ def _fit_by_size(space: Space) -> Iterator[dict[str, Any]]:
     yield from ({**pipeline, "recompute": "full"} for pipeline in pipelines)
 
 
-def _describe_batch(space: Space, layout: Layout) -> str:
-    m = layout.num_microbatches(space.scenario.batch)
-    return f"the global batch is {layout.dp} dp ranks times {m} microbatches of {layout.micro_batch}"
-
-
-def _improve(
-    chooser: _Chooser, best: Estimate, changes: Callable[[Space, Layout], Iterable[dict[str, Any]]]
-) -> Estimate:
+def _improve(chooser: _Chooser, best: Estimate, changes: Iterable[dict[str, Any]]) -> Estimate:
     """Take each change as long as the step gets shorter."""
-    for change in changes(chooser.space, best.layout):
+    for change in changes:
         base = {name: getattr(best.layout, name) for name in ("tp", "pp", "zero", "recompute", "micro_batch")}
-        if (found := chooser.try_(chooser.spread(**{**base, **change}))) is None:
-            continue
-        if found.step_time_s >= best.step_time_s * (1 - _GAIN):
-            continue
-        best = found
+        found = chooser.try_(chooser.spread(**{**base, **change}))
+        if found and found.step_time_s < best.step_time_s * (1 - _GAIN):
+            best = found
     return best
 
 
-def _raise_tp(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
-    """Up to the size of a node."""
-    return [{"tp": tp} for tp in divisors(space.scenario.cluster.gpus_per_node) if tp > layout.tp]
-
-
-def _raise_dp(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
-    """More data parallelism with ZeRO-3, or with fewer stages, at the same batch."""
-    fewer = [{"pp": pp} for pp in reversed(divisors(layout.pp)) if pp < layout.pp]
-    return [*fewer, *({"pp": 1, "zero": 3, "recompute": r} for r in (layout.recompute, "full"))]
-
-
-def _raise_pp(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
-    """Where data-parallel communication is what is waited for."""
-    stages = divisors(space.scenario.cluster.num_gpus)
-    return [
-        {"pp": pp, "zero": min(layout.zero, 2)} for pp in stages if layout.pp < pp <= space.scenario.model.num_layers
-    ]
-
-
-def _try_micro_batches(space: Space, layout: Layout) -> Iterable[dict[str, Any]]:
-    """Others than the one that was found first."""
+def _changes(name: str, space: Space, layout: Layout) -> list[dict[str, Any]]:
+    """The Playbook's step 3: what it tries of a degree, in its order."""
+    cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
+    match name:
+        case "tp":  # up to the size of a node
+            return [{"tp": tp} for tp in divisors(cluster.gpus_per_node) if tp > layout.tp]
+        case "dp":  # more of it with ZeRO-3, or with fewer stages, at the same batch
+            fewer = [{"pp": pp} for pp in reversed(divisors(layout.pp)) if pp < layout.pp]
+            return [*fewer, *({"pp": 1, "zero": 3, "recompute": r} for r in (layout.recompute, "full"))]
+        case "pp":  # where data-parallel communication is what is waited for
+            stages = [pp for pp in divisors(cluster.num_gpus) if layout.pp < pp <= layers]
+            return [{"pp": pp, "zero": min(layout.zero, 2)} for pp in stages]
     return [{"micro_batch": n} for n in _MICRO_BATCHES if n != layout.micro_batch]

@@ -19,10 +19,10 @@ from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, S
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.peaks import Peaks, Stages, gradient_phase
-from dtlayout.planner.space import Pipeline, Sharding, Space
+from dtlayout.planner.space import Sharding, Space
 
 Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "sharded otherwise", "ranked"]
-"""What became of a layout; "bounded" may fit, but is slower by its lower bound alone, "slower" was simulated, and
+"""A layout's end in a search; "bounded" may fit, but is slower by its lower bound alone, "slower" was simulated, and
 "sharded otherwise" differs from a ranked one in nothing but kernels and how its ranks share the state."""
 
 
@@ -41,19 +41,18 @@ class Candidate(NamedTuple):
     """Layouts that differ in nothing but how their ranks share the state."""
 
     place: int
-    """Of its layout among all that are legal: candidates of one place differ in their kernels."""
+    """The number of its layout among all that are legal: candidates of one place differ in their kernels."""
     layout: Layout
-    """With its state shared in some way."""
+    """One of the layouts, with its state shared in some way."""
     part: StageLayout
-    """What its work depends on."""
+    """The part of the layout on which its work depends."""
     kernels: Kernels
-    """Its kernels."""
     num_microbatches: int
-    """In a step."""
+    """Microbatches of a step."""
     stages: Stages
-    """Its pipeline's."""
+    """The stages of its pipeline."""
     num_parameters: tuple[float, ...]
-    """Of a rank of each group of these."""
+    """Parameters of a rank of each group of ranks."""
     variants: dict[Sharding, float]
     """Ways to share the state that may fit, and what the fullest rank needs at least."""
 
@@ -67,23 +66,23 @@ class Oom(NamedTuple):
     """A layout that does not fit."""
 
     least_bytes: float
-    """What its fullest rank needs at least."""
+    """The least that its fullest rank can need."""
     layout: Layout
     kernels: Kernels
 
 
 @dataclass
 class LeftOut:
-    """What became of layouts that are no candidates."""
+    """Layouts that are no candidates, by reason."""
 
     counts: Counter[Reason] = field(default_factory=Counter)
     """How many, by reason."""
     nearest: list[Oom] = field(default_factory=list)
-    """Of those that surely don't fit the `MOST_OOMS` that need least at least, sorted."""
+    """The `MOST_OOMS` that need least at least of all that surely don't fit, sorted."""
 
     @property
     def limit_bytes(self) -> float:
-        """Whoever needs more at least is none of these."""
+        """The need above which a layout is none of the nearest."""
         return self.nearest[-1].least_bytes if len(self.nearest) == MOST_OOMS else inf
 
     def note_oom(self, least_bytes: float, layout: Layout, kernels: Kernels) -> None:
@@ -114,7 +113,7 @@ class Candidates:
             tensor = [sp for sp in space.sequence_parallel(tp) if space.allows_tensor(tp, sp)]
             num_tensor = len(space.sequence_parallel(tp))
             for (schedule, v), micro_batch in product(space.orders(pp), space.micro_batches):
-                is_legal = tensor and space.allows_pipeline(Pipeline(pp, schedule, v, dp, micro_batch))
+                is_legal = tensor and space.allows_pipeline(pp, (schedule, v), dp, micro_batch)
                 num_legal = len(tensor) * num_shardings * num_kernels if is_legal else 0
                 left_out.counts["not legal"] += num_tensor * num_each - num_legal
                 if not num_legal:

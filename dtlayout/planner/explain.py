@@ -39,14 +39,14 @@ _MOST_VIRTUAL_STAGES = 8
 
 @dataclass(frozen=True)
 class Limit:
-    """What keeps a layout from more: memory that it lacks, or what most of its step is spent on."""
+    """The limit of a layout: memory that it lacks, or the component that most of its step is spent on."""
 
     kind: str
     """memory or time."""
     component: str
     """The largest component of the fullest rank's memory, or of the step."""
     share: float
-    """Of that rank's peak, or of the step."""
+    """The component's fraction of that rank's peak, or of the step."""
     pipeline_rank: int | None
     """The fullest pipeline rank; None where time is the limit."""
 
@@ -56,11 +56,11 @@ class Change:
     """One knob set otherwise, and what is predicted then."""
 
     knob: str
-    """What is set; another degree may have to follow."""
+    """The name of what is set; another degree may have to follow."""
     overrides: tuple[str, ...]
-    """What train.py takes to do the same."""
+    """Arguments of train.py that make the change."""
     estimate: Estimate
-    """Of the changed layout."""
+    """Memory and time of the changed layout."""
     saved_s: float
     """Seconds that a step gets shorter by."""
     saved_bytes: float
@@ -72,13 +72,13 @@ class Explanation:
     """An estimate, what binds it and what would help."""
 
     estimate: Estimate
-    """Of the layout as it is."""
+    """Memory and time of the layout as it is."""
     limit: Limit
-    """What binds it."""
+    """The memory or time that binds it."""
     changes: tuple[Change, ...]
-    """Fastest first."""
+    """Single changes that help, fastest first."""
     growth: Change | None
-    """On more GPUs, where no single change fits on these; None where one does, or where no number would do."""
+    """A layout on more GPUs, where no single change fits on these; None where one does, or where no number would do."""
 
 
 def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
@@ -107,7 +107,7 @@ def largest_component(memory: MemoryEstimate) -> str:
 
 
 def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
-    """Of each knob the fastest setting that fits and gains, fastest first."""
+    """The fastest setting of each knob that fits and gains, fastest first."""
     fitting = _try_moves(estimator, now)
     gaining = [c for c in fitting if not now.fits or c.saved_s > LEAST_GAIN * now.step_time_s]
     best: dict[str, Change] = {}
@@ -163,7 +163,7 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
 
 
 def find_overrides(old: tuple[Layout, Kernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
-    """What train.py takes to run the new layout and kernels where the config has the old ones."""
+    """Arguments of train.py that run the new layout and kernels where the config has the old ones."""
     return (*_find_differing("layout", old[0], new[0]), *_find_differing("kernels", old[1], new[1]))
 
 

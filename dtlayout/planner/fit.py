@@ -16,7 +16,6 @@ from scipy.optimize import least_squares
 from dtlayout.costmodel.engine import BOUNDS, Engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import MemoryEstimate
-from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import LOWEST_MFU
@@ -34,7 +33,7 @@ _TIME_LOSSES = (("soft_l1", 0.02), ("cauchy", 0.02))
 """Losses of a step time, one fit after the other, each with the relative error from which on it grows slower than the
 square; the last is blind to runs that are far off, so it must not come first."""
 _MEMORY_LOSSES = (("soft_l1", 0.01),)
-"""The same for a peak: none is far off for no reason."""
+"""The loss of a peak: none is far off for no reason."""
 _SLOW_WEIGHT = 0.3
 """Weight of runs below the lowest MFU that is scored."""
 
@@ -59,10 +58,7 @@ def refit(runs: Sequence[Run], start: Engine) -> Engine:
 
 
 def minimise(
-    engine: Engine,
-    names: Sequence[str],
-    residuals: Callable[[Engine], np.ndarray],
-    losses: Sequence[tuple[str, float]],
+    engine: Engine, names: Sequence[str], residuals: Callable[[Engine], np.ndarray], losses: Sequence[tuple[str, float]]
 ) -> Engine:
     """The engine with least loss of the residuals over the named constants, each scaled by the width of its bounds.
 
@@ -105,12 +101,8 @@ def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:
 
 
 def _time_residuals(runs: Sequence[Run], memory: Sequence[tuple[MemoryEstimate, ...]], engine: Engine) -> np.ndarray:
-    estimators: dict[Scenario, Estimator] = {}
     residuals = []
-    for run, ranks in zip(runs, memory, strict=True):
-        if run.scenario not in estimators:
-            estimators[run.scenario] = Estimator(replace(run.scenario, engine=engine))
-        estimator = estimators[run.scenario]
+    for run, ranks, estimator in zip(runs, memory, _estimators(runs, engine), strict=True):
         step_time_s = estimator.time(run.layout, run.kernels, ranks).total
         predicted = 1 / step_time_s if run.mfu is None else estimator.mfu(step_time_s, run.layout.world_size)
         assert run.speed is not None, "only runs with a speed"
@@ -120,10 +112,11 @@ def _time_residuals(runs: Sequence[Run], memory: Sequence[tuple[MemoryEstimate, 
 
 
 def _predict_memory(runs: Sequence[Run], engine: Engine) -> list[tuple[MemoryEstimate, ...]]:
-    estimators: dict[Scenario, Estimator] = {}
-    memory = []
-    for run in runs:
-        if run.scenario not in estimators:
-            estimators[run.scenario] = Estimator(replace(run.scenario, engine=engine))
-        memory.append(estimators[run.scenario].memory(run.layout, run.kernels))
-    return memory
+    estimators = _estimators(runs, engine)
+    return [estimator.memory(run.layout, run.kernels) for run, estimator in zip(runs, estimators, strict=True)]
+
+
+def _estimators(runs: Sequence[Run], engine: Engine) -> list[Estimator]:
+    """For each run an estimator of its scenario with the engine's constants; runs of one scenario share it."""
+    known = {scenario: Estimator(replace(scenario, engine=engine)) for scenario in {run.scenario for run in runs}}
+    return [known[run.scenario] for run in runs]

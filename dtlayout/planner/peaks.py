@@ -33,7 +33,7 @@ class RankGroup:
     ranks: tuple[int, ...]
     """The ranks, first to last."""
     classes: tuple[StageClass, ...]
-    """Of each chunk."""
+    """The class of each of their stages."""
     before: tuple[tuple[StageClass, int], ...]
     """Classes of the first chunks of all ranks before the last of these, and how many of each."""
     recomputes: bool
@@ -49,20 +49,20 @@ class Stages:
     classes: tuple[StageClass, ...]
     """Stage by stage."""
     kinds: tuple[StageClass, ...]
-    """The different ones of them."""
+    """The different classes."""
     groups: tuple[RankGroup, ...]
-    """Of all ranks."""
+    """All ranks in groups."""
 
 
 class BlockBytes(NamedTuple):
     """Bytes that one microbatch holds."""
 
     whole: float
-    """In a block, for its backward."""
+    """Held in a block for its backward."""
     kept: float
-    """In a block that is recomputed."""
+    """Held in a block that is recomputed."""
     again: float
-    """Added to it, for one block at a time."""
+    """Added to `kept` while a block is recomputed, one block at a time."""
     logits: float
     """Logits and what the loss makes of them."""
 
@@ -94,13 +94,13 @@ class Peaks:
         self.stages = cache(partial(group_stages, estimator))
         """The stages of a PipelineLayout in groups."""
         self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(sizes_of, self.scenario))))
-        """What blocks and head hold of a microbatch, from a StageLayout and kernels."""
+        """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
         self._in_flight = cache(lambda pipeline, m: _count_blocks(pipeline, self.stages(pipeline), m))
         self._sizes = cache(partial(_count_sizes, self.scenario))
         self._least_states = cache(self._find_least_states)
 
     def held_bytes(self, block: BlockBytes, pipeline: PipelineLayout, m: int) -> tuple[float, ...]:
-        """What each group of ranks holds at least beside its state."""
+        """Least bytes that each group of ranks holds beside its state."""
         held = []
         for group, moments in zip(self.stages(pipeline).groups, self._in_flight(pipeline, m), strict=True):
             in_flight = max([n * block.whole + covered * block.kept for n, covered in moments])
@@ -128,7 +128,7 @@ class Peaks:
         return self._sizes(group.classes, tp)
 
     def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
-        """What the fullest rank needs, and its peak; no rank is looked at after one that needs more than allowed."""
+        """The fullest rank's need, and its peak; no rank is looked at after one that needs more than allowed."""
         ranks: Iterable[memory.MemoryEstimate]
         if not self._is_fsdp2:
             ranks = self.estimator.memory(layout, kernels)
@@ -146,7 +146,7 @@ class Peaks:
         return needed, peak
 
     def least_state_bytes(self, layout: Layout, n: float, unit: float, phase: int) -> float:
-        """What a rank has of n parameters at least, whatever it computes.
+        """The least bytes that n parameters take of a rank, whatever it computes.
 
         Under fsdp2 masters with the optimizer's state, what is computed with where it stays, and accumulated gradients.
         """

@@ -21,10 +21,8 @@ from dtlayout.planner.scores import Prediction, by_table
 
 _MOST_NAMED = 20
 """Tables in the legend; more of them share its last line's colour."""
-_TICKS = (1, 1.5, 2, 3, 5, 7)
-"""Of each decade."""
-_FEWER_TICKS = (1, 2, 5)
-"""The same where more than a decade is drawn."""
+_TICKS, _FEWER_TICKS = (1, 1.5, 2, 3, 5, 7), (1, 2, 5)
+"""Ticks of each decade; fewer where more than a decade is drawn."""
 
 _COLOURS = [colour for shade in (0, 1) for colour in plt.get_cmap("tab20").colors[shade::2]]  # type: ignore[attr-defined]
 """Ten strong ones, then the same ten pale."""
@@ -93,7 +91,7 @@ def _draw(points: Points, title: str, unit: str, path: Path) -> None:
 
 
 def scale(axes: Axes, low: float, high: float) -> None:
-    """The same log scale on both axes, with round ticks as plain numbers."""
+    """One log scale for both axes, with round ticks as plain numbers."""
     of_decade = _TICKS if high / low < 20 else _FEWER_TICKS
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
     ticks = [step * 10.0**decade for decade in decades for step in of_decade]

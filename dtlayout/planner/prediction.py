@@ -18,32 +18,25 @@ from dtlayout.planner.runs import GIB, Predicted
 
 
 def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:
-    """What a config trains, on so many GPUs of a type."""
+    """The scenario of a config on so many GPUs of a type."""
     per_node = gpu.gpus_per_node if gpu.device_type == "cpu" else config.cluster.ranks_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
     return Scenario(
-        model=config.model,
-        batch=config.batch,
-        cluster=cluster,
-        engine=engine,
-        precision=config.precision,
-        optimizer=config.optimizer,
-        document_mask=config.data.document_mask,
-    )
+        model=config.model, batch=config.batch, cluster=cluster, engine=engine, precision=config.precision,
+        optimizer=config.optimizer, document_mask=config.data.document_mask,
+    )  # fmt: skip
 
 
 def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
-    """What a config trains with this trainer, on so many GPUs of a type."""
+    """The scenario of a config with this trainer, on so many GPUs of a type."""
     return make_scenario(config, gpu, num_gpus, find_engine_on(OWN_ENGINE, gpu))
 
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
     """The estimate of this trainer with a legal layout on a GPU type; None where no numbers of the GPU are known."""
-    return (
-        None
-        if gpu is None
-        else estimate(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
-    )
+    if gpu is None:
+        return None
+    return estimate(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
 
 
 def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
@@ -61,8 +54,7 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
     largest = largest_component(predicted.memory[predicted.busiest_rank])
     ways = [_describe_change(change) for change in explanation.changes[:3]]
-    if explanation.growth is not None:
-        growth = explanation.growth
+    if growth := explanation.growth:
         ways = [f"{growth.estimate.layout.world_size} GPUs with {_describe_change(growth)}"]
     raise InvalidLayout(
         f"layout {layout} is predicted to need {predicted.peak_bytes / GIB:.1f} GiB on pipeline rank "
@@ -97,9 +89,8 @@ def describe(predicted: Estimate | None, scenario: Scenario) -> str:
     engine = scenario.engine
     size, unit = (2**20, "MiB") if scenario.is_on_host else (GIB, "GiB")
     peak = f"peak {predicted.peak_bytes / size:.1f} {unit} on pipeline rank {predicted.busiest_rank}"
-    state = (
-        f"step {predicted.step_time_s:.3g} s ± {engine.error:.0%} ({'' if engine.is_calibrated else 'un'}calibrated)"
-    )
+    calibrated = "calibrated" if engine.is_calibrated else "uncalibrated"
+    state = f"step {predicted.step_time_s:.3g} s ± {engine.error:.0%} ({calibrated})"
     if not scenario.is_on_host:
         fits = "" if predicted.fits else ": it may not fit"
         return f"predicted: {state}, MFU {predicted.mfu:.1%}, {peak} of {predicted.capacity_bytes / GIB:.1f}{fits}"

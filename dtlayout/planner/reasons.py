@@ -13,10 +13,10 @@ from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
+from dtlayout.planner.runs import GIB
 from dtlayout.planner.search import TIE, Search, needed_bytes
 from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
 
-GIB = 2**30
 _PARTS = {
     "compute": "computing", "recompute": "recomputing", "tp": "waiting for tp", "pp": "sending between stages",
     "bubble": "the bubble", "dp": "data-parallel communication", "optimizer": "the optimizer", "host": "the host",
@@ -25,24 +25,22 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What stands against a layout."""
+    """The judgement of a layout: everything that stands against it."""
 
     layout: Layout
-    """The layout."""
     kernels: Kernels
-    """Its kernels."""
     outcome: Literal["not legal", "does not fit", "slower", "as fast", "faster"]
     """In comparison with another; a layout that does not fit may be faster."""
     problems: tuple[str, ...]
     """One line each; the first says most."""
     estimate: Estimate | None
-    """Of a legal layout."""
+    """Memory and time; None where it is not legal."""
 
 
 def judge(
     space: Space, estimator: Estimator, layout: Layout, kernels: Kernels, allowed_bytes: float, best: Estimate | None
 ) -> Verdict:
-    """What stands against `layout`, compared with `best`."""
+    """Judge a layout in comparison with `best`."""
     if problems := find_problems(space, layout, kernels):
         return Verdict(layout, kernels, "not legal", tuple(problems), None)
     found = estimator.estimate(layout, kernels)
@@ -68,13 +66,10 @@ def describe_shortage(estimate: Estimate, allowed_bytes: float) -> str:
     needed = needed_bytes(estimate)
     rank = next(i for i, rank in enumerate(estimate.memory) if rank.needed == needed)
     parts = sorted(estimate.memory[rank].as_dict().items(), key=lambda part: -part[1])
-    named = (
-        ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if name != "run_ahead" and size >= 0.05 * GIB)
-        or "little"
-    )
+    named = [f"{name} {size / GIB:.1f}" for name, size in parts if name != "run_ahead" and size >= 0.05 * GIB]
     return (
         f"pipeline rank {rank} needs {needed / GIB:.1f} GiB of {allowed_bytes / GIB:.1f}, "
-        f"{(needed - allowed_bytes) / GIB:.1f} GiB too much: {named}"
+        f"{(needed - allowed_bytes) / GIB:.1f} GiB too much: {', '.join(named) or 'little'}"
     )
 
 
@@ -136,10 +131,8 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
         return [value // 2] * (value % 2 == 0) + [2 * value]
 
     found: list[tuple[str, Layout | None, Kernels]] = []
-    for name in ("tp", "pp"):
-        for degree in around(getattr(layout, name)):
-            is_plain = name == "pp" and degree == 1
-            found.append((f"{name}={degree}", spread(**{name: degree}, **(plain if is_plain else {})), kernels))
+    found += [(f"tp={tp}", spread(tp=tp), kernels) for tp in around(layout.tp)]
+    found += [(f"pp={pp}", spread(pp=pp, **(plain if pp == 1 else {})), kernels) for pp in around(layout.pp)]
     found += [(f"micro_batch={n}", replace(layout, micro_batch=n), kernels) for n in around(layout.micro_batch)]
     if layout.virtual_stages > 1:
         found.append((f"schedule={DEFAULT_SCHEDULE}", replace(layout, **plain), kernels))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Run: one record of what a layout reached, whoever ran it, predicted and measured under the same names.
+"""Run: one record of a layout's results, whoever ran it, predicted and measured under the same names.
 
 A row of a table, a trial of a sweep, a dry run and a training run are each a `Run`. Its JSON form (`to_dict`,
 `from_dict`) stands under "run" in each line of trials.jsonl, in summary.json, memory.json and what `dtlayout dryrun
@@ -35,7 +35,7 @@ from dtlayout.models.counting import count_model_flops_per_token
 
 GIB = 2**30
 FORMAT = 1
-"""Of a run's JSON; another one is refused."""
+"""Version of a run's JSON; another one is refused."""
 
 Outcome = Literal[
     "ok", "oom", "crashed", "crashed_or_oom", "killed", "hung", "non_finite", "running", "refused", "skipped", "dry"
@@ -46,7 +46,7 @@ UNTRIED: tuple[Outcome, ...] = ("running", "refused", "skipped")
 
 @dataclass(frozen=True, kw_only=True)
 class Performance:
-    """What a step takes; None is what nobody knows."""
+    """Time and memory of a step; None is what nobody knows."""
 
     step_time_s: float | None = None
     """Seconds of a step; measured, the median of those that count."""
@@ -57,7 +57,7 @@ class Performance:
     mfu: float | None = None
     """By the study's convention, 0 to 1; None where the peak is not known, as on a CPU."""
     peak_memory_bytes: tuple[int | None, ...] | None = None
-    """Of each pipeline rank, the largest over its other axes."""
+    """Peak of each pipeline rank, the largest over its other axes."""
     time: TimeEstimate | None = None
     """The step's seconds by component."""
     memory: tuple[MemoryEstimate | None, ...] | None = None
@@ -74,24 +74,23 @@ class Predicted(Performance):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What ran, how it ended, what was predicted of it and what was measured."""
+    """A layout that ran: where, how it ended, what was predicted and what was measured."""
 
     table: str
     """The sweep, table or folder that it belongs to."""
     row: str
-    """Its name there."""
+    """Its name in the table."""
     scenario: Scenario
     """Model, batch, cluster, engine, precision and whether documents are masked."""
     layout: Layout
-    """Its layout; not always one that our trainer takes."""
+    """Not always one that our trainer takes."""
     kernels: Kernels
-    """Its kernels."""
     outcome: Outcome
     """How it ended."""
     predicted: Predicted | None = None
-    """Before it ran; None where nobody predicted it."""
+    """Predicted before it ran; None where nobody did."""
     measured: Performance = Performance()
-    """While it ran."""
+    """Measured while it ran."""
 
     @property
     def step_time_s(self) -> float | None:
@@ -110,7 +109,7 @@ class Run:
 
     @property
     def has_peak(self) -> bool:
-        """Whether that is the peak of whole steps."""
+        """Whether `peak_bytes` is the peak of whole steps."""
         return self.outcome in ("ok", "dry") and bool(self.peak_bytes)
 
     @property

@@ -35,7 +35,7 @@ TIE = 0.005
 
 
 def needed_bytes(estimate: Estimate) -> float:
-    """What the fullest rank cannot run without, to be compared with what is allowed."""
+    """Bytes that the fullest rank cannot run without, to be compared with the allowed ones."""
     return max(rank.needed for rank in estimate.memory)
 
 
@@ -48,7 +48,7 @@ class SearchResult:
     counts: dict[Reason, int]
     """How many layouts ended for each reason; they add up to the space."""
     allowed_bytes: float
-    """What a rank may hold."""
+    """Bytes that a rank may hold."""
     smallest_oom: Estimate | None
     """Where none fits, the one that misses by least."""
 
@@ -59,16 +59,16 @@ class SearchResult:
 
 
 class _Question(IntEnum):
-    """What is asked next; each takes longer to answer than the one before, and tells more."""
+    """The next thing to find out; each takes longer to answer than the one before, and tells more."""
 
     BUSIEST = 1
-    """Of a candidate: when can the busiest rank of its pipeline be done, if it only waits for its first microbatch?"""
+    """When can the busiest rank of a candidate's pipeline be done, if it only waits for its first microbatch?"""
     UPDATE = 2
-    """Of a candidate: how much longer with each variant's reduction and update?"""
+    """How much longer is a candidate's step with each variant's reduction and update?"""
     PLAY = 3
-    """Of a variant: how long is its step, the pipeline played?"""
+    """How long is a variant's step, the pipeline played?"""
     FIT = 4
-    """Of a variant: does it fit?"""
+    """Does a variant fit?"""
 
 
 _ALL = Sharding(0, 0)
@@ -78,13 +78,13 @@ class _Open(NamedTuple):
     """A candidate or one of its variants that may be among the best; the one with the least bound is asked first."""
 
     least_s: float
-    """Its step is no shorter."""
+    """Lower bound of its step."""
     candidate: int
-    """Which one."""
+    """Index of the candidate."""
     sharding: Sharding
-    """Which of its variants, or _ALL of them."""
+    """One of the candidate's variants, or _ALL of them."""
     question: _Question
-    """What is not known yet."""
+    """The first thing that is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Timed:
     layout: Layout
     kernels: Kernels
     place: int
-    """Its candidate's."""
+    """The place of its candidate."""
 
 
 class Search:
@@ -207,7 +207,7 @@ class Search:
         return _Timed(step_s + more_s, needed, peak, layout, candidate.kernels, candidate.place)
 
     def _find_smallest_oom(self, left_out: LeftOut, ooms: Sequence[_Timed]) -> tuple[Layout, Kernels] | None:
-        """What misses by least, by what all of its ranks need."""
+        """The layout that misses by least, by what all of its ranks need."""
         found, smallest = None, inf
         asked = [(each.needed_bytes, each.layout, each.kernels) for each in ooms]
         for least, layout, kernels in [*asked, *left_out.nearest]:

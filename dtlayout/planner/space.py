@@ -21,7 +21,7 @@ cp stays 1, which is all that the trainer takes. What is fixed takes the place o
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
@@ -43,11 +43,11 @@ Order = tuple[str, int]
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
 MOST_VIRTUAL_STAGES = 64
-"""Of a rank: with v of them the bubble is 1/v of 1F1B's, and more than these have nothing left to win."""
+"""Virtual stages of a rank: with v the bubble is 1/v of 1F1B's, and more than these have nothing left to win."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]
 CHOICES: dict[str, type] = {f.name: type(getattr(Layout(), f.name)) for f in fields(Layout)}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
-"""What can be fixed or avoided: name → type."""
+"""Everything that can be fixed or avoided: name → type."""
 
 
 def searched_kernels() -> dict[str, list[str]]:
@@ -77,12 +77,7 @@ def parse_choice(text: str) -> tuple[str, Any]:
     value: Any = toml.parse_value(written)
     value = tuple(value) if isinstance(value, list) else value
     if type(value) is not CHOICES[name]:
-        kinds: dict[type, str] = {
-            int: "a whole number",
-            bool: "true or false",
-            str: "a word",
-            tuple: "a list such as [3, 3, 2]",
-        }
+        kinds = {int: "a whole number", bool: "true or false", str: "a word", tuple: "a list such as [3, 3, 2]"}
         raise InvalidConfig(f"{name}={written} must be {kinds[CHOICES[name]]}")
     checked: dict[str, Any] = {name: value}
     Kernels(**checked) if name in KERNEL_NAMES else Layout(**checked)
@@ -98,17 +93,6 @@ class Sharding(NamedTuple):
     def of(self, layout: Layout) -> Layout:
         """The layout with its state shared this way."""
         return replace(layout, dp_shard=self.dp_shard, dp_replicate=layout.dp // self.dp_shard, zero=self.zero)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Everything of a layout that the batch rules look at, but tp: layouts that share it are legal together."""
-
-    pp: int
-    schedule: str
-    virtual_stages: int
-    dp: int
-    micro_batch: int
 
 
 @dataclass(frozen=True)
@@ -189,9 +173,8 @@ class Space:
 
     @cached_property
     def kernels(self) -> list[Kernels]:
-        """Those that the trainer has; the fast ones first."""
-        values = {name: [kernel] for name, kernel in asdict(Kernels()).items()}
-        values |= searched_kernels()
+        """Kernels that the trainer has; the fast ones first."""
+        values = {name: [kernel] for name, kernel in asdict(Kernels()).items()} | searched_kernels()
         chosen = [self.choose(name, found) for name, found in values.items()]
         combinations = [dict(zip(values, each, strict=True)) for each in product(*chosen)]
         return [Kernels(**each).resolve(self.scenario.precision, self.scenario.device)[0] for each in combinations]
@@ -210,25 +193,12 @@ class Space:
         layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
         return layout.is_legal(self.scenario.model, self.scenario.batch)
 
-    def allows_pipeline(self, pipeline: Pipeline) -> bool:
-        """Whether the stages and the microbatches come out even: `Layout.is_legal`, without tp."""
-        if self.scenario.batch.global_batch % (pipeline.dp * pipeline.micro_batch):
+    def allows_pipeline(self, pp: int, order: Order, dp: int, micro_batch: int) -> bool:
+        """Whether the stages and the microbatches come out even: `Layout.is_legal`, with every other axis off."""
+        if self.scenario.batch.global_batch % (dp * micro_batch):
             return False  # by far the most frequent reason, found without building a layout
+        schedule, v = order
         layout = Layout(
-            pp=pipeline.pp, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages,
-            dp_shard=pipeline.dp, micro_batch=pipeline.micro_batch, **self.constant,
-        )  # fmt: skip
+            pp=pp, schedule=schedule, virtual_stages=v, dp_shard=dp, micro_batch=micro_batch, **self.constant
+        )
         return layout.is_legal(self.scenario.model, self.scenario.batch)
-
-    def layouts(self) -> Iterator[tuple[Layout, Kernels]]:
-        """All of them one by one, legal or not: slow, for tests and small worlds."""
-        for tp, pp, dp in self.degrees:
-            for (schedule, v), micro_batch, sp, recompute, sharding, kernels in product(
-                self.orders(pp), self.micro_batches, self.sequence_parallel(tp), self.recompute,
-                self.shardings(tp, dp), self.kernels,
-            ):  # fmt: skip
-                layout = Layout(
-                    tp=tp, pp=pp, dp_shard=dp, micro_batch=micro_batch, schedule=schedule, virtual_stages=v,
-                    sequence_parallel=sp, recompute=recompute, **self.constant,
-                )  # fmt: skip
-                yield sharding.of(layout), kernels

@@ -39,7 +39,7 @@ _OUTCOMES: dict[str, Outcome] = {
 _MOST_PROBLEMS = 20
 """Cells of a table that are named; a wrong column would name every row."""
 _Cell = Callable[[str], Any]
-"""What a cell says, None where it is empty and may be; InvalidConfig, without saying where, for what it cannot be."""
+"""Reads a cell, None where it is empty and may be; InvalidConfig, without saying where, for what it cannot be."""
 
 
 def read_tables(paths: Sequence[str | Path], engine: str | None = None) -> list[Run]:

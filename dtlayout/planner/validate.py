@@ -70,7 +70,7 @@ def make_playable(run: Run) -> Run:
 
 
 def _estimate(run: Run, find: Callable[[Scenario], Estimator]) -> Estimate:
-    """Of the playable run, with the time of as many microbatches as there are and the table's tokens and GPUs."""
+    """The playable run's estimate, with the time of the microbatches that there are and the table's tokens and GPUs."""
     playable = make_playable(run)
     layout, scenario = playable.layout, playable.scenario
     estimate = find(scenario).estimate(layout, run.kernels)
@@ -97,25 +97,25 @@ class Fitted:
     """An engine that was fitted to runs."""
 
     engine: Engine
-    """With constants that are fitted to these runs."""
+    """The engine with constants that are fitted to these runs."""
     runs: Sequence[Run]
-    """A group's."""
+    """The runs of a group."""
     before: Scores
-    """Of the runs with the constants that the engine had."""
+    """Scores of the runs with the constants that the engine had."""
     predictions: Sequence[Prediction]
-    """For the runs with those that it has."""
+    """Predictions for the runs with the fitted constants."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """What the predictions lose without one constant."""
+    """The predictions without one constant."""
 
     constant: str
-    """Its name."""
+    """Name of the constant."""
     neutral: float
     """The value that it has where nothing was measured, and has now."""
     scores: Scores
-    """Of all runs, with the other constants fitted again."""
+    """Scores of all runs, with the other constants fitted again."""
 
 
 def group_runs(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
@@ -127,7 +127,7 @@ def group_runs(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
 
 
 def on_cluster(runs: Iterable[Run], cluster: Cluster) -> list[Run]:
-    """The same runs, those of our own engine on its GPU type with what is known of the cluster's machines now."""
+    """Move runs of our own engine on a cluster's GPU type to it, with what is known of its machines now; all runs."""
     engine = find_engine_on(OWN_ENGINE, cluster.gpu)
 
     def move(scenario: Scenario) -> Scenario:
@@ -140,7 +140,7 @@ def on_cluster(runs: Iterable[Run], cluster: Cluster) -> list[Run]:
 
 
 def with_engine(runs: Iterable[Run], engine: Engine) -> list[Run]:
-    """The same runs with other constants."""
+    """Runs with other constants."""
     return [replace(run, scenario=replace(run.scenario, engine=engine)) for run in runs]
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from layouts import all_layouts
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
@@ -37,7 +38,7 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
     )
     estimator = Estimator(scenario)
     peaks = Peaks(estimator)
-    legal = [pair for pair in Space(scenario, avoided=FEWER).layouts() if pair[0].is_legal(model, scenario.batch)]
+    legal = [pair for pair in all_layouts(Space(scenario, avoided=FEWER)) if pair[0].is_legal(model, scenario.batch)]
     for layout, kernels in Random(0).sample(legal, 80):
         pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(scenario.batch)
         held = peaks.held_bytes(peaks.block_bytes(part_of(layout, StageLayout), kernels), pipeline, m)
@@ -62,7 +63,7 @@ def test_ranks_with_the_same_stages_are_one_group():
             engine=find_engine("dtlayout", "h100-80g-sxm"),
         )
     )
-    layout = next(pair[0] for pair in Space(estimator.scenario).layouts() if pair[0].pp == 8)
+    layout = next(pair[0] for pair in all_layouts(Space(estimator.scenario)) if pair[0].pp == 8)
     stages = group_stages(estimator, PipelineLayout.of(replace(layout, recompute="full")))
     assert sorted(rank for group in stages.groups for rank in group.ranks) == list(range(8))
     assert all(group.recomputes for group in stages.groups)

@@ -5,6 +5,7 @@ from cProfile import Profile
 from dataclasses import replace
 
 import pytest
+from layouts import all_layouts
 from machine import MACHINE
 from tiny import SHAPE
 
@@ -45,7 +46,7 @@ def family_of(layout):
 def try_all(space, max_memory=1.0):
     """Every legal layout with its estimate, and how many are not legal or don't fit."""
     estimator, counts, fitting = Estimator(space.scenario), Counter(), []
-    for layout, kernels in space.layouts():
+    for layout, kernels in all_layouts(space):
         if not (layout.is_legal(space.scenario.model, space.scenario.batch) and space.allows_kernels(kernels)):
             counts["not legal"] += 1
             continue
@@ -137,7 +138,7 @@ def test_where_nothing_fits_the_smallest_oom_is_the_smallest_of_all():
     result = Search(space).run()
     assert result.ranked == () and result.smallest_oom is not None
     estimator = Estimator(space.scenario)
-    legal = [pair for pair in space.layouts() if pair[0].is_legal(SMALL, space.scenario.batch)]
+    legal = [pair for pair in all_layouts(space) if pair[0].is_legal(SMALL, space.scenario.batch)]
     smallest = min(needed_bytes(estimator.estimate(*pair)) for pair in legal)
     assert needed_bytes(result.smallest_oom) == pytest.approx(smallest, rel=0.5)
     assert not Search(space).finds_any()

@@ -82,7 +82,8 @@ def measure_machine(noise: float = 0.0) -> Measured:
         )
     return Measured(
         device="cpu", gpu="cpu", torch="2.13.0", date="2026-01-01", num_ranks=4, ranks_per_node=4,
-        memory_bytes=2**32, steal=0.0, stream_bytes_per_s=STREAM / CONTENTION, host_s=2e-3 * CONTENTION, host_alone_s=2e-3,
+        memory_bytes=2**32, steal=0.0, stream_bytes_per_s=STREAM / CONTENTION, host_s=2e-3 * CONTENTION,
+        host_alone_s=2e-3,
         matmuls=tuple(matmuls), attention=(attention,), collectives=tuple(collectives), probes=tuple(probes),
     )  # fmt: skip
 
