@@ -6,10 +6,10 @@ what computes it when a model is built. docs/kernels.md says how to add one.
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T tokens, D model width, V vocabulary.
 """
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -73,10 +73,8 @@ class Kernel:
 
     def load(self) -> Callable[..., Any]:
         """What computes it, imported."""
-        if not isinstance(self.function, str):
-            return self.function
-        module, _, name = self.function.partition(":")
-        function: Callable[..., Any] = getattr(import_module(module), name)
+        function: Callable[..., Any]
+        function = pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
         return function
 
 

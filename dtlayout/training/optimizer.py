@@ -1,8 +1,8 @@
 """The optimizer over all stages of a rank, and the learning rate of each step."""
 
 import math
+import pkgutil
 from collections.abc import Sequence
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -25,8 +25,7 @@ def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: O
         for decays, some in parameters.items()
         if some
     ]
-    module, _, name = settings.torch_class.partition(":")
-    make = getattr(import_module(module), name)
+    make = pkgutil.resolve_name(settings.torch_class)
     built: torch.optim.Optimizer = make(groups, lr=0.0, **settings.torch_arguments)
     return built
 
