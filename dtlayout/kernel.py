@@ -196,7 +196,14 @@ def known_kernels(operation: str) -> Mapping[str, Kernel]:
 def find_packages() -> frozenset[str]:
     """Modules of the optional packages that are here; nothing is imported."""
     modules = {kernel.package.module for kernel in list_kernels(Kernel) if kernel.package}
-    return frozenset(module for module in modules if find_spec(module) is not None)
+    return frozenset(filter(_is_installed, modules))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # the package that a part of it would be in is not here
+        return False
 
 
 def register_kernel(kernel: Kernel) -> None:

@@ -40,7 +40,7 @@ class ModelShape:
     family: str = "llama"
     """Whose block it has: a name of `dtlayout.models.families`."""
     head_dim: int | None = None
-    """Width of a head, where it is not hidden_size / num_heads."""
+    """Width of a head, where it is not hidden_size / num_heads; None where it is."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values add a bias (Qwen2)."""
     qk_norm: bool = False
@@ -73,6 +73,8 @@ class ModelShape:
             )
         if problems:
             raise InvalidConfig([f"model.{problem}" for problem in problems])
+        if self.head_dim is not None and self.head_dim * self.num_heads == self.hidden_size:
+            object.__setattr__(self, "head_dim", None)  # one model has one spelling
 
     @property
     def head_width(self) -> int:

@@ -15,6 +15,7 @@ from dtlayout.kernel import (
     AttentionKernel,
     Kernel,
     NormKernel,
+    Package,
     find_kernel,
     find_packages,
     kernels_replaced,
@@ -232,3 +233,9 @@ def test_a_function_is_given_or_named():
 
 def test_every_field_of_kernels_but_compile_is_an_operation():
     assert {f.name for f in fields(Kernels)} - {"compile"} == {kernel.operation for kernel in list_kernels(Kernel)}
+
+
+def test_a_package_inside_one_that_is_not_here_is_not_here_either(monkeypatch):
+    part = Package("no_such_package.part", "pip install no-such-package")
+    monkeypatch.setattr("dtlayout.kernel.list_kernels", lambda _: [NormKernel(name="mine", package=part)])
+    assert find_packages() == frozenset()

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,10 @@ def load_checkpoint(
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
     wanted = {name: value for name, value in json.loads(json.dumps(asdict(model))).items() if name != "name"}
-    _refuse_changes(path, "model", find_changes({name: saved_model.get(name) for name in wanted}, wanted))
+    # A field that came later had its default when this was saved.
+    defaults = {f.name: f.default for f in fields(ModelShape) if f.default is not MISSING}
+    saved = {name: saved_model.get(name, defaults.get(name)) for name in wanted}
+    _refuse_changes(path, "model", find_changes(saved, wanted))
     _refuse_changes(path, "optimizer", find_changes(saved_optimizer, _describe_optimizer(settings)))
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         kept = optimizer.state[parameter]

@@ -113,6 +113,8 @@ def _list_settings(run: Run) -> dict[str, Any]:
     document = run.to_dict()
     sections = ("model", "batch", "layout", "kernels", "precision")
     values = {f"{section}.{key}": value for section in sections for key, value in document[section].items()}
+    optimizer = run.scenario.optimizer
+    values |= {"optimizer.name": optimizer.name, "optimizer.state": optimizer.state}
     return {**values, "data.document_mask": document["document_mask"]}
 
 

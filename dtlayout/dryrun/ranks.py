@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from typing import Any
@@ -37,7 +38,7 @@ def dry_run_ranks(
     shares = processes.RawArray("d", len(ranks))
     with ProcessPoolExecutor(
         min(len(ranks), os.cpu_count() or 1), processes, _begin,
-        (shares, find_schedule(layout.schedule), find_family(config.model.family)), max_tasks_per_child=1,
+        (shares, find_schedule(layout.schedule), find_family(config.model.family)), **_ONE_TASK_EACH,
     ) as pool:  # fmt: skip
         waiting = {
             pool.submit(_dry_run, place, kernels.records, config, layout, kernels, rank, **options)
@@ -54,6 +55,8 @@ def dry_run_ranks(
                 future.cancel()
 
 
+_ONE_TASK_EACH: dict[str, Any] = {"max_tasks_per_child": 1} if sys.version_info >= (3, 11) else {}
+"""A process a rank, where Python can do so: what a dry run leaves in memory goes with it."""
 _shares: MutableSequence[float] = []
 """In a process of the pool: how far each of the ranks is."""
 

@@ -6,7 +6,7 @@ a training config is such a file. Of a config.json only `models.families` are ta
 
 import difflib
 import json
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,7 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
     if problems:
         raise InvalidConfig(problems)
     values = {"name": name or "own", "family": family, **FAMILIES[family].traits, **values}
-    shape = toml.parse(values, ModelShape, "model")
-    # Newer files say what follows from the others.
-    return replace(shape, head_dim=None) if shape.head_width * shape.num_heads == shape.hidden_size else shape
+    return toml.parse(values, ModelShape, "model")
 
 
 def parse_toml(content: str) -> ModelShape:

@@ -191,6 +191,15 @@ def test_another_name_is_no_other_model(path):
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_model_saved_before_it_had_a_family_is_the_same_model(path):
+    state = json.loads((path / "state.json").read_text())
+    state["model"] = {name: value for name, value in state["model"].items() if name not in ("family", "qk_norm")}
+    (path / "state.json").write_text(json.dumps(state))
+    assembly, optimizer = build(Layout(), SHAPE, seed=2)
+    assert load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW) == 2
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", None], ids=["empty", "torn", "binary", "missing"])
 def test_a_state_that_cannot_be_read_is_refused(path, content):
     (path / "state.json").unlink()

@@ -148,11 +148,12 @@ def test_a_real_run_is_drawn_and_compared_with(capsys, run):
 
 
 def test_a_run_of_something_else_is_refused_before_anything_is_run(capsys, run):
-    others = ("--layout.zero=3", "--batch.seq_len=512", "--model.hidden_size=256")
+    others = ("--layout.zero=3", "--batch.seq_len=512", "--model.hidden_size=256", "--optimizer.name=sgd")
     assert main([*DEBUG, "--world", "4", *others, "--run", str(run)]) == 2
     problem = capsys.readouterr().err
     assert problem == (
-        f"the run of {run} had model.hidden_size=128, batch.seq_len=256, layout.zero=1; dry-run that, or measure "
+        f"the run of {run} had model.hidden_size=128, batch.seq_len=256, layout.zero=1, "
+        f"optimizer.name='adamw', optimizer.state={{'exp_avg': None, 'exp_avg_sq': None}}; dry-run that, or measure "
         f"this one\n"
     )
 

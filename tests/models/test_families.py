@@ -68,6 +68,10 @@ def test_a_head_width_that_follows_from_the_others_is_not_written_down():
     assert shape.head_dim is None and shape.head_width == 16
 
 
+def test_a_preset_is_spelt_like_its_config_json():
+    assert find_preset("qwen3-8b").head_dim is None and find_preset("qwen3-4b").head_dim == 128
+
+
 def test_an_unknown_family_is_refused_with_all_that_exist():
     with pytest.raises(InvalidConfig, match=r"model\.family='gpt' is not known; use one of llama, qwen2, qwen3"):
         describe(replace(SHAPES["llama"], family="gpt"))
