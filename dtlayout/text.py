@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+GIB = 2**30
+"""Bytes of a GiB, in which people read the memory of GPUs."""
+
 
 def align(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> list[str]:
     """A line for each row; each column is as wide as its widest cell, with two blanks between.

@@ -14,11 +14,10 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.planner.prediction import make_scenario, predicted_kernels
-from dtlayout.text import align, choose_unit
+from dtlayout.text import GIB, align, choose_unit
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
-_GIB = 2**30
 _BAR_WIDTH = 60
 
 
@@ -58,7 +57,7 @@ def _check(config: Config, world_size: int, engine: Engine, gpu: Gpu) -> Layout:
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     now, limit = explanation.estimate, explanation.limit
     gpu, engine = scenario.cluster.gpu, scenario.engine
-    peak, capacity = now.peak_bytes / _GIB, now.capacity_bytes / _GIB
+    peak, capacity = now.peak_bytes / GIB, now.capacity_bytes / GIB
     state = "calibrated" if engine.is_calibrated else "uncalibrated"
     where = f"pipeline rank {now.busiest_rank}"
     if limit.kind == "memory":
@@ -100,7 +99,7 @@ def _draw_bar(estimate: Estimate) -> str:
     end = round(estimate.capacity_bytes * scale)
     bar = bar.ljust(end, ".")
     share = memory.total / estimate.capacity_bytes
-    return f"{bar[:end]}|{bar[end:]} {share:.0%} of {estimate.capacity_bytes / _GIB:.2f} GiB"
+    return f"{bar[:end]}|{bar[end:]} {share:.0%} of {estimate.capacity_bytes / GIB:.2f} GiB"
 
 
 def _format_time(estimate: Estimate) -> list[str]:
@@ -116,7 +115,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
     if now.fits:
         return ["no single change is predicted to be faster"]
     component = explanation.limit.component
-    size = now.memory[now.busiest_rank].as_dict()[component] / _GIB
+    size = now.memory[now.busiest_rank].as_dict()[component] / GIB
     lines = [f"no single change fits; the largest component is {component}, {size:.1f} GiB"]
     if growth is None:
         return [*lines, "no number of GPUs that was tried fits either; take a smaller micro-batch, sequence or model"]
@@ -126,7 +125,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
 
 def _row(change: Change, now: Estimate) -> list[str]:
     after = change.estimate
-    faster, peak = f"{change.saved_s / now.step_time_s:+.1%}", f"{after.peak_bytes / _GIB:.2f}"
+    faster, peak = f"{change.saved_s / now.step_time_s:+.1%}", f"{after.peak_bytes / GIB:.2f}"
     return [" ".join(change.overrides), f"{after.step_time_s:.3f}", faster, peak]
 
 

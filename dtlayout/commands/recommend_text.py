@@ -10,10 +10,10 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.models.counting import count_parameters
 from dtlayout.optimizers import AdamW
-from dtlayout.planner.reasons import GIB, Verdict, describe_difference
+from dtlayout.planner.reasons import Verdict, describe_difference
 from dtlayout.planner.search import SearchResult
 from dtlayout.planner.sizing import ScaleRow
-from dtlayout.text import align
+from dtlayout.text import GIB, align
 
 if TYPE_CHECKING:
     from dtlayout.commands.verify import Verified

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dtlayout.errors import InvalidConfig
-from dtlayout.planner.runs import GIB
 from dtlayout.planner.scores import Prediction, by_table
+from dtlayout.text import GIB
 
 _MOST_NAMED = 20
 """Tables in the legend; more of them share its last line's colour."""

@@ -14,7 +14,8 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain, largest_component
-from dtlayout.planner.runs import GIB, Predicted
+from dtlayout.planner.runs import Predicted
+from dtlayout.text import GIB
 
 
 def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:

@@ -13,9 +13,9 @@ from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
-from dtlayout.planner.runs import GIB
 from dtlayout.planner.search import TIE, Search, needed_bytes
 from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
+from dtlayout.text import GIB
 
 _PARTS = {
     "compute": "computing", "recompute": "recomputing", "tp": "waiting for tp", "pp": "sending between stages",

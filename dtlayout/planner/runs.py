@@ -33,7 +33,6 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
 
-GIB = 2**30
 FORMAT = 1
 """Version of a run's JSON; another one is refused."""
 

@@ -21,8 +21,9 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.schedules import schedule_with
-from dtlayout.planner.runs import GIB, Outcome, Performance, Run
+from dtlayout.planner.runs import Outcome, Performance, Run
 from dtlayout.recompute import Recompute
+from dtlayout.text import GIB
 
 KERNELS = {
     "torch": Kernels(attention="torch", norm="eager"),

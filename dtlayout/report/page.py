@@ -12,12 +12,12 @@ from dtlayout.costmodel.estimate import Estimate
 from dtlayout.files import write
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.plots import scale
-from dtlayout.planner.runs import GIB, Run
+from dtlayout.planner.runs import Run
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
 from dtlayout.report.fastest import CHOICES, Common, find_common, list_options
 from dtlayout.report.findings import Finding, find
-from dtlayout.text import choose_unit, to_markdown
+from dtlayout.text import GIB, choose_unit, to_markdown
 
 _STYLE = """
 body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }

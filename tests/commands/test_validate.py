@@ -16,9 +16,9 @@ from dtlayout import toml
 from dtlayout.cli import main
 from dtlayout.costmodel.engine import BOUNDS, find_engine
 from dtlayout.planner import validate as planner_validate
-from dtlayout.planner.runs import GIB
 from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import predict
+from dtlayout.text import GIB
 
 COMMON = {
     "layers": 8, "vocab": 32000, "tied": False, "seq_len": 2048, "engine": "nanotron", "gpu": "h100-80g-sxm", "gpus": 8,

@@ -8,8 +8,8 @@ import pytest
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.runs import GIB
 from dtlayout.planner.tables import read_tables
+from dtlayout.text import GIB
 
 ROW = {
     "table": "sweep", "row": "7", "model": "small", "hidden": "1024", "layers": "8", "heads": "16", "kv_heads": "4",
