@@ -144,6 +144,8 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
     """What a rank holds at each of these moments, from what a microbatch takes in each chunk."""
     if len(sizes) == 1:
         return [moment[0][0] * sizes[0] for moment in moments]
+    if not any(sizes):  # as of blocks that are recomputed, where none is
+        return [0.0] * len(moments)
     before = list(accumulate(sizes, initial=0.0))
     held = []
     for moment in moments:

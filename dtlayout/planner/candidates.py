@@ -143,13 +143,17 @@ class Candidates:
         if max(map(add, held, state.least), default=inf) > max(allowed, known):  # in any way, and by more than another
             left_out.counts["does not fit"] += len(state.ways)
             return None
-        needs = {sharding: max(map(add, held, least)) for sharding, least in state.ways}
-        fitting = {sharding: need for sharding, need in needs.items() if need <= allowed}
-        left_out.counts["does not fit"] += len(needs) - len(fitting)
-        if len(fitting) < len(needs):
-            need, sharding = min((need, sharding) for sharding, need in needs.items() if need > allowed)
-            if need < known:
-                left_out.note_oom(need, sharding.of(layout), kernels)
+        fitting: dict[Sharding, float] = {}
+        smallest = inf
+        for sharding, least in state.ways:
+            need = max(map(add, held, least))
+            if need <= allowed:
+                fitting[sharding] = need
+            elif need < smallest:
+                smallest, too_large = need, sharding
+        left_out.counts["does not fit"] += len(state.ways) - len(fitting)
+        if smallest < known:
+            left_out.note_oom(smallest, too_large.of(layout), kernels)
         if not fitting:
             return None
         return Candidate(place, layout, part, kernels, m, self.peaks.stages(pipeline), state.num_parameters, fitting)
