@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from importlib.resources import files
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -63,8 +62,8 @@ def read(path: str | Path, what: str) -> dict[str, Any]:
 
 def read_constants(*folder: str) -> dict[str, dict[str, Any]]:
     """Name → tables of each file in the package's constants, or in a folder of them."""
-    entries = sorted(files("dtlayout").joinpath("constants", *folder).iterdir(), key=lambda entry: entry.name)
-    return {e.name: loads(e.read_text(encoding="utf-8")) for e in entries if e.name.endswith(".toml")}
+    paths = sorted(Path(__file__).parent.joinpath("constants", *folder).glob("*.toml"))
+    return {path.name: loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def parse_value(text: str) -> Any:

@@ -18,7 +18,7 @@ from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.peaks import Peaks, Stages, gradient_phase
+from dtlayout.planner.peaks import Moments, Peaks, RankGroup, Stages, gradient_phase
 from dtlayout.planner.space import Sharding, Space
 
 Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "sharded otherwise", "ranked"]
@@ -35,6 +35,16 @@ class State(NamedTuple):
     """Least bytes, for each way to share them."""
     least: tuple[float, ...]
     """The least in any of them."""
+
+
+class Pipeline(NamedTuple):
+    """A pipeline with a number of microbatches, whatever they compute."""
+
+    stages: Stages
+    in_flight: list[tuple[RankGroup, Moments]]
+    """Each group of ranks with what it has in flight."""
+    state: State
+    """The state of each of these groups."""
 
 
 class Candidate(NamedTuple):
@@ -102,6 +112,7 @@ class Candidates:
         self.undominated = cache(self._find_undominated)
         """Kernels with a StageLayout that are not both slower and larger than others."""
         self._kernels, self._states = cache(self._find_kernels), cache(self._find_states)
+        self._pipelines = cache(self._find_pipeline)
 
     def find(self, left_out: LeftOut) -> Iterator[Candidate]:
         """All of them; the others are counted."""
@@ -136,13 +147,17 @@ class Candidates:
         self, layout: Layout, part: StageLayout, kernels: Kernels, left_out: LeftOut, place: int = 0
     ) -> Candidate | None:
         """The candidate of a legal layout, of which `part` is a part; None if none of its variants can fit."""
-        pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(self.space.scenario.batch)
-        held = self.peaks.held_bytes(self.peaks.block_bytes(part, kernels), pipeline, m)
-        state = self._states(pipeline, layout.tp, gradient_phase(layout, m))
+        m = layout.num_microbatches(self.space.scenario.batch)
+        pipeline = self._pipelines(PipelineLayout.of(layout), layout.tp, m)
+        block, state = self.peaks.block_bytes(part, kernels), pipeline.state
         allowed, known = self.allowed_bytes, left_out.limit_bytes
-        if max(map(add, held, state.least), default=inf) > max(allowed, known):  # in any way, and by more than another
-            left_out.counts["does not fit"] += len(state.ways)
-            return None
+        limit = max(allowed, known)
+        held: list[float] = []
+        for beside, state_bytes in zip(self.peaks.held_bytes(block, pipeline.in_flight), state.least, strict=False):
+            if beside + state_bytes > limit:  # in any way, and by more than another
+                left_out.counts["does not fit"] += len(state.ways)
+                return None
+            held.append(beside)
         fitting: dict[Sharding, float] = {}
         smallest = inf
         for sharding, least in state.ways:
@@ -156,7 +171,7 @@ class Candidates:
             left_out.note_oom(smallest, too_large.of(layout), kernels)
         if not fitting:
             return None
-        return Candidate(place, layout, part, kernels, m, self.peaks.stages(pipeline), state.num_parameters, fitting)
+        return Candidate(place, layout, part, kernels, m, pipeline.stages, state.num_parameters, fitting)
 
     def _find_examples(self, tp: int, pp: int) -> dict[Sharding, Layout]:
         cp = self.space.constant.get("cp", 1)
@@ -164,14 +179,17 @@ class Candidates:
         plain = Layout(tp=tp, pp=pp, cp=cp, dp_shard=dp)
         return {sharding: sharding.of(plain) for sharding in self.space.shardings(tp, dp)}
 
+    def _find_pipeline(self, pipeline: PipelineLayout, tp: int, m: int) -> Pipeline:
+        state = self._states(pipeline, tp, gradient_phase(pipeline, m))
+        return Pipeline(self.peaks.stages(pipeline), self.peaks.in_flight(pipeline, m), state)
+
     def _find_states(self, pipeline: PipelineLayout, tp: int, phase: int) -> State:
         examples = self.examples(tp, pipeline.pp)
         parts = tuple([part_of(example, StateLayout) for example in examples.values()])
-        least = self.peaks.state_bytes(parts, pipeline, tp, phase)
-        num_parameters = tuple([self.peaks.sizes(group, tp)[0] for group in self.peaks.stages(pipeline).groups])
-        return State(
-            num_parameters, tuple(zip(examples, least, strict=True)), tuple(map(min, zip(*least, strict=True)))
-        )
+        sizes = self.peaks.sizes(pipeline, tp)
+        least = self.peaks.state_bytes(parts, sizes, phase)
+        ways = tuple(zip(examples, least, strict=True))
+        return State(tuple([n for n, _ in sizes]), ways, tuple(map(min, zip(*least, strict=True))))
 
     def _find_kernels(self, tp: int, recompute: str) -> list[Kernels]:
         return [kernels for kernels in self.space.kernels if self.space.allows_kernels(kernels, tp, recompute)]

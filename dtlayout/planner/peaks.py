@@ -7,7 +7,7 @@ evaluations. Their sum is a lower bound of the rank's need: the need itself wher
 the same blocks are one group: of a group the first rank, which warms up longest, holds most.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
@@ -24,6 +24,9 @@ from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
+
+Moments = set[tuple[float, float]]
+"""At the fullest moments of a step: blocks in flight that keep all, and blocks that are computed again."""
 
 
 @dataclass(frozen=True)
@@ -95,37 +98,44 @@ class Peaks:
         """The stages of a PipelineLayout in groups."""
         self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(sizes_of, self.scenario))))
         """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
-        self._in_flight = cache(lambda pipeline, m: _count_blocks(pipeline, self.stages(pipeline), m))
+        self.in_flight = cache(self._find_in_flight)
+        """Each group of ranks of a PipelineLayout with what it has in flight in a step of m microbatches."""
         self._sizes = cache(partial(_count_sizes, self.scenario))
         self._least_states = cache(self._find_least_states)
 
-    def held_bytes(self, block: BlockBytes, pipeline: PipelineLayout, m: int) -> tuple[float, ...]:
+    def held_bytes(self, block: BlockBytes, in_flight: Iterable[tuple[RankGroup, Moments]]) -> Iterator[float]:
         """Least bytes that each group of ranks holds beside its state."""
-        held = []
-        for group, moments in zip(self.stages(pipeline).groups, self._in_flight(pipeline, m), strict=True):
-            in_flight = max([n * block.whole + covered * block.kept for n, covered in moments])
+        for group, moments in in_flight:
+            blocks = max([n * block.whole + covered * block.kept for n, covered in moments])
             again = block.again if group.recomputes else 0.0
             logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
-            held.append(in_flight + (max(again, logits) if self._is_fsdp2 else again + logits))
-        return tuple(held)
+            yield blocks + (max(again, logits) if self._is_fsdp2 else again + logits)
+
+    def sizes(self, pipeline: PipelineLayout, tp: int) -> list[tuple[float, float]]:
+        """For each group of ranks its parameters and those of its largest unit."""
+        return [self._sizes(group.classes, tp) for group in self.stages(pipeline).groups]
 
     def state_bytes(
-        self, ways: tuple[StateLayout, ...], pipeline: PipelineLayout, tp: int, phase: int
+        self, ways: tuple[StateLayout, ...], sizes: Iterable[tuple[float, float]], phase: int
     ) -> list[tuple[float, ...]]:
         """For each way to share the state what each group of ranks has at least whatever it computes.
 
-        `phase` is the `gradient_phase` of the pipeline's schedule.
+        `sizes` are those of the groups, `phase` is the `gradient_phase` of the pipeline's schedule.
         """
-        sizes = [self.sizes(group, tp) for group in self.stages(pipeline).groups]
         return list(zip(*[self._least_states(ways, *size, phase) for size in sizes], strict=True))
+
+    def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[tuple[RankGroup, Moments]]:
+        found = []
+        for group in self.stages(pipeline).groups:
+            whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
+            peaks = in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
+            moments = set(zip(weigh_moments(peaks, whole), weigh_moments(peaks, covered), strict=True))
+            found.append((group, moments))
+        return found
 
     def _find_least_states(self, ways: tuple[Layout, ...], n: float, unit: float, phase: int) -> list[float]:
         overhead = self.scenario.engine.constants.overhead_bytes
         return [overhead + self.least_state_bytes(way, n, unit, phase) for way in ways]
-
-    def sizes(self, group: RankGroup, tp: int) -> tuple[float, float]:
-        """Parameters of a rank, and of its largest unit."""
-        return self._sizes(group.classes, tp)
 
     def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
         """The fullest rank's need, and its peak; no rank is looked at after one that needs more than allowed."""
@@ -186,7 +196,7 @@ def _count_block_bytes(
     return BlockBytes(size.block, kept, again, size.loss)
 
 
-def gradient_phase(layout: Layout, m: int) -> int:
+def gradient_phase(layout: Layout | PipelineLayout, m: int) -> int:
     """0: one microbatch, nothing accumulates; 2: gradients of all stages are there when most is in flight; else 1.
 
     They are where a step repeats itself, whose last microbatch alone does something else.
@@ -195,13 +205,3 @@ def gradient_phase(layout: Layout, m: int) -> int:
         return 0
     enough = find_schedule(layout.schedule).enough
     return 2 if enough and m + 1 >= enough(layout.pp, layout.virtual_stages) else 1
-
-
-def _count_blocks(pipeline: PipelineLayout, stages: Stages, m: int) -> list[set[tuple[float, float]]]:
-    """For each group, at its fullest moments, blocks in flight that keep all and that are recomputed."""
-    found = []
-    for group in stages.groups:
-        whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
-        moments = in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
-        found.append(set(zip(weigh_moments(moments, whole), weigh_moments(moments, covered), strict=True)))
-    return found

@@ -41,8 +41,11 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
     legal = [pair for pair in all_layouts(Space(scenario, avoided=FEWER)) if pair[0].is_legal(model, scenario.batch)]
     for layout, kernels in Random(0).sample(legal, 80):
         pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(scenario.batch)
-        held = peaks.held_bytes(peaks.block_bytes(part_of(layout, StageLayout), kernels), pipeline, m)
-        (state,) = peaks.state_bytes((part_of(layout, StateLayout),), pipeline, layout.tp, gradient_phase(layout, m))
+        block = peaks.block_bytes(part_of(layout, StageLayout), kernels)
+        held = list(peaks.held_bytes(block, peaks.in_flight(pipeline, m)))
+        (state,) = peaks.state_bytes(
+            (part_of(layout, StateLayout),), peaks.sizes(pipeline, layout.tp), gradient_phase(layout, m)
+        )
         every_rank = estimator.memory(layout, kernels)
         needed = max(rank.needed for rank in every_rank)
         assert peaks.exact(layout, kernels) == (needed, max(rank.total for rank in every_rank)), layout

@@ -175,7 +175,8 @@ def say(name: str) -> Iterator[Any]:
     candidates = find_candidates(SCENARIOS[name])
     for layout, kernels in CASES[::3]:
         yield candidates.estimator.lower_bound_s(layout, kernels)
-        yield candidates.peaks.state_bytes((part_of(layout, StateLayout),), PipelineLayout.of(layout), layout.tp, 2)
+        sizes = candidates.peaks.sizes(PipelineLayout.of(layout), layout.tp)
+        yield candidates.peaks.state_bytes((part_of(layout, StateLayout),), sizes, 2)
     for case in cases_on(SCENARIOS[name])[::3]:
         yield describe(candidates, *case)
 
