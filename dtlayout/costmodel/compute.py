@@ -12,6 +12,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
+from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Attention, Matmul, Operation
@@ -178,10 +179,9 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     Flash kernels skip the half that the causal mask hides and compute the scores again in backward, 2.5 times the FLOPs
     of forward (arXiv:2307.08691, sec. 4.1). Separate operations compute all of it and move every score through memory.
     """
-    model, constants, t = scenario.model, scenario.engine.constants, layout.tp
-    peak, seq_len = matrix_flops_per_s(scenario), scenario.batch.seq_len
-    tokens = tokens_of(scenario, layout)
-    flops = 4.0 * tokens * seq_len * model.query_width / t
+    model, constants, seq_len = scenario.model, scenario.engine.constants, scenario.batch.seq_len
+    peak, tokens = matrix_flops_per_s(scenario), tokens_of(scenario, layout)
+    flops = tokens * count_attention_flops_per_token(model, seq_len) / layout.tp
     if not find_kernel(AttentionKernel, kernels.attention).holds_scores:
         forward_s = flash_s(scenario, kernels.attention, flops)
         return forward_s, 2.5 * forward_s

@@ -32,12 +32,12 @@ def count_model_flops_per_token(model: ModelShape, seq_len: int) -> float:
     embeddings included, a tied one once; attention is counted whole although the mask is causal; what is computed
     again in backward is not credited.
     """
-    return 6 * count_parameters(model) + 3 * model.num_layers * _count_attention_flops_per_token(model, seq_len)
+    return 6 * count_parameters(model) + 3 * model.num_layers * count_attention_flops_per_token(model, seq_len)
 
 
 def count_block_flops_per_token(model: ModelShape, seq_len: int) -> float:
     """Forward FLOPs of one block for a token: two a weight, and 4·q·s for the two matmuls of attention."""
-    return 2 * count_block_parameters(model) + _count_attention_flops_per_token(model, seq_len)
+    return 2 * count_block_parameters(model) + count_attention_flops_per_token(model, seq_len)
 
 
 def count_head_flops_per_token(model: ModelShape) -> float:
@@ -45,6 +45,7 @@ def count_head_flops_per_token(model: ModelShape) -> float:
     return 2 * count_embedding_parameters(model)
 
 
-def _count_attention_flops_per_token(model: ModelShape, seq_len: int) -> float:
+def count_attention_flops_per_token(model: ModelShape, seq_len: int) -> float:
+    """Forward FLOPs of one block's scores and weighted values for a token, 4·q·s: the mask hides none of them."""
     attentions = (each for each in describe(model).block if isinstance(each, SelfAttention))
     return sum(each.flops_per_token(seq_len) for each in attentions)
