@@ -21,7 +21,7 @@ from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.families import find_family
 from dtlayout.models.presets import PRESETS
 from dtlayout.optimizers import AdamW, Optimizer
-from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, find_schedule
+from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.precision import Precision
 from dtlayout.ranges import ranged, refuse_values
 
@@ -211,9 +211,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         find_family(config.model.family)
     except InvalidConfig as error:
         problems += error.problems
-    if find_schedule(layout.schedule).splits_backward:
-        what = f"schedule={layout.schedule} splits backwards, which can be predicted, not trained"
-        problems.append(f"{what}; use schedule={DEFAULT_SCHEDULE}")
+    problems += schedule_problems(layout.schedule)
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     problems += config.kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)

@@ -22,7 +22,7 @@ from dtlayout.layout import Layout
 from dtlayout.models.description import Activation, Description, Linear, Norm, Operation, SelfAttention
 from dtlayout.models.families import describe
 from dtlayout.precision import BYTES
-from dtlayout.recompute import Kept, Recompute
+from dtlayout.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,6 @@ class Sizes:
         after = takewhile(lambda each: not isinstance(each, Norm), reversed(self.description.block))
         return sum(map(self.kept_by, after))
 
-    @cached_property
-    def matmul_results(self) -> list[float]:
-        """The result of each matmul of a block, in order."""
-        return [self.result_of(each) for each in self.description.block if isinstance(each, Linear)]
-
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
         return self.element * width / self.tp
@@ -168,9 +163,17 @@ class Sizes:
         rest = self.product_element * width + self.exact_element * num_rows
         return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
 
-    def result_of(self, matmul: Linear) -> float:
-        """A matmul's result: its part of the outputs, or a term of the sum that closes a branch."""
-        return self.split(matmul.outputs) if matmul.style == "colwise" else self.whole
+    def result_of(self, operation: Operation) -> float:
+        """What recomputation may keep of an operation: of a matmul its outputs, or a term of the branch's sum."""
+        if not isinstance(operation, Linear):
+            return self.attention_results
+        return self.split(operation.outputs) if operation.style == "colwise" else self.whole
+
+    def results(self, recompute: Recompute, *, last: bool) -> float:
+        """Results that a recomputed block keeps, that of its last matmul only if `last`."""
+        skipped = None if last else next(each for each in reversed(self.description.block) if isinstance(each, Linear))
+        kept = (each for each in self.description.block if each.kept_as in recompute.kept and each is not skipped)
+        return sum(map(self.result_of, kept))
 
     def kept_by(self, operation: Operation) -> float:
         """Kept by an operation for its backward, and by no other one."""
@@ -198,9 +201,7 @@ class Sizes:
             return self.block
         num_sums = self.description.num_branches - (not self.keeps_last)
         sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
-        matmuls = sum(self.matmul_results) - (0.0 if self.keeps_last else self.matmul_results[-1])
-        kept: dict[Kept, float] = {"matmuls": matmuls, "attention": self.attention_results}
-        return self.stream + sums + sum(kept[kind] for kind in recompute.kept)
+        return self.stream + sums + self.results(recompute, last=self.keeps_last)
 
     def recomputed(self, recompute: Recompute, layer: int) -> float:
         """Added to what a block has kept when it is computed again, up to the last thing that backward needs.
@@ -210,8 +211,7 @@ class Sizes:
         if not recompute.covers(layer):
             return 0.0
         again = self.block - (self.stream if self.keeps_stream else 0.0)
-        saved: dict[Kept, float] = {"matmuls": sum(self.matmul_results[:-1]), "attention": self.attention_results}
-        return again - sum(saved[kind] for kind in recompute.kept)
+        return again - self.results(recompute, last=False)
 
 
 def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:

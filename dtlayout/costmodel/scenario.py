@@ -49,7 +49,8 @@ class Scenario:
 def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
     problems = kernels.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
-    return problems + scenario.engine.recompute_problems(layout.recompute)
+    engine = scenario.engine
+    return problems + engine.schedule_problems(layout.schedule) + engine.recompute_problems(layout.recompute)
 
 
 def count_state_shards(layout: Layout) -> int:

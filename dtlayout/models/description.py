@@ -15,6 +15,7 @@ from math import prod
 from typing import ClassVar, Literal
 
 from dtlayout.model_shape import ModelShape
+from dtlayout.recompute import Kept
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
@@ -51,6 +52,8 @@ class _Operation:
 
     weights: ClassVar[tuple[Weight, ...]] = ()
     """Parameters that belong to it."""
+    kept_as: ClassVar[Kept | None] = None
+    """The word of a recomputation that keeps its result; without one it is always computed again."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Norm(_Operation):
 class Linear(_Operation):
     """A matmul with a weight."""
 
+    kept_as = "matmuls"
     module: str
     """The module's name in the block."""
     inputs: int
@@ -118,6 +122,7 @@ class Rotary(_Operation):
 class SelfAttention(_Operation):
     """Causal attention; it keeps queries, keys, values and its output."""
 
+    kept_as = "attention"
     num_heads: int
     """Query heads."""
     num_kv_heads: int

@@ -142,6 +142,13 @@ def find_schedule(name: str) -> PipelineSchedule:
     return _SCHEDULES[name]
 
 
+def schedule_problems(name: str) -> list[str]:
+    """A line for a schedule that this package can predict, and not train."""
+    if not find_schedule(name).splits_backward:
+        return []
+    return [f"schedule={name} splits backwards, which can be predicted, not trained; use schedule={DEFAULT_SCHEDULE}"]
+
+
 def schedule_with(virtual_stages: int) -> str:
     """The name of the schedule for somebody who says no more than how many virtual stages there are."""
     if virtual_stages == 1:

@@ -194,11 +194,12 @@ class Space:
         return layout.is_legal(self.scenario.model, self.scenario.batch)
 
     def allows_pipeline(self, pp: int, order: Order, dp: int, micro_batch: int) -> bool:
-        """Whether the stages and the microbatches come out even: `Layout.is_legal`, with every other axis off."""
+        """Whether stages and microbatches come out even, `Layout.is_legal`, and the engine has the schedule."""
         if self.scenario.batch.global_batch % (dp * micro_batch):
             return False  # by far the most frequent reason, found without building a layout
         schedule, v = order
         layout = Layout(
             pp=pp, schedule=schedule, virtual_stages=v, dp_shard=dp, micro_batch=micro_batch, **self.constant
         )
-        return layout.is_legal(self.scenario.model, self.scenario.batch)
+        legal = layout.is_legal(self.scenario.model, self.scenario.batch)
+        return legal and not self.scenario.engine.schedule_problems(schedule)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from outside import ZB_H1, registered
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
@@ -36,6 +37,16 @@ def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine):
     assert "use selective" in problem
     advised = explain(scenario(engine), replace(layout, recompute="full"), Kernels()).changes
     assert not any("keep-" in override for change in advised for override in change.overrides)
+
+
+def test_a_schedule_that_the_trainer_cannot_run_is_predicted_for_other_engines_alone():
+    with registered(ZB_H1):
+        assert Search(Space(scenario("megatron"), fixed={"schedule": "zb-h1"})).run().ranked
+        assert not Search(Space(scenario(), fixed={"schedule": "zb-h1"})).run().ranked
+        layout = Layout(pp=2, dp_shard=2, schedule="zb-h1")
+        assert not find_refusals(scenario("megatron"), layout, Kernels())
+        (problem,) = find_refusals(scenario(), layout, Kernels())
+    assert problem == "schedule=zb-h1 splits backwards, which can be predicted, not trained; use schedule=1f1b"
 
 
 def test_no_whole_stage_is_compiled_where_tp_splits_the_embedding():
