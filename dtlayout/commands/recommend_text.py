@@ -1,22 +1,16 @@
 """The answers of `recommend` in words and tables, for people."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from dtlayout.commands.recommend_answer import Answer
+from dtlayout.commands.recommend_answer import Answer, Verified, full_name
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
 from dtlayout.models.counting import count_parameters
 from dtlayout.optimizers import AdamW
 from dtlayout.planner.reasons import Verdict, describe_difference
 from dtlayout.planner.search import SearchResult
 from dtlayout.planner.sizing import ScaleRow
 from dtlayout.text import GIB, align
-
-if TYPE_CHECKING:
-    from dtlayout.commands.verify import Verified
 
 _BAR = 20
 _COUNTED = {
@@ -74,7 +68,7 @@ def list_scale(scenario: Scenario, rows: Sequence[ScaleRow]) -> list[str]:
     return [*_describe_scenario(scenario), "", *align(cells, (">6", "<", ">12", ">8", ">12"))]
 
 
-def describe_dry_runs(verified: Sequence["Verified"]) -> list[str]:
+def describe_dry_runs(verified: Sequence[Verified]) -> list[str]:
     """A line for each layout that was dry-run."""
     return [
         f"{v.estimate.layout}: {v.peak_bytes / GIB:.2f} GiB, predicted {v.estimate.peak_bytes / GIB:.2f} "
@@ -87,13 +81,6 @@ def describe_counts(result: SearchResult) -> str:
     """What became of all layouts of a search, in a line."""
     parts = [f"{result.counts[reason]:,} {text}" for reason, text in _COUNTED.items() if result.counts[reason]]  # type: ignore[index]
     return f"{result.num_layouts:,} layouts: {', '.join(parts)}."
-
-
-def full_name(estimate: Estimate) -> str:
-    """A layout with the kernels that are not the usual ones."""
-    usual, kernels = asdict(Kernels()), asdict(estimate.kernels).items()
-    odd = [kernel if name == "attention" else f"{name} {kernel}" for name, kernel in kernels if kernel != usual[name]]
-    return " ".join([str(estimate.layout), *odd])
 
 
 def _describe_scenario(scenario: Scenario) -> list[str]:
