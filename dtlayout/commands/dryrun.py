@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu, show
-from dtlayout.commands.dryrun_tables import RankTables, list_times
+from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import device_of
@@ -121,9 +121,9 @@ def _list_settings(run: Run) -> dict[str, Any]:
 def _describe(findings: Findings, *, compares: bool) -> Iterator[str]:
     yield from (findings.title, *(f"note: {note}" for note in findings.notes))
     for report in findings.reports:
-        found = RankTables.make(report, findings, compares=compares)
-        yield from ("", found.place, f"peak  {found.peak}", f"run   {found.run}")
-        for table in found.tables:
+        yield from ("", describe_place(report, findings))
+        yield from (f"peak  {describe_peak(report, findings)}", f"run   {describe_run(report, findings)}")
+        for table in list_tables(report, findings, compares=compares):
             yield from ("", *align(table))
     if times := list_times(findings, compares=compares):
         yield from ("", *align(times))
