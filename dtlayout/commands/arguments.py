@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def show(options: argparse.Namespace, document: object, lines: Iterable[str], **style: Any) -> int:
     """Print the answer of a command, one JSON document with `--json` and lines without; exit code 0."""
-    print(json.dumps(document, indent=2, **style) if options.json else "\n".join(lines))
+    print(json.dumps(document, **{"indent": 2, **style}) if options.json else "\n".join(lines))
     return 0
 
 

@@ -9,16 +9,14 @@ from typing import Any
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu, load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.commands.recommend_answer import BASELINES, Answer, to_scale_document, verify
-from dtlayout.commands.recommend_text import describe_counts, describe_dry_runs, give_reasons, list_scale, to_text
+from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothing, list_scale, to_scale_document, verify
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.files import check_writable
 from dtlayout.models.files import find_model
 from dtlayout.optimizers import find_optimizer
-from dtlayout.planner.reasons import describe_shortage, find_problems, parse_layout
-from dtlayout.planner.search import Search, SearchResult
+from dtlayout.planner.search import Search
 from dtlayout.planner.sizing import find_smallest, scale
 from dtlayout.planner.space import Space, parse_choice
 from dtlayout.precision import Precision
@@ -89,20 +87,16 @@ def _run(options: argparse.Namespace) -> int:
     search = Search(space, options.max_memory)
     result = search.run(options.top)
     if not result.ranked:
-        raise InvalidLayout(_explain_nothing(space, result))
+        raise InvalidLayout(explain_nothing(space, result))
     verified = verify(space.scenario, result, options.verify) if options.verify else []
     ooms = {v.estimate.layout for v in verified if not v.fits}
     result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in ooms))
-    if not result.ranked:
-        advice = "use a larger --top or a smaller --max-memory"
-        problem = f"none of the {len(verified)} best fits when it is dry-run; {advice}"
-        raise InvalidLayout([problem, *describe_dry_runs(verified)])
     answer = Answer(space, search, result, options, verified)
     if options.emit:
         from dtlayout.commands.emit import write_config  # only now: a search does without configs
 
-        write_config(options.emit, space.scenario, result.ranked[0], give_reasons(answer))
-    return show(options, answer.to_document(), to_text(answer))
+        write_config(options.emit, space.scenario, result.ranked[0], answer.give_reasons())
+    return show(options, answer.to_document(), answer.to_lines())
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -170,17 +164,3 @@ def _read_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise InvalidConfig(f"--scale={text} must name at least 1 GPU each")
     return sizes
-
-
-def _explain_nothing(space: Space, result: SearchResult) -> list[str]:
-    """Why there is no layout, and what would help."""
-    problems = [f"no layout can train {space.scenario.model.name} here: {describe_counts(result)}"]
-    if missed := result.smallest_oom:
-        text = describe_shortage(missed, result.allowed_bytes)
-        problems.append(f"the one that misses by least, {missed.layout}: {text}")
-        problems.append("--min-gpus finds the smallest cluster that works; a shorter --seq-len needs less")
-    else:
-        layout, kernels = parse_layout(space, {})
-        problems += [f"for example {layout}: {line}" for line in find_problems(space, layout, kernels)]
-        problems.append("use another number of GPUs or global batch, or fewer --fix and --avoid")
-    return problems
