@@ -78,8 +78,11 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
     num_steps, folds, measured = options.steps, not options.whole, {}
     scenario = own_scenario(config, layout.world_size, gpu)
     if curves is not None:
-        asked = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
-        _check_same(curves.run, asked, options.run)
+        here = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
+        asked = _list_settings(here)
+        if differing := [f"{key}={had!r}" for key, had in _list_settings(curves.run).items() if had != asked[key]]:
+            what = f"the run of {options.run} had {', '.join(differing)}"
+            raise InvalidConfig(f"{what}; dry-run that, or measure this one")
         num_steps, folds = curves.num_steps, False
         measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=True))
         ranks = list(measured) if options.ranks is None else ranks
@@ -99,13 +102,6 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
 def _first_ranks(layout: Layout) -> list[int]:
     """The first rank of each stage of the pipeline."""
     return list(range(0, layout.world_size, layout.world_size // layout.pp))
-
-
-def _check_same(theirs: Run, ours: Run, folder: Path) -> None:
-    """InvalidConfig if a run was one of something else than this config says."""
-    had, asked = _list_settings(theirs), _list_settings(ours)
-    if differing := [f"{key}={value!r}" for key, value in had.items() if value != asked[key]]:
-        raise InvalidConfig(f"the run of {folder} had {', '.join(differing)}; dry-run that, or measure this one")
 
 
 def _list_settings(run: Run) -> dict[str, Any]:

@@ -283,14 +283,10 @@ def _table(scenario: Scenario, result: SearchResult) -> list[str]:
     for place, e in enumerate(result.ranked, start=1):
         mfu, name = _describe_mfu(scenario, e, short=True), f"{place:<3}{_full_name(e)}"
         layouts.append([name, mfu, f"{e.step_time_s:.3f}", _bar(e)])
-        shares.append(
-            [f"{place:<3}", *(f"{100 * seconds / e.step_time_s:.1f}" for seconds in e.time.as_dict().values())]
-        )
-    names = max(len(row[0]) for row in layouts)
-    return [
-        *align(layouts, ("<", ">12", ">8", "<")), "",
-        *align(shares, (f"<{names - 11}", *[">9"] * (len(shares[0]) - 1))),
-    ]  # fmt: skip
+        parts = [f"{100 * seconds / e.step_time_s:.1f}" for seconds in e.time.as_dict().values()]
+        shares.append([f"{place:<3}", *parts])
+    first = f"<{max(len(row[0]) for row in layouts) - 11}"
+    return [*align(layouts, ("<", ">12", ">8", "<")), "", *align(shares, (first, *[">9"] * (len(shares[0]) - 1)))]
 
 
 def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -> str:

@@ -23,7 +23,6 @@ EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
 Fits = Sequence[tuple[validate.Fitted, Sequence[validate.Ablation]]]
 """What was fitted to each engine's runs, with what each of its constants is worth where that was asked."""
-_NAME_WIDTH = 46
 _SCORES = {
     "fit": "fit", "mape": "MAPE", "median_ape": "median", "tau": "tau", "top1": "top-1", "memory": "memory",
     "false_oom": "false OOM",
@@ -117,29 +116,27 @@ def _describe(
     """The lines of a validation: engines, scores, the worst rows, and what was fitted."""
     for (name, gpu), group in validate.group_runs(p.run for p in predictions).items():
         engine = group[0].scenario.engine
-        source = f"constants from {engine.source}"
+        title = f"{name} on {gpu}, {len(group)} rows"
         if not engine.is_calibrated:
-            source = "uncalibrated; general constants, no run stands behind them"
-        yield f"{name} on {gpu}, {len(group)} rows: {source}"
-        if engine.is_calibrated:
+            yield f"{title}: uncalibrated; general constants, no run stands behind them"
+        else:
+            yield f"{title}: constants from {engine.source}"
             yield from wrap("  fitted constants: ", engine.fitted)
             yield from wrap("  of these at a bound: ", engine.at_bounds or ["none"])
-    yield ""
     tables = {table: score(rows) for table, rows in by_table(predictions).items()}
-    yield from _tabulate("table", {**tables, "all": score(predictions)})
+    yield from ("", *_tabulate("table", {**tables, "all": score(predictions)}))
     with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
     scored = with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
     yield f"MAPE and median over {scored}; tau and top-1 of all: their means"
     if left_out:
-        yield ""
-        yield from _tabulate("left out of the fit", {model: score(rows) for model, rows in left_out.items()})
+        models = {model: score(rows) for model, rows in left_out.items()}
+        yield from ("", *_tabulate("left out of the fit", models))
     yield from _describe_worst(predictions, options.worst)
     for fitted, ablations in fits:
         if options.fit and options.out:
             yield f"\nwritten: {options.out}"
         elif options.fit:
-            yield ""
-            yield _format_fragment(fitted).rstrip()
+            yield from ("", _format_fragment(fitted).rstrip())
         if options.ablate:
             yield from _describe_ablations(fitted, ablations)
 
@@ -149,7 +146,7 @@ def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:
     return align([[first, "rows", *_SCORES.values()], *rows])
 
 
-def _shorten(name: str, width: int = _NAME_WIDTH) -> str:
+def _shorten(name: str, width: int = 46) -> str:
     """Both ends of a long name: tables of one study begin alike, sweeps of one model end alike."""
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}"
 
@@ -173,13 +170,10 @@ def _describe_worst(predictions: Sequence[Prediction], number: int) -> Iterator[
         for p in predictions
         if p.run.outcome == ("oom" if p.estimate.fits else "ok")
     ]
-    for title, rows in (
-        (f"speed, of {len(speeds)}", speeds),
-        (f"peak memory, of {len(peaks)}", peaks),
-        (f"outcome, of {len(misjudged)} misjudged", misjudged),
-    ):
+    kinds = {"speed, of {}": speeds, "peak memory, of {}": peaks, "outcome, of {} misjudged": misjudged}
+    for kind, rows in kinds.items():
         if rows and number:
-            yield from ("", f"worst by {title}")
+            yield from ("", f"worst by {kind.format(len(rows))}")
             for _, prediction in sorted(rows, key=lambda row: row[0], reverse=True)[:number]:
                 yield from _describe_row(prediction)
 
@@ -240,9 +234,8 @@ def _describe_ablations(fitted: validate.Fitted, ablations: Sequence[validate.Ab
     for a in ablations:
         changes = [_change(getattr(a.scores, name), getattr(whole, name), name) for name in shown]
         rows.append([a.constant, f"{getattr(constants, a.constant):.4g}", f"{a.neutral:.4g}", *changes])
-    yield ""
-    yield f"{fitted.engine.name} on {fitted.engine.gpu} without one constant, the others of its kind fitted again"
-    yield from align(rows)
+    title = f"{fitted.engine.name} on {fitted.engine.gpu} without one constant, the others of its kind fitted again"
+    yield from ("", title, *align(rows))
 
 
 def _change(without: float | None, whole: float | None, name: str) -> str:
