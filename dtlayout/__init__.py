@@ -8,39 +8,20 @@ import os
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "Batch": "dtlayout.batch",
-    "Kernels": "dtlayout.kernels",
-    "Layout": "dtlayout.layout",
-    "ModelShape": "dtlayout.model_shape",
-    "Precision": "dtlayout.precision",
-    "Recompute": "dtlayout.recompute",
-    "Optimizer": "dtlayout.optimizers",
-    "register_optimizer": "dtlayout.optimizers",
-    "find_preset": "dtlayout.models.presets",
-    "load_config": "dtlayout.config",
-    "Family": "dtlayout.models.families",
-    "register_family": "dtlayout.models.families",
-    "register_kernel": "dtlayout.kernel",
-    "register_gpu": "dtlayout.cluster",
-    "register_engine": "dtlayout.costmodel.engine",
-    "Plan": "dtlayout.plans.plan",
-    "make_plan": "dtlayout.plans.plan",
-    "make_schedule": "dtlayout.pipelining.schedule",
-    "PipelineSchedule": "dtlayout.pipelining.schedules",
-    "register_schedule": "dtlayout.pipelining.schedules",
-    "layer_costs": "dtlayout.pipelining.partition",
-    "partition": "dtlayout.pipelining.partition",
-    "Llama": "dtlayout.models.llama",
-    "build_mesh": "dtlayout.mesh.build",
-    "apply_plan": "dtlayout.plans.apply",
-    "initialize": "dtlayout.plans.init",
-    "Boundary": "dtlayout.pipelining.stage",
-    "build_stage": "dtlayout.pipelining.stage",
-    "stage_boundary": "dtlayout.pipelining.stage",
-    "build_runtime": "dtlayout.pipelining.runtime",
-    "TrainStep": "dtlayout.training.step",
-}
+_PUBLIC = {
+    "batch": ["Batch"], "kernels": ["Kernels"], "layout": ["Layout"], "model_shape": ["ModelShape"],
+    "precision": ["Precision"], "recompute": ["Recompute"], "optimizers": ["Optimizer", "register_optimizer"],
+    "models.presets": ["find_preset"], "models.families": ["Family", "register_family"], "config": ["load_config"],
+    "kernel": ["register_kernel"], "cluster": ["register_gpu"], "costmodel.engine": ["register_engine"],
+    "plans.plan": ["Plan", "make_plan"], "pipelining.schedule": ["make_schedule"],
+    "pipelining.schedules": ["PipelineSchedule", "register_schedule"],
+    "pipelining.partition": ["layer_costs", "partition"], "models.llama": ["Llama"], "mesh.build": ["build_mesh"],
+    "plans.apply": ["apply_plan"], "plans.init": ["initialize"],
+    "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
+    "training.step": ["TrainStep"],
+}  # fmt: skip
+"""Module → what it makes public."""
+_HOMES = {name: f"dtlayout.{module}" for module, names in _PUBLIC.items() for name in names}
 
 __all__ = sorted(_HOMES)
 

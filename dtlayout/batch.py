@@ -2,20 +2,17 @@
 
 from dataclasses import dataclass
 
-from dtlayout.ranges import ranged, refuse_values
+from dtlayout.ranges import Ranged, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(Ranged, section="batch"):
     """The sequences of one optimizer step, whatever the layout."""
 
     global_batch: int = ranged("must be at least 1")
     """Sequences in a step, over all ranks and microbatches."""
     seq_len: int = ranged("must be at least 1")
     """Tokens in a sequence."""
-
-    def __post_init__(self) -> None:
-        refuse_values("batch", self)
 
     @property
     def num_tokens(self) -> int:

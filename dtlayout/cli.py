@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog=f"dtlayout {name}", description=COMMANDS[name], epilog=f"example: {command.EXAMPLE}", allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(overrides=[])
     command.add_arguments(parser)
     options, rest = parser.parse_known_args(arguments[1:])
     options.overrides = [text for text in rest if "." in text.partition("=")[0]] if "config" in options else []

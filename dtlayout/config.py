@@ -23,11 +23,11 @@ from dtlayout.models.presets import PRESETS
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.precision import Precision
-from dtlayout.ranges import ranged, refuse_values
+from dtlayout.ranges import Ranged, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Ranged, section="data"):
     """Where the tokens come from."""
 
     source: str = "python-stdlib"
@@ -47,12 +47,9 @@ class DataConfig:
     folder: str = "data/tokens"
     """Where prepared tokens lie, to be used again."""
 
-    def __post_init__(self) -> None:
-        refuse_values("data", self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Ranged, section="train"):
     """How long, where and from which seed."""
 
     steps: int = ranged("must be at least 1")
@@ -68,12 +65,9 @@ class TrainConfig:
     force: bool = False
     """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
 
-    def __post_init__(self) -> None:
-        refuse_values("train", self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Ranged, section="checkpoint"):
     """When the run's state is saved."""
 
     every: int = ranged("must not be negative", 0)
@@ -83,12 +77,9 @@ class CheckpointConfig:
     save: bool = True
     """Whether anything is saved; without it a run cannot be resumed."""
 
-    def __post_init__(self) -> None:
-        refuse_values("checkpoint", self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
+class MetricsConfig(Ranged, section="metrics"):
     """What is measured beside the loss."""
 
     log_every: int = ranged("must be at least 1", 10)
@@ -97,9 +88,6 @@ class MetricsConfig:
     """Steps between memory measurements, which slow a step; the second and the last are measured too."""
     memory: bool = False
     """Write the curve of memory over the first steps to memory.json in the run folder."""
-
-    def __post_init__(self) -> None:
-        refuse_values("metrics", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +153,8 @@ class Config:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a TOML file with `--section.key=value` overrides; InvalidConfig with every problem."""
-    tables = _override(toml.read(path, "config"), overrides)
+    tables = toml.read(path, "config")
+    _override(tables, overrides)
     if isinstance(train := tables.get("train"), dict):
         train.setdefault("run_folder", f"runs/{Path(path).stem}")
     return parse_config(tables)
@@ -220,23 +209,20 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     return layout
 
 
-def _override(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables with each `--section.key=value` put in; a value is TOML, or a string where it is not."""
-    result = dict(tables)
+def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Put each `--section.key=value` into the tables; a value is TOML, or a string where it is not."""
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         section, dot, name = key.partition(".")
         if not (text.startswith("--") and equals and dot and section and name):
             raise InvalidConfig(f"{text!r} is not an override; write --section.key=value, such as --layout.tp=2")
         *path, last = key.split(".")
-        table = result
+        table = tables
         for part in path:
-            if not isinstance(found := table.get(part, {}), dict):
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
                 raise InvalidConfig(f"{text!r} cannot be set: {key.rpartition('.')[0]} is no table in the config")
-            table[part] = dict(found)  # the caller's tables stay as they are
-            table = table[part]
         table[last] = toml.parse_value(value)
-    return result
 
 
 def _expand_preset(table: Any) -> Any:

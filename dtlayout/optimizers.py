@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
 from dtlayout.precision import BYTES, Format
-from dtlayout.ranges import ranged, refuse_values
+from dtlayout.ranges import Ranged, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Ranged, section="optimizer"):
     """An optimizer with its hyper-parameters, each a key of [optimizer]; linear warm-up and cosine decay go with all.
 
     An optimizer is a subclass of it, a frozen dataclass too.
@@ -39,9 +39,6 @@ class Optimizer:
     `weight_decay`, then `lr` and `torch_arguments`."""
     step_bytes: ClassVar[int] = 0
     """Bytes of the counter `step` that torch keeps for each tensor; 0 where there is none."""
-
-    def __post_init__(self) -> None:
-        refuse_values("optimizer", self)
 
     @staticmethod
     def parse(table: Any, name: str) -> "Optimizer":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from dtlayout.errors import InvalidConfig
 
@@ -21,9 +21,17 @@ def ranged(rule: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"rule": rule})
 
 
-def refuse_values(section: str, values: Any) -> None:
-    """InvalidConfig with each `ranged` field of a dataclass that is outside its range; NaN is outside every one."""
-    numbers = [(f.name, getattr(values, f.name), f.metadata["rule"]) for f in fields(values) if "rule" in f.metadata]
-    problems = [f"{section}.{name}={value} {rule}" for name, value, rule in numbers if not _RULES[rule](value)]
-    if problems:
-        raise InvalidConfig(problems)
+class Ranged:
+    """A section of a config, a dataclass: InvalidConfig with each `ranged` field that is outside its range."""
+
+    section: ClassVar[str]
+
+    def __init_subclass__(cls, section: str = "") -> None:
+        """`section` is its name in the file; a class without one has that of its base."""
+        cls.section = section or cls.section
+
+    def __post_init__(self) -> None:
+        numbers = [(f.name, getattr(self, f.name), f.metadata["rule"]) for f in fields(self) if "rule" in f.metadata]  # type: ignore[arg-type]
+        problems = [f"{self.section}.{name}={value} {rule}" for name, value, rule in numbers if not _RULES[rule](value)]
+        if problems:  # NaN is outside every range
+            raise InvalidConfig(problems)

@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu, show
-from dtlayout.commands.dryrun_tables import RankTables, list_times
+from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import device_of
@@ -78,8 +78,11 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
     num_steps, folds, measured = options.steps, not options.whole, {}
     scenario = own_scenario(config, layout.world_size, gpu)
     if curves is not None:
-        asked = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
-        _check_same(curves.run, asked, options.run)
+        here = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
+        asked = _list_settings(here)
+        if differing := [f"{key}={had!r}" for key, had in _list_settings(curves.run).items() if had != asked[key]]:
+            what = f"the run of {options.run} had {', '.join(differing)}"
+            raise InvalidConfig(f"{what}; dry-run that, or measure this one")
         num_steps, folds = curves.num_steps, False
         measured = dict(zip(_first_ranks(layout), curves.by_pp_rank, strict=True))
         ranks = list(measured) if options.ranks is None else ranks
@@ -101,13 +104,6 @@ def _first_ranks(layout: Layout) -> list[int]:
     return list(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
-def _check_same(theirs: Run, ours: Run, folder: Path) -> None:
-    """InvalidConfig if a run was one of something else than this config says."""
-    had, asked = _list_settings(theirs), _list_settings(ours)
-    if differing := [f"{key}={value!r}" for key, value in had.items() if value != asked[key]]:
-        raise InvalidConfig(f"the run of {folder} had {', '.join(differing)}; dry-run that, or measure this one")
-
-
 def _list_settings(run: Run) -> dict[str, Any]:
     """What the memory of a run depends on, section.key → value."""
     document = run.to_dict()
@@ -121,9 +117,9 @@ def _list_settings(run: Run) -> dict[str, Any]:
 def _describe(findings: Findings, *, compares: bool) -> Iterator[str]:
     yield from (findings.title, *(f"note: {note}" for note in findings.notes))
     for report in findings.reports:
-        found = RankTables.make(report, findings, compares=compares)
-        yield from ("", found.place, f"peak  {found.peak}", f"run   {found.run}")
-        for table in found.tables:
+        yield from ("", describe_place(report, findings))
+        yield from (f"peak  {describe_peak(report, findings)}", f"run   {describe_run(report, findings)}")
+        for table in list_tables(report, findings, compares=compares):
             yield from ("", *align(table))
     if times := list_times(findings, compares=compares):
         yield from ("", *align(times))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from dtlayout.commands.dryrun_tables import RankTables, list_times
+from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.curve import UPDATE
@@ -31,15 +31,14 @@ def _parts(findings: Findings) -> Iterator[str]:
     if times := list_times(findings, compares=True):
         yield html.table(times)
     for report in findings.reports:
-        tables = RankTables.make(report, findings, compares=True)
-        yield html.heading(tables.place)
-        yield html.paragraph(f"peak {tables.peak}")
-        yield html.paragraph(tables.run, "note")
-        yield draw_curve(report, findings)
-        yield from map(html.table, tables.tables)
+        yield html.heading(describe_place(report, findings))
+        yield html.paragraph(f"peak {describe_peak(report, findings)}")
+        yield html.paragraph(describe_run(report, findings), "note")
+        yield _draw_curve(report, findings)
+        yield from map(html.table, list_tables(report, findings, compares=True))
 
 
-def draw_curve(report: RankReport, findings: Findings) -> str:
+def _draw_curve(report: RankReport, findings: Findings) -> str:
     """The largest total during each action as SVG: dry, predicted and measured; the capacity if it is not far above."""
     unit, size = choose_unit(report.peak_bytes)
     edges = range(len(report.curve) + 1)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dtlayout.precision import Precision
 _BYTES_VOCAB = 257
 """Ids of the tokenizer that needs no file."""
 _STEPS = 100
+_SAID_OF_LAYOUTS = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute")
 
 
 def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> None:
@@ -40,9 +41,9 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     comments = [f"{model.name} on {cluster.num_gpus} x {cluster.gpu.name}, by dtlayout recommend.", *reasons]
     needs_tokenizer = model.vocab_size < _BYTES_VOCAB
     sections = {
-        "model": _model(scenario),
+        "model": _changes(model, PRESETS.get(model.name), ["name"]),
         "batch": asdict(scenario.batch),
-        "layout": _layout(scenario, estimate),
+        "layout": _changes(_cut_alike(scenario, estimate), Layout(), _SAID_OF_LAYOUTS),
         "kernels": asdict(estimate.kernels),
         "precision": _changes(scenario.precision, Precision()),
         "optimizer": _changes(scenario.optimizer, AdamW()),
@@ -67,22 +68,14 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     return "\n".join(lines) + "\n"
 
 
-def _changes(value: Any, default: Any) -> dict[str, Any]:
-    """The fields that have not their default."""
-    return {k: v for k, v in asdict(value).items() if k not in (known := asdict(default)) or v != known[k]}
+def _changes(value: Any, default: Any, always: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields that have not their default, and those that are always said; all of them without a default."""
+    known = asdict(default) if default else {}
+    return {k: v for k, v in asdict(value).items() if k in always or k not in known or v != known[k]}
 
 
-def _model(scenario: Scenario) -> dict[str, Any]:
-    """The preset's name with what differs from it, or all sizes."""
-    values, preset = asdict(scenario.model), PRESETS.get(scenario.model.name)
-    return {k: v for k, v in values.items() if preset is None or k == "name" or v != asdict(preset)[k]}
-
-
-def _layout(scenario: Scenario, estimate: Estimate) -> dict[str, Any]:
-    """Degrees and what differs from the defaults; the stages too, where the trainer would cut others."""
-    always, defaults = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute"), Layout()
-    values = {f.name: getattr(estimate.layout, f.name) for f in fields(Layout)}
+def _cut_alike(scenario: Scenario, estimate: Estimate) -> Layout:
+    """The layout, with its stages where the trainer would cut others."""
     own = count_blocks(partition(layer_costs(scenario.model, scenario.batch), estimate.layout))
-    if own != estimate.stage_layers:
-        values["stage_layers"] = estimate.stage_layers
-    return {k: v for k, v in values.items() if k in always or v != getattr(defaults, k)}
+    is_same = own == estimate.stage_layers
+    return estimate.layout if is_same else replace(estimate.layout, stage_layers=estimate.stage_layers)

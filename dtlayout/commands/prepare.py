@@ -1,9 +1,8 @@
 """dtlayout prepare: tokenize a config's data once, so that no training waits for it."""
 
 import argparse
-import json
 
-from dtlayout.commands.arguments import add_config
+from dtlayout.commands.arguments import add_config, show
 from dtlayout.config import load_config
 
 EXAMPLE = "dtlayout prepare configs/debug.toml"
@@ -21,8 +20,6 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
     tokens, num_samples, folder = samples.tokens, samples.num_samples, samples.tokens.folder
-    if options.json:
-        print(json.dumps({"folder": str(folder), "num_tokens": tokens.num_tokens, "num_samples": num_samples}))
-    else:
-        print(f"{tokens.num_tokens:,} tokens, {num_samples:,} samples of {config.batch.seq_len} in {folder}")
-    return 0
+    document = {"folder": str(folder), "num_tokens": tokens.num_tokens, "num_samples": num_samples}
+    text = f"{tokens.num_tokens:,} tokens, {num_samples:,} samples of {config.batch.seq_len} in {folder}"
+    return show(options, document, [text], indent=None)

@@ -2,36 +2,49 @@
 
 import argparse
 import gc
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dtlayout.commands.arguments import add_scenario, read_scenario, show
-from dtlayout.commands.recommend_answer import BASELINES, Answer
-from dtlayout.commands.recommend_documents import to_document, to_scale_document
-from dtlayout.commands.recommend_text import describe_counts, describe_dry_runs, give_reasons, list_scale, to_text
-from dtlayout.costmodel.engine import OWN_ENGINE
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu, load_cluster
+from dtlayout.commands.arguments import show
+from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothing, list_scale, to_scale_document, verify
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.files import check_writable
-from dtlayout.planner.reasons import describe_shortage, find_problems, parse_layout
-from dtlayout.planner.search import Search, SearchResult
+from dtlayout.models.files import find_model
+from dtlayout.optimizers import find_optimizer
+from dtlayout.planner.search import Search
 from dtlayout.planner.sizing import find_smallest, scale
 from dtlayout.planner.space import Space, parse_choice
-
-if TYPE_CHECKING:
-    from dtlayout.commands.verify import Verified
+from dtlayout.precision import Precision
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The scenario, and what is asked about it."""
-    add_scenario(parser)
+    parser.add_argument(
+        "--model", required=True, metavar="M", help="a preset, an HF config.json, or a TOML file with [model]"
+    )
+    parser.add_argument("--vocab", type=int, metavar="V", help="another vocabulary size than the model's")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file, instead of --gpu")
+    parser.add_argument("--gpu", metavar="NAME", help="a GPU type, such as a100-80g-sxm, h100-80g-sxm or cpu")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; the vendor's by default")
+    parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of a sequence")
+    parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
+    parser.add_argument("--engine", default=OWN_ENGINE, metavar="E", help="the training program; dtlayout by default")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw by default, or such as sgd")
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument(
+        "--precision", metavar="KEY=FORMAT", help="such as reduce=bfloat16; may be repeated", **repeated
+    )
     parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts to show; 5 by default")
-    for name, example in (("--fix", "tp=2"), ("--avoid", "recompute=full")):
-        words = f"such as {example}; may be repeated"
-        parser.add_argument(name, action="append", default=[], metavar="NAME=VALUE", help=words)
+    parser.add_argument("--fix", metavar="NAME=VALUE", help="such as tp=2; may be repeated", **repeated)
+    parser.add_argument("--avoid", metavar="NAME=VALUE", help="such as recompute=full; may be repeated", **repeated)
     parser.add_argument("--max-memory", type=float, default=1.0, metavar="SHARE", help="of the capacity, such as 0.9")
     parser.add_argument("--why-not", metavar="CHOICES", help="such as tp=4,pp=4,micro_batch=2: what stands against it")
     parser.add_argument("--baseline", choices=tuple(BASELINES), help="what a well-known procedure would have chosen")
@@ -59,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
         avoided.setdefault(name, []).append(value)
 
     def make_space(num_gpus: int | None = None) -> Space:
-        return Space(read_scenario(options, num_gpus), fixed, avoided)
+        return Space(_read_scenario(options, num_gpus), fixed, avoided)
 
     if options.scale:
         sizes = _read_sizes(options.scale)
@@ -67,39 +80,23 @@ def _run(options: argparse.Namespace) -> int:
         compared = spaces[0].scenario, scale(spaces, options.max_memory)
         return show(options, to_scale_document(*compared), list_scale(*compared))
     if options.min_gpus:
-        per_node = read_scenario(options, options.gpus or 1).cluster.gpus_per_node
+        per_node = _read_scenario(options, options.gpus or 1).cluster.gpus_per_node
         space = find_smallest(make_space, per_node, options.max_memory)
     else:
         space = make_space()
     search = Search(space, options.max_memory)
     result = search.run(options.top)
     if not result.ranked:
-        raise InvalidLayout(_explain_nothing(space, result))
-    verified = _verify(space.scenario, result, options.verify) if options.verify else []
+        raise InvalidLayout(explain_nothing(space, result))
+    verified = verify(space.scenario, result, options.verify) if options.verify else []
     ooms = {v.estimate.layout for v in verified if not v.fits}
     result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in ooms))
-    if not result.ranked:
-        advice = "use a larger --top or a smaller --max-memory"
-        problem = f"none of the {len(verified)} best fits when it is dry-run; {advice}"
-        raise InvalidLayout([problem, *describe_dry_runs(verified)])
     answer = Answer(space, search, result, options, verified)
     if options.emit:
         from dtlayout.commands.emit import write_config  # only now: a search does without configs
 
-        write_config(options.emit, space.scenario, result.ranked[0], give_reasons(answer))
-    return show(options, to_document(answer), to_text(answer))
-
-
-def _verify(scenario: Scenario, result: SearchResult, number: int) -> list["Verified"]:
-    """The first `number` of the layouts, and further ones until one fits."""
-    from dtlayout.commands.verify import verify  # only now: it imports torch
-
-    found: list[Verified] = []
-    for verified in verify(scenario, result.ranked, result.allowed_bytes):
-        found.append(verified)
-        if len(found) >= number and any(v.fits for v in found):
-            break
-    return found
+        write_config(options.emit, space.scenario, result.ranked[0], answer.give_reasons())
+    return show(options, answer.to_document(), answer.to_lines())
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -120,6 +117,45 @@ def _check(options: argparse.Namespace) -> None:
         check_writable(options.emit)
 
 
+def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenario:
+    """What is asked about, on `num_gpus` GPUs if given; InvalidConfig with what is wrong."""
+    model = find_model(options.model)
+    if options.vocab is not None:
+        model = replace(model, vocab_size=options.vocab)
+    cluster = _read_cluster(options, options.gpus if num_gpus is None else num_gpus)
+    return Scenario(
+        model=model,
+        batch=Batch(global_batch=options.global_batch, seq_len=options.seq_len),
+        cluster=cluster,
+        engine=find_engine_on(options.engine, cluster.gpu),
+        precision=_read_precision(options.precision),
+        optimizer=find_optimizer(options.optimizer)(),
+    )
+
+
+def _read_cluster(options: argparse.Namespace, num_gpus: int | None) -> Cluster:
+    if options.cluster and options.gpu:
+        raise InvalidConfig("--cluster names the GPU type itself; give --cluster or --gpu, not both")
+    if options.cluster:
+        changes = {"num_gpus": num_gpus, "gpus_per_node": options.gpus_per_node}
+        given = {name: value for name, value in changes.items() if value is not None}
+        return replace(load_cluster(options.cluster), **given)
+    if not options.gpu:
+        raise InvalidConfig("the cluster is missing; give --gpu NAME --gpus N, or --cluster FILE")
+    if num_gpus is None:
+        raise InvalidConfig("the number of GPUs is missing; give --gpus N")
+    gpu = find_gpu(options.gpu)
+    per_node = gpu.gpus_per_node if options.gpus_per_node is None else options.gpus_per_node
+    return Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
+
+
+def _read_precision(texts: list[str]) -> Precision:
+    values, names = dict(text.partition("=")[::2] for text in texts), [f.name for f in fields(Precision)]
+    if unknown := [name for name in values if name not in names]:
+        raise InvalidConfig([f"precision {name!r} is unknown; use one of {', '.join(names)}" for name in unknown])
+    return Precision(**values)  # type: ignore[arg-type]
+
+
 def _read_sizes(text: str) -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
@@ -128,17 +164,3 @@ def _read_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise InvalidConfig(f"--scale={text} must name at least 1 GPU each")
     return sizes
-
-
-def _explain_nothing(space: Space, result: SearchResult) -> list[str]:
-    """Why there is no layout, and what would help."""
-    problems = [f"no layout can train {space.scenario.model.name} here: {describe_counts(result)}"]
-    if missed := result.smallest_oom:
-        text = describe_shortage(missed, result.allowed_bytes)
-        problems.append(f"the one that misses by least, {missed.layout}: {text}")
-        problems.append("--min-gpus finds the smallest cluster that works; a shorter --seq-len needs less")
-    else:
-        layout, kernels = parse_layout(space, {})
-        problems += [f"for example {layout}: {line}" for line in find_problems(space, layout, kernels)]
-        problems.append("use another number of GPUs or global batch, or fewer --fix and --avoid")
-    return problems

@@ -8,8 +8,7 @@ from pathlib import Path
 from dtlayout.calibrate.file import update
 from dtlayout.cluster import load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.commands.validate import tell
-from dtlayout.commands.validate_text import percent
+from dtlayout.commands.validate import percent, tell
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable

@@ -1,10 +1,9 @@
 """dtlayout sweep: run many configs for real, and keep how each of them ended."""
 
 import argparse
-import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dtlayout.errors import EXIT_DONE, EXIT_STOPPED, DtlayoutError, InvalidConfig
-from dtlayout.signals import note_signals
+from dtlayout.commands.arguments import show
+from dtlayout.errors import EXIT_STOPPED, DtlayoutError, InvalidConfig
+from dtlayout.signals import StopRequest, note_signals
 from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
 from dtlayout.sweep.run import run_halved, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
@@ -43,11 +43,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--retry={','.join(unknown)} cannot be tried again; use {', '.join(FAILURES)}")
     trials = make_trials(sweep, folder)
     if options.list:
-        if options.json:
-            print(json.dumps([_to_document(trial) for trial in trials], indent=2))
-        else:
-            print(_list(trials, _find_ended(sweep, trials, folder)))
-        return EXIT_DONE
+        return show(options, [_to_document(trial) for trial in trials], _list(sweep, trials, folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -73,13 +69,9 @@ def run(options: argparse.Namespace) -> int:
                 ):  # fmt: skip
                     board.note(result)
     found = [board.results[trial.key] for trial in trials if trial.key in board.results]
-    if options.json:
-        print(json.dumps({"ok": True, "folder": str(folder), "trials": [r.to_dict() for r in found]}, indent=2))
-    else:
-        _print_summary(found, len(trials), folder)
-        if stop.is_made:
-            print("stopped; the same command goes on")
-    return EXIT_STOPPED if stop.is_made else EXIT_DONE
+    document = {"ok": True, "folder": str(folder), "trials": [result.to_dict() for result in found]}
+    done = show(options, document, _summarize(found, len(trials), folder, stop))
+    return EXIT_STOPPED if stop.is_made else done
 
 
 class _Board:
@@ -162,37 +154,32 @@ def _tabulate(results: Sequence[TrialResult]) -> list[str]:
     return ["", *align(rows)] if len(rows) > 1 else []
 
 
-def _print_summary(results: Sequence[TrialResult], num_trials: int, folder: Path) -> None:
-    console = Console(highlight=False)
-    console.print(f"{len(results)} of {num_trials} trials: {_count_outcomes(results)}", markup=False)
-    for cause in dict.fromkeys(result.cause for result in results if result.outcome == "refused"):
-        console.print(f"refused: {cause}", markup=False, soft_wrap=True)
-    for line in [*_tabulate(results), *([f"{folder}/trials.jsonl"] if results else [])]:
-        console.print(line, markup=False, soft_wrap=True)
+def _summarize(results: Sequence[TrialResult], num_trials: int, folder: Path, stop: StopRequest) -> Iterator[str]:
+    yield f"{len(results)} of {num_trials} trials: {_count_outcomes(results)}"
+    yield from dict.fromkeys(f"refused: {result.cause}" for result in results if result.outcome == "refused")
+    yield from _tabulate(results)
+    if results:
+        yield f"{folder}/trials.jsonl"
+    if stop.is_made:
+        yield "stopped; the same command goes on"
 
 
-def _find_ended(sweep: Sweep, trials: Sequence[Trial], folder: Path) -> dict[str, TrialResult]:
-    """Key of a trial → how it ended; of a halved sweep in the longest of its rounds, which have keys of their own."""
-    results = Journal(folder).read()
-    if not sweep.halving:
-        return results
-    longest = {result.setting: result for result in keep_longest(results.values())}
-    return {trial.key: longest[trial.setting] for trial in trials if trial.setting in longest}
-
-
-def _list(trials: Sequence[Trial], ended: Mapping[str, TrialResult]) -> str:
-    lines = []
+def _list(sweep: Sweep, trials: Sequence[Trial], folder: Path) -> Iterator[str]:
+    """How each trial ended, of a halved sweep in the longest of its rounds, or what is predicted of it."""
+    ended = Journal(folder).read()
+    if sweep.halving:  # whose rounds have keys of their own
+        longest = {result.setting: result for result in keep_longest(ended.values())}
+        ended = {trial.key: longest[trial.setting] for trial in trials if trial.setting in longest}
     for trial in trials:
-        if trial.key in ended and trial.config is not None:
-            lines.append(f"{'done':<11} {trial.name}: {_describe(ended[trial.key])}")
-        elif trial.config is None:
-            lines.append(f"impossible  {trial.name}: {'; '.join(trial.problems)}")
+        if trial.config is None:
+            yield f"impossible  {trial.name}: {'; '.join(trial.problems)}"
+        elif trial.key in ended:
+            yield f"done        {trial.name}: {_describe(ended[trial.key])}"
         elif trial.estimate is None:
-            lines.append(f"run         {trial.name}")
+            yield f"run         {trial.name}"
         else:
-            outcome, step_time_s = "run" if trial.estimate.fits else "oom", trial.estimate.step_time_s
-            lines.append(f"{outcome:<11} {trial.name}: predicted {step_time_s:.3f} s a step")
-    return "\n".join(lines)
+            outcome = "run" if trial.estimate.fits else "oom"
+            yield f"{outcome:<11} {trial.name}: predicted {trial.estimate.step_time_s:.3f} s a step"
 
 
 def _to_document(trial: Trial) -> dict[str, object]:

@@ -2,20 +2,34 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
+from dtlayout import toml
 from dtlayout.cluster import load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.commands.validate_text import Fits, describe, format_fragment, list_constants
+from dtlayout.costmodel.engine import Engine
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
-from dtlayout.planner.scores import Prediction, by_table, score
-from dtlayout.planner.validate import ablate, fit_group, group_runs, leave_one_out, on_cluster, predict
+from dtlayout.planner import validate
+from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
+from dtlayout.planner.tables import KERNELS
 from dtlayout.report.rows import ROWS, read_rows
+from dtlayout.text import align, choose_unit, wrap
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
+
+Fits = Sequence[tuple[validate.Fitted, Sequence[validate.Ablation]]]
+"""What was fitted to each engine's runs, with what each of its constants is worth where that was asked."""
+_SCORES = {
+    "fit": "fit", "mape": "MAPE", "median_ape": "median", "tau": "tau", "top1": "top-1", "memory": "memory",
+    "false_oom": "false OOM",
+}  # fmt: skip
+"""Score → what it is called in tables."""
+_PLAIN_SCORES = ("fit", "tau", "top1")
+"""Those that are no percentage."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,20 +57,20 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_writable(options.out)
     runs = read_rows(options.tables, options.engine).runs
-    runs = on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
-    groups = group_runs(runs)
+    runs = validate.on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
+    groups = validate.group_runs(runs)
     if options.fit and len(engines := sorted({engine for engine, _ in groups})) > 1:
         raise InvalidConfig(
             f"--fit takes runs of one engine, these are of {', '.join(engines)}; pass fewer tables or --engine"
         )
-    predictions = predict(runs)
-    left_out = leave_one_out(runs, tell) if options.leave_one_out else {}
+    predictions = validate.predict(runs)
+    left_out = validate.leave_one_out(runs, tell) if options.leave_one_out else {}
     wanted = [g for g in groups.values() if options.fit or (options.ablate and g[0].scenario.engine.is_calibrated)]
-    fitted = [fit_group(group, tell) for group in wanted]
-    fits = [(each, ablate(each.runs, each.engine, tell) if options.ablate else []) for each in fitted]
+    fitted = [validate.fit_group(group, tell) for group in wanted]
+    fits = [(each, validate.ablate(each.runs, each.engine, tell) if options.ablate else []) for each in fitted]
     if options.out:
-        options.out.write_text("\n".join(map(format_fragment, fitted)), encoding="utf-8")
-    lines = list(describe(options, predictions, left_out, fits))
+        options.out.write_text("\n".join(map(_format_fragment, fitted)), encoding="utf-8")
+    lines = list(_describe(options, predictions, left_out, fits))
     if options.plots:
         from dtlayout.planner.plots import write_plots  # only now: it imports matplotlib
 
@@ -82,7 +96,7 @@ def _to_document(
         document["left_out"] = {model: score(rows).as_dict() for model, rows in left_out.items()}
     if options.fit:
         document["fitted"] = {
-            f.engine.gpu: {"engine": f.engine.name, "constants": list_constants(f.engine),
+            f.engine.gpu: {"engine": f.engine.name, "constants": _list_constants(f.engine),
                            "at_bounds": list(f.engine.at_bounds), "scores": score(f.predictions).as_dict()}
             for f, _ in fits
         }  # fmt: skip
@@ -94,3 +108,137 @@ def _to_document(
             for a in ablations
         ]
     return document
+
+
+def _describe(
+    options: argparse.Namespace, predictions: Sequence[Prediction], left_out: dict[str, list[Prediction]], fits: Fits
+) -> Iterator[str]:
+    """The lines of a validation: engines, scores, the worst rows, and what was fitted."""
+    for (name, gpu), group in validate.group_runs(p.run for p in predictions).items():
+        engine = group[0].scenario.engine
+        title = f"{name} on {gpu}, {len(group)} rows"
+        if not engine.is_calibrated:
+            yield f"{title}: uncalibrated; general constants, no run stands behind them"
+        else:
+            yield f"{title}: constants from {engine.source}"
+            yield from wrap("  fitted constants: ", engine.fitted)
+            yield from wrap("  of these at a bound: ", engine.at_bounds or ["none"])
+    tables = {table: score(rows) for table, rows in by_table(predictions).items()}
+    yield from ("", *_tabulate("table", {**tables, "all": score(predictions)}))
+    with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
+    scored = with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
+    yield f"MAPE and median over {scored}; tau and top-1 of all: their means"
+    if left_out:
+        models = {model: score(rows) for model, rows in left_out.items()}
+        yield from ("", *_tabulate("left out of the fit", models))
+    yield from _describe_worst(predictions, options.worst)
+    for fitted, ablations in fits:
+        if options.fit and options.out:
+            yield f"\nwritten: {options.out}"
+        elif options.fit:
+            yield from ("", _format_fragment(fitted).rstrip())
+        if options.ablate:
+            yield from _describe_ablations(fitted, ablations)
+
+
+def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:
+    rows = [[_shorten(name), str(s.rows), *(_show(s, each) for each in _SCORES)] for name, s in scores.items()]
+    return align([[first, "rows", *_SCORES.values()], *rows])
+
+
+def _shorten(name: str, width: int = 46) -> str:
+    """Both ends of a long name: tables of one study begin alike, sweeps of one model end alike."""
+    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}"
+
+
+def _show(scores: Scores, name: str) -> str:
+    value = getattr(scores, name)
+    return "–" if value is None else f"{value:.3f}" if name in _PLAIN_SCORES else percent(value)
+
+
+def percent(value: float | None) -> str:
+    """A fraction in percent; a dash where there is none."""
+    return "–" if value is None else f"{100 * value:.{1 if value < 10 else 0}f} %"
+
+
+def _describe_worst(predictions: Sequence[Prediction], number: int) -> Iterator[str]:
+    """The rows with the largest errors of MFU and of memory, and the surest of the wrong outcomes."""
+    speeds = [(abs(p.speed_error), p) for p in predictions if p.is_scored]
+    peaks = [(abs(p.memory_error), p) for p in predictions if p.run.has_peak]
+    misjudged = [
+        (abs(p.estimate.peak_bytes / p.estimate.capacity_bytes - 1), p)
+        for p in predictions
+        if p.run.outcome == ("oom" if p.estimate.fits else "ok")
+    ]
+    kinds = {"speed, of {}": speeds, "peak memory, of {}": peaks, "outcome, of {} misjudged": misjudged}
+    for kind, rows in kinds.items():
+        if rows and number:
+            yield from ("", f"worst by {kind.format(len(rows))}")
+            for _, prediction in sorted(rows, key=lambda row: row[0], reverse=True)[:number]:
+                yield from _describe_row(prediction)
+
+
+def _describe_row(prediction: Prediction) -> Iterator[str]:
+    run, estimate = prediction.run, prediction.estimate
+    kernel = next((word for word, kernels in KERNELS.items() if kernels == run.kernels), run.kernels.attention)
+    yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.outcome}"
+    speed = f"MFU {100 * estimate.mfu:.1f} %" if run.scenario.cluster.gpu.has_mfu else ""
+    if run.mfu:
+        speed += f", measured {100 * run.mfu:.1f} % ({prediction.speed_error:+.1%})"
+    speed += f"{'; ' if speed else ''}step {estimate.step_time_s:.4g} s"
+    speed += f", measured {run.step_time_s:.4g} s" if run.step_time_s else ""
+    yield f"    {speed}"
+    times = [f"{name} {seconds:.4g}" for name, seconds in estimate.time.as_dict().items() if seconds]
+    yield from wrap("      s:  ", times)
+    shown = 0 if run.peak_bytes else estimate.busiest_rank
+    memory = estimate.memory[shown]
+    unit, size = choose_unit(memory.total)
+    peak = f"peak of pipeline rank {shown} {memory.total / size:.1f} {unit}"
+    if run.peak_bytes:
+        peak += f", measured {run.peak_bytes / size:.1f} {unit} ({prediction.memory_error:+.1%})"
+    peak += f"; highest of any rank {estimate.peak_bytes / size:.1f} of {estimate.capacity_bytes / size:.1f} {unit}"
+    yield f"    {peak}"
+    parts = [f"{name} {nbytes / size:.1f}" for name, nbytes in memory.as_dict().items() if nbytes]
+    yield from wrap(f"      {unit}: ", parts)
+
+
+def _format_fragment(fitted: validate.Fitted) -> str:
+    """Fitted constants as the engine's file has them, with what is left of the errors as comments."""
+    engine, scores = fitted.engine, score(fitted.predictions)
+    ran = [run for run in fitted.runs if run.ran]
+    models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
+    cells = [[name, _show(fitted.before, name), _show(scores, name)] for name in _SCORES]
+    summary = [f"{engine.name}: scores of the {len(fitted.runs)} rows before and after this fit"]
+    summary += align(cells, ("<16", ">6", ">8"))
+    errors = [100 * p.speed_error for p in fitted.predictions if p.is_scored]
+    if len(errors) > 1:
+        tenths = quantiles(errors, n=10, method="inclusive")
+        spread = ", ".join(f"{name} {tenths[i]:+.1f} %" for name, i in (("p10", 0), ("median", 4), ("p90", 8)))
+        summary.append(f"error of speed after: {spread}")
+    summary.append(f"at a bound: {', '.join(engine.at_bounds) or 'none'}")
+    values = {"source": f"{len(ran)} runs of {models}", **_list_constants(engine)}
+    return "".join(f"# {line}\n" for line in summary) + toml.dumps({"fitted": {engine.gpu: values}})
+
+
+def _list_constants(engine: Engine) -> dict[str, float]:
+    """The fitted constants of an engine, with as many digits as a fit knows."""
+    return {name: float(f"{getattr(engine.constants, name):.4g}") for name in engine.fitted}
+
+
+def _describe_ablations(fitted: validate.Fitted, ablations: Sequence[validate.Ablation]) -> Iterator[str]:
+    """Each constant's worth: scores without it, less those with all."""
+    whole = score(fitted.predictions)
+    shown, constants = ("fit", "mape", "tau", "memory"), fitted.engine.constants
+    rows = [["constant", "value", "neutral", *(_SCORES[name] for name in shown)]]
+    rows.append(["(all of them)", "", "", *(_show(whole, name) for name in shown)])
+    for a in ablations:
+        changes = [_change(getattr(a.scores, name), getattr(whole, name), name) for name in shown]
+        rows.append([a.constant, f"{getattr(constants, a.constant):.4g}", f"{a.neutral:.4g}", *changes])
+    title = f"{fitted.engine.name} on {fitted.engine.gpu} without one constant, the others of its kind fitted again"
+    yield from ("", title, *align(rows))
+
+
+def _change(without: float | None, whole: float | None, name: str) -> str:
+    if without is None or whole is None:
+        return "–"
+    return f"{without - whole:+.3f}" if name in _PLAIN_SCORES else f"{without - whole:+.1%}"

@@ -10,7 +10,7 @@ import pytest
 
 from dtlayout.cli import main
 from dtlayout.cluster import find_gpu
-from dtlayout.commands.dryrun_tables import RankTables
+from dtlayout.commands.dryrun_tables import list_tables
 from dtlayout.config import load_config
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.dryrun.findings import Findings
@@ -113,7 +113,7 @@ def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
         scenario=own_scenario(config, layout.world_size, gpu), layout=layout, reports=[report],
         estimate=replace(estimate, memory=(replace(none, optimizer=predicted * 2**20),)), measured={},
     )  # fmt: skip
-    *_, table = RankTables.make(report, found, compares=True).tables
+    *_, table = list_tables(report, found, compares=True)
     row = next(row for row in table if row[0] == "optimizer")
     assert row[-2:] == [cell, mark]
 

@@ -4,13 +4,14 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny import ROOT
 
 from dtlayout.cli import main
-from dtlayout.commands.verify import Verified
 from dtlayout.config import check_layout, load_config
 from dtlayout.models.presets import PRESETS
 
@@ -376,11 +377,11 @@ def test_the_best_are_dry_run_and_a_misfit_is_dropped(capsys, monkeypatch):
     for found in honest["verified"]:
         assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.05)
 
-    def find_oom(scenario, estimates, allowed_bytes):
-        for place, estimate in enumerate(estimates):
-            yield Verified(estimate, peak_bytes=2**40, fits=place == 1)
+    def find_oom(config, layout, kernels, ranks, **_):
+        is_best = json.loads(json.dumps(asdict(layout))) == honest["layouts"][0]["layout"]
+        return [SimpleNamespace(peak_bytes=2**40 if is_best else 2**20)]
 
-    monkeypatch.setattr("dtlayout.commands.verify.verify", find_oom)
+    monkeypatch.setattr("dtlayout.dryrun.ranks.dry_run_ranks", find_oom)
     corrected = ask_with_progress(capsys, *one, "--verify", "1")
     assert [v["fits"] for v in corrected["verified"]] == [False, True]
     assert corrected["layouts"][0]["layout"] == honest["layouts"][1]["layout"]
