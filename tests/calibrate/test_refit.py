@@ -12,11 +12,11 @@ from dtlayout.calibrate.file import to_toml, update
 from dtlayout.calibrate.fit import Calibration
 from dtlayout.cli import main
 from dtlayout.cluster import load_cluster
+from dtlayout.commands.refit import make_record
 from dtlayout.config import load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
-from dtlayout.planner.prediction import own_scenario, predict, to_predicted
-from dtlayout.planner.runs import Performance, Run
-from dtlayout.report.record import make_record
+from dtlayout.planner.prediction import predict
+from dtlayout.planner.runs import Performance
 from dtlayout.sweep.results import Journal, TrialResult
 from dtlayout.sweep.spec import make_trials, read_sweep
 
@@ -62,15 +62,10 @@ def swept(tmp_path):
     (tmp_path / "sweep.toml").write_text(SWEEP)
     folder.mkdir()
     for trial in make_trials(read_sweep(tmp_path / "sweep.toml"), folder):
-        if trial.config is None or trial.layout is None:
+        if trial.config is None or trial.run is None:
             continue
-        assert trial.kernels is not None
-        scenario = own_scenario(trial.config, 4, load_cluster(lab).gpu)
-        measured = Performance(step_time_s=step_s(trial.config.model, trial.config.batch, trial.layout))
-        run = Run(
-            table="sweep", row=trial.key, scenario=scenario, layout=trial.layout, kernels=trial.kernels, outcome="ok",
-            predicted=to_predicted(trial.estimate, scenario), measured=measured,
-        )  # fmt: skip
+        measured = Performance(step_time_s=step_s(trial.config.model, trial.config.batch, trial.run.layout))
+        run = replace(trial.run, outcome="ok", measured=measured)
         Journal(folder).append(
             TrialResult(key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=run)
         )
