@@ -63,7 +63,7 @@ def calibrate(lab: Path) -> float:
 def run_trials(sweep: Sweep, folder: Path) -> list[TrialResult]:
     """Those of its trials that ran, the fastest first; what the folder has is not run again."""
     folder.mkdir(exist_ok=True)
-    for result in run_sweep(sweep, make_trials(sweep, folder), folder, done=Journal(folder).read().keys()):
+    for result in run_sweep(sweep, make_trials(sweep, folder), folder):
         print(result.outcome, *result.overrides, file=sys.stderr)
     return sort_by_time(list(Journal(folder).read().values()))
 

@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
             else:
                 for result in run_sweep(
                     sweep, trials, folder,
-                    done=set(known), tries_oom=options.try_oom,
-                    is_stopped=lambda: stop.is_made, on_start=board.note_start,
+                    tries_oom=options.try_oom, again=again, is_stopped=lambda: stop.is_made, on_start=board.note_start,
                 ):  # fmt: skip
                     board.note(result)
     found = [board.results[trial.key] for trial in trials if trial.key in board.results]
@@ -199,6 +198,6 @@ def _to_document(trial: Trial) -> dict[str, object]:
     estimate = trial.estimate
     return {
         "key": trial.key, "overrides": list(trial.overrides),
-        "layout": asdict(trial.layout) if trial.layout else None, "problems": list(trial.problems),
+        "layout": asdict(trial.run.layout) if trial.run else None, "problems": list(trial.problems),
         "fits": estimate.fits if estimate else None, "step_time_s": estimate.step_time_s if estimate else None,
     }  # fmt: skip

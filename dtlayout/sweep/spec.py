@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtlayout import toml
-from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
+from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import expect_device
 from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout, OpenLayout
+from dtlayout.layout import OpenLayout
 from dtlayout.measure.devices import ask_device_names
-from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels, to_predicted
+from dtlayout.planner.runs import Run
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.sweep.halving import Halving
@@ -105,9 +105,8 @@ class Trial:
     """What sets it apart."""
     config: Config | None
     """The config with its layout resolved; None if the trial is not possible."""
-    layout: Layout | None
-    kernels: Kernels | None = None
-    """Kernels without an auto, as far as the GPU type is known."""
+    run: Run | None
+    """What is to be run, predicted where the GPU type is known; None if the trial is not possible."""
     problems: tuple[str, ...] = ()
     """Why it is not possible."""
     estimate: Estimate | None = None
@@ -218,7 +217,7 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     except DtlayoutError as error:
         problems = tuple(str(error).splitlines())
         key = _hash(f"{problems} {everything} {sweep.world}")
-        return Trial(key=key, setting=key, overrides=overrides, config=None, layout=None, problems=problems)
+        return Trial(key=key, setting=key, overrides=overrides, config=None, run=None, problems=problems)
     config = replace(config, layout=OpenLayout(**asdict(layout)))
     key, setting = (
         _hash(f"{replace(config, train=replace(config.train, run_folder='', steps=steps)).to_toml()} {sweep.world}")
@@ -227,11 +226,13 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     run_folder = str(trial_folder(folder, key) / "run")
     config = replace(config, train=replace(config.train, run_folder=run_folder))
     gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu)
-    kernels = predicted_kernels(config, gpu) if gpu else config.kernels
-    return Trial(
-        key=key, setting=setting, overrides=overrides, config=config, layout=layout, kernels=kernels,
-        estimate=predict(config, layout, gpu),
+    scenario, estimate = own_scenario(config, sweep.world, gpu or gpu_named("unknown")), predict(config, layout, gpu)
+    run = Run(
+        table=sweep.path.stem, row=key, scenario=scenario, layout=layout,
+        kernels=predicted_kernels(config, gpu) if gpu else config.kernels, outcome="running",
+        predicted=to_predicted(estimate, scenario),
     )  # fmt: skip
+    return Trial(key=key, setting=setting, overrides=overrides, config=config, run=run, estimate=estimate)
 
 
 def _hash(text: str) -> str:
