@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -60,15 +61,11 @@ def calibrate(measured: Measured) -> Calibration:
     at_once = measured.ranks_per_node / measured.contention
     is_contended = at_once < _SHARED * measured.ranks_per_node
     contention = measured.contention if is_contended else 1.0
-    numbers, achieved = _read_kernels(measured, sheet, contention)
-    link_numbers, link_achieved = _read_links(measured, sheet, contention)
-    numbers |= link_numbers | {"ranks_at_once": at_once if is_contended else math.inf}
-    gpu = replace(
-        sheet, memory_bytes=measured.memory_bytes, gpus_per_node=measured.ranks_per_node,
-        **numbers,  # type: ignore[arg-type]
-    )  # fmt: skip
+    kernels, links = _read_kernels(measured, sheet, contention), _read_links(measured, sheet, contention)
+    numbers: dict[str, Any] = kernels[0] | links[0] | {"ranks_at_once": at_once if is_contended else math.inf}
+    achieved = {name: float(np.clip(value, *BOUNDS[name])) for name, value in (kernels[1] | links[1]).items()}
+    gpu = replace(sheet, memory_bytes=measured.memory_bytes, gpus_per_node=measured.ranks_per_node, **numbers)
     cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)
-    achieved |= link_achieved
     names = identifiable_constants([probe.layout for probe in measured.probes], gpu.device_type)
     engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**achieved)
     steps = [_Step(probe, cluster, engine) for probe in measured.probes]
@@ -107,7 +104,7 @@ def _read_kernels(measured: Measured, sheet: Gpu, contention: float) -> tuple[di
         alone_s = sum(t.forward_s + t.backward_s for t in times) / contention
         peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
         achieved[find_kernel(AttentionKernel, kernel).efficiency] = flops / alone_s / peak
-    return numbers, {name: _clip(name, value) for name, value in achieved.items()}
+    return numbers, achieved
 
 
 def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
@@ -155,7 +152,7 @@ def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict
     elif inside and sheet.device_type == "cpu":  # one node: nothing is between nodes, and if so, it would be the same
         numbers["network_bytes_per_s"] = numbers["link_bytes_per_s"]
         numbers["network_latency_s"] = max(1e-6, achieved["link_latency_s"])
-    return numbers, {name: _clip(name, value) for name, value in achieved.items()}
+    return numbers, achieved
 
 
 def _fit_link(times: Sequence[CollectiveTime], contention: float) -> tuple[float, float, float]:
@@ -204,8 +201,3 @@ class _Step:
         """Logarithm of predicted over measured seconds."""
         estimator = Estimator(replace(self.scenario, engine=engine))
         return math.log(estimator.time(self.probe.layout, self.probe.kernels, self.memory).total / self.probe.seconds)
-
-
-def _clip(name: str, value: float) -> float:
-    low, high = BOUNDS[name]
-    return min(max(value, low), high)
