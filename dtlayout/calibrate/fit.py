@@ -110,12 +110,13 @@ def _read_kernels(measured: Measured, sheet: Gpu, contention: float) -> tuple[di
 def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
     """FLOP/s of a rank alone, and the fill, that come nearest to all matmuls of a format."""
     times = [each for each in measured.matmuls if each.format == name]
-    best = (math.inf, 0.0, 0.0)
-    for fill in _FILLS:
+
+    def fit(fill: int) -> tuple[float, float, float]:
         logs = [math.log(2 * (t.m + fill) * (t.n + fill) * (t.k + fill) / t.alone_s) for t in times]
         middle = median(logs)
-        best = min(best, (sum(abs(log - middle) for log in logs), math.exp(middle), float(fill)))
-    return best[1], best[2]
+        return sum(abs(log - middle) for log in logs), math.exp(middle), float(fill)
+
+    return min(map(fit, _FILLS))[1:]
 
 
 def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict[str, float], dict[str, float]]:
