@@ -8,7 +8,7 @@ import fcntl
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +22,42 @@ from dtlayout.text import GIB
 from dtlayout.training.metrics import read_summary
 
 
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Who is told how a sweep goes, and may stop it."""
+
+    is_stopped: Callable[[], bool] = lambda: False
+    """Asked all the time; once it says so, the trial that runs is ended without a result, and the sweep with it."""
+    on_round: Callable[[Sequence[Trial]], None] = lambda trials: None
+    """Told the trials of each round of successive halving."""
+    on_start: Callable[[Trial], None] = lambda trial: None
+    on_result: Callable[[TrialResult], None] = lambda result: None
+
+
 def run_sweep(
     sweep: Sweep,
     trials: Sequence[Trial],
     folder: Path,
+    watch: Watch = Watch(),
     *,
     tries_oom: bool = False,
     again: Collection[str] = (),
-    is_stopped: Callable[[], bool] = lambda: False,
-    on_start: Callable[[Trial], None] = lambda trial: None,
-) -> Iterator[TrialResult]:
-    """The result of each trial that has none yet, as it ends; stops, without one, once `is_stopped` says so.
-
-    Ends that are in `again` are tried again, and `tries_oom` also runs what is predicted not to fit. DtlayoutError if
-    another sweep runs in this folder.
-    """
-    with _alone(folder):
-        processes.end(str(folder.resolve()), grace_s=sweep.grace_s)  # of a sweep that was killed here
-        journal = Journal(folder)
-        done = {key for key, result in journal.read().items() if result.outcome not in again}
-        for trial in trials:
-            if trial.key in done:
-                continue
-            if is_stopped():
-                return
-            result = _judge(trial, tries_oom=tries_oom)
-            if result is None:
-                on_start(trial)
-                result = _run(sweep, trial, folder, is_stopped)
-            if result is None:
-                return
-            journal.append(result)
-            yield result
-
-
-def run_halved(
-    sweep: Sweep,
-    trials: Sequence[Trial],
-    folder: Path,
-    *,
-    tries_oom: bool = False,
-    again: Collection[str] = (),
-    is_stopped: Callable[[], bool] = lambda: False,
-    on_round: Callable[[Sequence[Trial]], None] = lambda trials: None,
-    on_start: Callable[[Trial], None] = lambda trial: None,
-    on_result: Callable[[TrialResult], None] = lambda result: None,
 ) -> None:
-    """Run a sweep with `halving`; what is not possible, or predicted not to fit, is a result first.
+    """Run each trial that has no result yet; DtlayoutError if another sweep runs in this folder.
 
-    A round's trials differ from those of the round before in their steps, so each is a result of its own, and the same
-    call goes on where it was. The rest is as in `run_sweep`.
+    Ends that are in `again` are tried again, and `tries_oom` also runs what is predicted not to fit. With `halving`,
+    what is not possible, or predicted not to fit, is a result first. A round's trials differ from those of the round
+    before in their steps, so each is a result of its own, and the same call goes on where it was.
     """
-    assert sweep.halving is not None, "a sweep without it runs every trial"
-
-    def run(of_round: Sweep, chosen: Sequence[Trial], *, tries_oom: bool) -> None:
-        for result in run_sweep(
-            of_round, chosen, folder, tries_oom=tries_oom, again=again, is_stopped=is_stopped, on_start=on_start
-        ):
-            on_result(result)
+    if sweep.halving is None:
+        _run_each(sweep, trials, folder, watch, again, tries_oom=tries_oom)
+        return
 
     def run_round(left: Sequence[tuple[str, ...]], steps: int) -> dict[tuple[str, ...], float]:
         of_round = replace(sweep, steps=steps)
         chosen = [make_trial(of_round, folder, overrides) for overrides in left]
-        on_round(chosen)
-        run(of_round, chosen, tries_oom=True)
+        watch.on_round(chosen)
+        _run_each(of_round, chosen, folder, watch, again, tries_oom=True)
         results = Journal(folder).read()
         ended = {trial.overrides: results[trial.key] for trial in chosen if trial.key in results}
         if len(ended) < len(chosen):  # stopped
@@ -94,12 +66,34 @@ def run_halved(
         return {each: step_time_s for each, step_time_s in ran if step_time_s}
 
     candidates = [t for t in trials if t.config is not None and (tries_oom or t.estimate is None or t.estimate.fits)]
-    run(sweep, [trial for trial in trials if trial not in candidates], tries_oom=False)
+    _run_each(sweep, [t for t in trials if t not in candidates], folder, watch, again, tries_oom=False)
     halving = sweep.halving
     if any(trial.estimate is None for trial in candidates):
         halving = replace(halving, first=1.0)  # nothing says which come first
     if candidates:
         list(halve([trial.overrides for trial in candidates], halving, run_round))
+
+
+def _run_each(
+    sweep: Sweep, trials: Sequence[Trial], folder: Path, watch: Watch, again: Collection[str], *, tries_oom: bool
+) -> None:
+    with _alone(folder):
+        processes.end(str(folder.resolve()), grace_s=sweep.grace_s)  # of a sweep that was killed here
+        journal = Journal(folder)
+        done = {key for key, result in journal.read().items() if result.outcome not in again}
+        for trial in trials:
+            if trial.key in done:
+                continue
+            if watch.is_stopped():
+                return
+            result = _judge(trial, tries_oom=tries_oom)
+            if result is None:
+                watch.on_start(trial)
+                result = _run(sweep, trial, folder, watch.is_stopped)
+            if result is None:
+                return
+            journal.append(result)
+            watch.on_result(result)
 
 
 @contextmanager
