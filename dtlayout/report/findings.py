@@ -67,7 +67,7 @@ class Finding:
         """Sentences with numbers; "not supported" where the rows do not carry it."""
         if not self.speaks_of_fit:
             return self._describe_speed()
-        q, layouts = self.question, _count(self.num_only_after, "layout")
+        q, layouts = self.question, count(self.num_only_after, "layout")
         only = f"{layouts} fit only with {q.after}, and {self.num_only_before} only with {q.before}"
         return f"{self._describe_speed()}; {only}"
 
@@ -88,12 +88,8 @@ class Finding:
             why = f"fewer than {FEWEST_PAIRS} say nothing"
         return (
             f"not supported: speed ×{self.factor:.2f}, ×{low:.2f} to ×{high:.2f} between the quartiles{foreseen} "
-            f"({_count(self.num_pairs, 'pair')}); {why}"
+            f"({count(self.num_pairs, 'pair')}); {why}"
         )
-
-
-_Deal = Callable[[str, Callable[[Run], Hashable]], np.ndarray]
-"""What is measured of rows, by name, and the same dealt out anew within each pool; rows × (1 + deals)."""
 
 
 def find(runs: Sequence[Run], questions: Sequence[Question] = QUESTIONS) -> list[Finding]:
@@ -107,12 +103,13 @@ def find(runs: Sequence[Run], questions: Sequence[Question] = QUESTIONS) -> list
 
     @cache  # all questions share it
     def deal_out(name: str, pool: Callable[[Run], Hashable]) -> np.ndarray:
+        """As measured, and dealt out anew within each pool; rows × (1 + deals)."""
         return deal(measured[name], [pool(run) for run in runs])
 
     return [_answer(question, runs, deal_out) for question in questions]
 
 
-def _answer(question: Question, runs: Sequence[Run], deal_out: _Deal) -> Finding:
+def _answer(question: Question, runs: Sequence[Run], deal_out: Callable[..., np.ndarray]) -> Finding:
     pairs = _pair(question, runs)
 
     def compare(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -166,5 +163,6 @@ def _agreement(changes: np.ndarray) -> np.ndarray:
     return np.abs(changes.sum(axis=0)) / np.maximum(num_changed, 1)
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """A number of things in words."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -14,7 +14,7 @@ from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
 from dtlayout.report.fastest import find_common, list_options
-from dtlayout.report.findings import find
+from dtlayout.report.findings import count, find
 from dtlayout.report.questions import choose
 from dtlayout.text import GIB, choose_unit, to_markdown
 
@@ -67,16 +67,14 @@ class Report:
         self.findings, self.common, self.predictions = find(runs), find_common(runs), predict(runs)
         self.tables = by_table(sorted(self.predictions, key=lambda row: row.run.table))
         # Somebody measured an MFU, and nothing ran where no peak is known.
-        is_measured = any(run.mfu is not None for run in self.runs)
-        self._has_mfu = is_measured and all(run.scenario.cluster.gpu.has_mfu for run in self.runs)
+        self._has_mfu = any(run.mfu is not None for run in runs) and all(r.scenario.cluster.gpu.has_mfu for r in runs)
         self._unit = "MFU, %" if self._has_mfu else "tokens/s of a rank"
 
     @property
     def title(self) -> str:
         """What the report is about."""
         ran = sum(run.tokens_per_s_per_gpu is not None for run in self.runs)
-        plural = "" if len(self.tables) == 1 else "s"
-        return f"{len(self.runs)} layouts in {len(self.tables)} sweep{plural}, of which {ran} ran"
+        return f"{len(self.runs)} layouts in {count(len(self.tables), 'sweep')}, of which {ran} ran"
 
     def list_findings(self) -> list[list[str]]:
         """Each question with its answer."""
