@@ -6,7 +6,7 @@ were at work is divided by their contention, and the cost model multiplies again
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -68,10 +68,10 @@ def calibrate(measured: Measured) -> Calibration:
     cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)
     names = identifiable_constants([probe.layout for probe in measured.probes], gpu.device_type)
     engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**achieved)
-    steps = [_Step(probe, cluster, engine) for probe in measured.probes]
-    engine = minimise(engine, names, lambda e: np.array([step.residual(e) for step in steps]), _LOSSES)
+    residuals = [_compare(probe, cluster, engine) for probe in measured.probes]
+    engine = minimise(engine, names, lambda e: np.array([residual(e) for residual in residuals]), _LOSSES)
     achieved |= {name: getattr(engine.constants, name) for name in names}
-    errors = tuple(math.expm1(step.residual(engine)) for step in steps)
+    errors = tuple(math.expm1(residual(engine)) for residual in residuals)
     return Calibration(replace(cluster, gpu=replace(gpu, achieved=tuple(sorted(achieved.items())))), errors)
 
 
@@ -188,17 +188,13 @@ def identifiable_constants(layouts: Sequence[Layout], device_type: str) -> tuple
     return tuple(name for name in _FROM_PROBES[device_type] if tells.get(name, True))
 
 
-class _Step:
-    """A probe's step, to be predicted again and again."""
+def _compare(probe: ProbeTime, cluster: Cluster, engine: Engine) -> Callable[[Engine], float]:
+    """Engine → logarithm of predicted over measured seconds of a probe's step."""
+    here = Scenario(model=probe.model, batch=probe.batch, cluster=cluster, engine=engine, precision=probe.precision)
+    memory = Estimator(here).memory(probe.layout, probe.kernels)  # no constant of time is in it
 
-    def __init__(self, probe: ProbeTime, cluster: Cluster, engine: Engine):
-        self.probe = probe
-        self.scenario = Scenario(
-            model=probe.model, batch=probe.batch, cluster=cluster, engine=engine, precision=probe.precision
-        )
-        self.memory = Estimator(self.scenario).memory(probe.layout, probe.kernels)  # no constant of time is in it
+    def residual(engine: Engine) -> float:
+        estimator = Estimator(replace(here, engine=engine))
+        return math.log(estimator.time(probe.layout, probe.kernels, memory).total / probe.seconds)
 
-    def residual(self, engine: Engine) -> float:
-        """Logarithm of predicted over measured seconds."""
-        estimator = Estimator(replace(self.scenario, engine=engine))
-        return math.log(estimator.time(self.probe.layout, self.probe.kernels, self.memory).total / self.probe.seconds)
+    return residual

@@ -9,7 +9,6 @@ from machine import MACHINE, TRUTH, measure_machine, step_s
 
 from dtlayout import toml
 from dtlayout.calibrate.file import to_toml, update
-from dtlayout.calibrate.fit import Calibration
 from dtlayout.cli import main
 from dtlayout.cluster import load_cluster
 from dtlayout.commands.refit import make_record
@@ -57,7 +56,7 @@ def swept(tmp_path):
     lab, folder = tmp_path / "lab.toml", tmp_path / "out"
     wrong = {**TRUTH, "layer_host_s": 9e-3, "layer_host_tp_s": 20e-3, "matmul_efficiency": 0.9}
     cluster = replace(MACHINE, gpu=replace(MACHINE.gpu, achieved=tuple(wrong.items())))
-    lab.write_text(to_toml(measure_machine(), Calibration(cluster, (0.0,))))
+    lab.write_text(to_toml(measure_machine(), cluster))
     (tmp_path / "config.toml").write_text(CONFIG.format(file=lab))
     (tmp_path / "sweep.toml").write_text(SWEEP)
     folder.mkdir()
