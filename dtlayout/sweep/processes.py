@@ -65,12 +65,9 @@ def find(mark: str) -> list[int]:
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            is_marked = wanted in (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # somebody else's, or gone
-            continue
-        if is_marked and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
+        with suppress(OSError):  # somebody else's, or gone
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
     return found
 
 

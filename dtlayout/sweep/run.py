@@ -6,8 +6,7 @@ that had ended when its sweep was killed is not run again: its run folder tells 
 
 import fcntl
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,11 @@ def run_sweep(
 def _run_each(
     sweep: Sweep, trials: Sequence[Trial], folder: Path, watch: Watch, again: Collection[str], *, tries_oom: bool
 ) -> None:
-    with _alone(folder):
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back however this process ends
+        except OSError:
+            raise DtlayoutError(f"another sweep runs in {folder}; wait for it, or use another --folder") from None
         processes.end(str(folder.resolve()), grace_s=sweep.grace_s)  # of a sweep that was killed here
         journal = Journal(folder)
         done = {key for key, result in journal.read().items() if result.outcome not in again}
@@ -86,40 +89,21 @@ def _run_each(
                 continue
             if watch.is_stopped():
                 return
-            result = _judge(trial, tries_oom=tries_oom)
-            if result is None:
-                watch.on_start(trial)
-                result = _run(sweep, trial, folder, watch.is_stopped)
+            result = _run(sweep, trial, folder, watch, tries_oom=tries_oom)
             if result is None:
                 return
             journal.append(result)
             watch.on_result(result)
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system takes back however this process ends."""
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DtlayoutError(f"another sweep runs in {folder}; wait for it, or use another --folder") from None
-        yield
-
-
-def _judge(trial: Trial, *, tries_oom: bool) -> TrialResult | None:
-    """The result of a trial that need not be run."""
+def _run(sweep: Sweep, trial: Trial, folder: Path, watch: Watch, *, tries_oom: bool) -> TrialResult | None:
+    """Run a trial, unless it need not be, to its end or its time limit; None if the sweep is stopped meanwhile."""
     if trial.config is None:
         return _to_result(trial, "refused", "; ".join(trial.problems))
     if trial.estimate is not None and not trial.estimate.fits and not tries_oom:
         peak, capacity = (size / GIB for size in (trial.estimate.peak_bytes, trial.estimate.capacity_bytes))
         return _to_result(trial, "skipped", f"predicted to need {peak:.1f} GiB of {capacity:.1f}")
-    return None
-
-
-def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool]) -> TrialResult | None:
-    """Run a trial to its end, or to its time limit; None if the sweep is stopped meanwhile."""
-    assert trial.config is not None, "what is not possible has been judged"
+    watch.on_start(trial)
     place = trial_folder(folder, trial.key)
     run, log, config = place / "run", place / "log.txt", place / "config.toml"
     exit_code, seconds = None, 0.0
@@ -133,11 +117,11 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool
         with log.open("wb") as output:
             exit_code = processes.run(
                 to_command(sweep, config), output, str(folder.resolve()),
-                timeout_s=sweep.timeout_s, grace_s=sweep.grace_s, is_stopped=is_stopped,
+                timeout_s=sweep.timeout_s, grace_s=sweep.grace_s, is_stopped=watch.is_stopped,
             )  # fmt: skip
         seconds = time.monotonic() - started
     outcome, cause, tail = diagnose(run, log, exit_code)
-    if is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
+    if watch.is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
         return None
     steps, measured = measure(run, sweep.warmup_steps, trial.config.batch)
     return _to_result(trial, outcome, cause, measured, log=tail, steps=steps, seconds=seconds)

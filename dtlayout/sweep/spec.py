@@ -30,6 +30,7 @@ from dtlayout.device import expect_device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.layout import OpenLayout
 from dtlayout.measure.devices import ask_device_names
+from dtlayout.planner.explain import find_overrides
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels, to_predicted
 from dtlayout.planner.runs import Run
 from dtlayout.planner.search import Search
@@ -164,13 +165,13 @@ def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
 
 def _combine(sweep: Sweep) -> Iterator[tuple[str, ...]]:
     """The overrides of each trial: of a layout that a search found, and of a value of each axis."""
-    starts = list(_search(sweep)) if sweep.source else [()]
+    starts = _search(sweep) if sweep.source else [()]
     for start, values in itertools.product(starts, itertools.product(*sweep.axes.values())):
-        pairs = zip(sweep.axes, values, strict=True)
-        yield (*start, *(f"--{key}={_to_text(value)}" for key, value in pairs))
+        texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+        yield (*start, *(f"--{key}={text}" for key, text in zip(sweep.axes, texts, strict=True)))
 
 
-def _search(sweep: Sweep) -> Iterator[tuple[str, ...]]:
+def _search(sweep: Sweep) -> list[tuple[str, ...]]:
     """How each of the best layouts of a search differs from the sweep's config."""
     base = load_config(sweep.config, sweep.overrides)
     gpu = find_trial_gpu(base.train.device, base.cluster.known_gpu)
@@ -182,18 +183,7 @@ def _search(sweep: Sweep) -> Iterator[tuple[str, ...]]:
             f"{sweep.path}: no layout of {base.model.name} is legal and fits on {sweep.world} x {gpu.name}; "
             f"dtlayout recommend says why"
         )
-    for found in ranked:
-        sections = (("layout", base.layout, found.layout), ("kernels", base.kernels, found.kernels))
-        yield tuple(
-            f"--{section}.{key}={_to_text(value)}"
-            for section, before, after in sections
-            for key, value in asdict(after).items()
-            if value != getattr(before, key)
-        )
-
-
-def _to_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return [find_overrides((base.layout, base.kernels), (found.layout, found.kernels)) for found in ranked]
 
 
 @cache
