@@ -25,7 +25,7 @@ import torch
 from dtlayout.calibrate.clock import Busy
 from dtlayout.cli import main as dtlayout
 from dtlayout.sweep.results import Journal, TrialResult, sort_by_time
-from dtlayout.sweep.run import run_sweep
+from dtlayout.sweep.run import Watch, run_sweep
 from dtlayout.sweep.spec import Sweep, make_trials, read_sweep
 
 RANKS, REPEATS = 4, 3
@@ -63,8 +63,8 @@ def calibrate(lab: Path) -> float:
 def run_trials(sweep: Sweep, folder: Path) -> list[TrialResult]:
     """Those of its trials that ran, the fastest first; what the folder has is not run again."""
     folder.mkdir(exist_ok=True)
-    for result in run_sweep(sweep, make_trials(sweep, folder), folder, done=Journal(folder).read().keys()):
-        print(result.outcome, *result.overrides, file=sys.stderr)
+    tell = Watch(on_result=lambda result: print(result.outcome, *result.overrides, file=sys.stderr))
+    run_sweep(sweep, make_trials(sweep, folder), folder, tell)
     return sort_by_time(list(Journal(folder).read().values()))
 
 

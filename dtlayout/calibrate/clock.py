@@ -15,13 +15,8 @@ _ROUNDS = 5
 def time_together(action: Callable[[], object], device_type: str) -> float:
     """Seconds of an action that all ranks do at the same time: the median over rounds of the slowest rank."""
     action()
-    dist.barrier()
-    repeats = _count_repeats(_slowest(_time(action, 1, device_type), device_type))
-    rounds_s = []
-    for _ in range(_ROUNDS):
-        dist.barrier()
-        rounds_s.append(_slowest(_time(action, repeats, device_type), device_type))
-    return median(rounds_s)
+    repeats = _count_repeats(_time_slowest(action, 1, device_type))
+    return median(_time_slowest(action, repeats, device_type) for _ in range(_ROUNDS))
 
 
 def time_alone(action: Callable[[], object], device_type: str) -> float:
@@ -75,8 +70,9 @@ def _count_repeats(once_s: float) -> int:
     return max(1, round(_LEAST_S / _ROUNDS / max(once_s, 1e-6)))
 
 
-def _slowest(seconds: float, device_type: str) -> float:
-    """What the slowest rank took."""
-    found = torch.tensor([seconds], dtype=torch.float64, device=device_type)
+def _time_slowest(action: Callable[[], object], repeats: int, device_type: str) -> float:
+    """Seconds of one action on the slowest rank, where all begin together."""
+    dist.barrier()
+    found = torch.tensor([_time(action, repeats, device_type)], dtype=torch.float64, device=device_type)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

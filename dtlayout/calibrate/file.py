@@ -3,27 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtlayout import toml
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import UNITS, Record, find_gpu
+from dtlayout.cluster import UNITS, Cluster, Record, find_gpu
 from dtlayout.costmodel.engine import Constants, Engine
 from dtlayout.files import write_whole
-
-if TYPE_CHECKING:
-    from dtlayout.calibrate.fit import Calibration  # which imports scipy
 
 _UNITS = {field.name: field.metadata["unit"] for field in fields(Constants)}
 
 
-def to_toml(measured: Measured, found: "Calibration", records: Sequence[Record] = ()) -> str:
-    """The text of a new cluster file; `records` are those of the one that it replaces."""
-    gpu, sheet = found.cluster.gpu, find_gpu(measured.gpu)
+def to_toml(measured: Measured, cluster: Cluster, records: Sequence[Record] = ()) -> str:
+    """The text of a new file for the cluster that was measured; `records` are those of the one that it replaces."""
+    gpu, sheet = cluster.gpu, find_gpu(measured.gpu)
     source = f"dtlayout calibrate, {measured.date}, torch {measured.torch}"
-    tables: dict[str, Any] = {
-        "gpu": gpu.name, "gpus": found.cluster.num_gpus, "gpus_per_node": found.cluster.gpus_per_node,
-    }  # fmt: skip
+    tables: dict[str, Any] = {"gpu": gpu.name, "gpus": cluster.num_gpus, "gpus_per_node": cluster.gpus_per_node}
     for name, (field, unit) in UNITS.items():
         value = getattr(gpu, field)
         if name not in tables and value != getattr(sheet, field):

@@ -6,9 +6,10 @@ were at work is divided by their contention, and the cost model multiplies again
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -60,21 +61,17 @@ def calibrate(measured: Measured) -> Calibration:
     at_once = measured.ranks_per_node / measured.contention
     is_contended = at_once < _SHARED * measured.ranks_per_node
     contention = measured.contention if is_contended else 1.0
-    numbers, achieved = _read_kernels(measured, sheet, contention)
-    link_numbers, link_achieved = _read_links(measured, sheet, contention)
-    numbers |= link_numbers | {"ranks_at_once": at_once if is_contended else math.inf}
-    gpu = replace(
-        sheet, memory_bytes=measured.memory_bytes, gpus_per_node=measured.ranks_per_node,
-        **numbers,  # type: ignore[arg-type]
-    )  # fmt: skip
+    kernels, links = _read_kernels(measured, sheet, contention), _read_links(measured, sheet, contention)
+    numbers: dict[str, Any] = kernels[0] | links[0] | {"ranks_at_once": at_once if is_contended else math.inf}
+    achieved = {name: float(np.clip(value, *BOUNDS[name])) for name, value in (kernels[1] | links[1]).items()}
+    gpu = replace(sheet, memory_bytes=measured.memory_bytes, gpus_per_node=measured.ranks_per_node, **numbers)
     cluster = Cluster(gpu=gpu, num_gpus=measured.num_ranks, gpus_per_node=measured.ranks_per_node)
-    achieved |= link_achieved
     names = identifiable_constants([probe.layout for probe in measured.probes], gpu.device_type)
     engine = find_engine_on(OWN_ENGINE, gpu).with_constants(**achieved)
-    steps = [_Step(probe, cluster, engine) for probe in measured.probes]
-    engine = minimise(engine, names, lambda e: np.array([step.residual(e) for step in steps]), _LOSSES)
+    residuals = [_compare(probe, cluster, engine) for probe in measured.probes]
+    engine = minimise(engine, names, lambda e: np.array([residual(e) for residual in residuals]), _LOSSES)
     achieved |= {name: getattr(engine.constants, name) for name in names}
-    errors = tuple(math.expm1(step.residual(engine)) for step in steps)
+    errors = tuple(math.expm1(residual(engine)) for residual in residuals)
     return Calibration(replace(cluster, gpu=replace(gpu, achieved=tuple(sorted(achieved.items())))), errors)
 
 
@@ -107,18 +104,19 @@ def _read_kernels(measured: Measured, sheet: Gpu, contention: float) -> tuple[di
         alone_s = sum(t.forward_s + t.backward_s for t in times) / contention
         peak = speeds[times[0].format][0] if sheet.device_type == "cpu" else sheet.peak_flops_per_s
         achieved[find_kernel(AttentionKernel, kernel).efficiency] = flops / alone_s / peak
-    return numbers, {name: _clip(name, value) for name, value in achieved.items()}
+    return numbers, achieved
 
 
 def _fit_matmuls(measured: Measured, name: str) -> tuple[float, float]:
     """FLOP/s of a rank alone, and the fill, that come nearest to all matmuls of a format."""
     times = [each for each in measured.matmuls if each.format == name]
-    best = (math.inf, 0.0, 0.0)
-    for fill in _FILLS:
+
+    def fit(fill: int) -> tuple[float, float, float]:
         logs = [math.log(2 * (t.m + fill) * (t.n + fill) * (t.k + fill) / t.alone_s) for t in times]
         middle = median(logs)
-        best = min(best, (sum(abs(log - middle) for log in logs), math.exp(middle), float(fill)))
-    return best[1], best[2]
+        return sum(abs(log - middle) for log in logs), math.exp(middle), float(fill)
+
+    return min(map(fit, _FILLS))[1:]
 
 
 def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -155,7 +153,7 @@ def _read_links(measured: Measured, sheet: Gpu, contention: float) -> tuple[dict
     elif inside and sheet.device_type == "cpu":  # one node: nothing is between nodes, and if so, it would be the same
         numbers["network_bytes_per_s"] = numbers["link_bytes_per_s"]
         numbers["network_latency_s"] = max(1e-6, achieved["link_latency_s"])
-    return numbers, {name: _clip(name, value) for name, value in achieved.items()}
+    return numbers, achieved
 
 
 def _fit_link(times: Sequence[CollectiveTime], contention: float) -> tuple[float, float, float]:
@@ -190,22 +188,13 @@ def identifiable_constants(layouts: Sequence[Layout], device_type: str) -> tuple
     return tuple(name for name in _FROM_PROBES[device_type] if tells.get(name, True))
 
 
-class _Step:
-    """A probe's step, to be predicted again and again."""
+def _compare(probe: ProbeTime, cluster: Cluster, engine: Engine) -> Callable[[Engine], float]:
+    """Engine → logarithm of predicted over measured seconds of a probe's step."""
+    here = Scenario(model=probe.model, batch=probe.batch, cluster=cluster, engine=engine, precision=probe.precision)
+    memory = Estimator(here).memory(probe.layout, probe.kernels)  # no constant of time is in it
 
-    def __init__(self, probe: ProbeTime, cluster: Cluster, engine: Engine):
-        self.probe = probe
-        self.scenario = Scenario(
-            model=probe.model, batch=probe.batch, cluster=cluster, engine=engine, precision=probe.precision
-        )
-        self.memory = Estimator(self.scenario).memory(probe.layout, probe.kernels)  # no constant of time is in it
+    def residual(engine: Engine) -> float:
+        estimator = Estimator(replace(here, engine=engine))
+        return math.log(estimator.time(probe.layout, probe.kernels, memory).total / probe.seconds)
 
-    def residual(self, engine: Engine) -> float:
-        """Logarithm of predicted over measured seconds."""
-        estimator = Estimator(replace(self.scenario, engine=engine))
-        return math.log(estimator.time(self.probe.layout, self.probe.kernels, self.memory).total / self.probe.seconds)
-
-
-def _clip(name: str, value: float) -> float:
-    low, high = BOUNDS[name]
-    return min(max(value, low), high)
+    return residual

@@ -7,6 +7,7 @@ rank by itself.
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median_high
 
 from dtlayout import toml
 from dtlayout.batch import Batch
@@ -103,8 +104,7 @@ class Measured:
     def contention(self) -> float:
         """How much longer everything takes while all ranks are at work, 1 if they share nothing."""
         pairs = [(self.host_s, self.host_alone_s), *((each.seconds, each.alone_s) for each in self.matmuls)]
-        longer = sorted(seconds / alone_s for seconds, alone_s in pairs)
-        return max(1.0, longer[len(longer) // 2])
+        return max(1.0, median_high(seconds / alone_s for seconds, alone_s in pairs))
 
     def write(self, path: Path) -> None:
         """Write a JSON file."""

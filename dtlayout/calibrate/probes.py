@@ -28,28 +28,26 @@ from dtlayout.training.step import TrainStep
 _ROUNDS, _WARM_UP_STEPS, _STEPS = 3, 1, 3
 _WIDE = ((256, 2048, 256, 2), (384, 512, 128, 2), (128, 8192, 128, 2), (256, 512, 256, 1), (160, 512, 128, 1))
 """Width, vocabulary, length and micro-batch of what a CPU computes for long enough that its host matters less."""
-_Probe = tuple[ModelShape, Layout, int, int]
-"""A model, a layout, sequence length and microbatches."""
 
 
 def measure_probes(device_type: str) -> Iterator[ProbeTime]:
     """Time steps on all ranks, round after round, for a machine may be slower at one time than at another."""
     precision = Precision(compute="float32" if device_type == "cpu" else "bfloat16")
     kernels = Kernels()
-    plan = list(plan_probes(dist.get_world_size(), device_type))
-    batches = [
-        Batch(global_batch=layout.dp * layout.micro_batch * m, seq_len=seq_len) for _, layout, seq_len, m in plan
+    plan = [
+        (model, Batch(global_batch=layout.dp * layout.micro_batch * m, seq_len=seq_len), layout)
+        for model, layout, seq_len, m in plan_probes(dist.get_world_size(), device_type)
     ]
     steps_s: list[list[float]] = [[] for _ in plan]
-    for _, (found, (model, layout, *_), batch) in product(range(_ROUNDS), zip(steps_s, plan, batches, strict=True)):
-        found += _time_steps(model, batch, layout, kernels, precision, device_type)
-    for found, (model, layout, *_), batch in zip(steps_s, plan, batches, strict=True):
+    for _, (found, probe) in product(range(_ROUNDS), zip(steps_s, plan, strict=True)):
+        found += _time_steps(*probe, kernels, precision, device_type)
+    for found, (model, batch, layout) in zip(steps_s, plan, strict=True):
         yield ProbeTime(
             model=model, batch=batch, layout=layout, kernels=kernels, precision=precision, seconds=median(found)
         )
 
 
-def plan_probes(world: int, device_type: str) -> Iterator[_Probe]:
+def plan_probes(world: int, device_type: str) -> Iterator[tuple[ModelShape, Layout, int, int]]:
     """What is measured on so many ranks: model, layout, sequence length, microbatches."""
     layers = max(4, world)
     few, many = _make_model(layers // 2), _make_model(layers)
@@ -97,13 +95,12 @@ def _time_steps(
     step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases=model.aliases)
     rows = batch.global_batch // layout.dp
     tokens = torch.randint(model.vocab_size, (rows, batch.seq_len), device=device_type)
-    steps_s = []
-    for index in range(_WARM_UP_STEPS + _STEPS):
-        if index == _WARM_UP_STEPS:
-            busy = Busy()
-        started = time.perf_counter()
+    for _ in range(_WARM_UP_STEPS):
+        step(tokens, tokens)
+    busy, ends = Busy(), [time.perf_counter()]
+    for _ in range(_STEPS):
         step(tokens, tokens)  # waits for the device, and for every rank
-        steps_s.append(time.perf_counter() - started)
-    seconds = torch.tensor(steps_s[_WARM_UP_STEPS:], device=device_type) * (1 - busy.steal())
+        ends.append(time.perf_counter())
+    seconds = torch.tensor(ends, dtype=torch.float64, device=device_type).diff() * (1 - busy.steal())
     dist.broadcast(seconds, 0)
-    return [float(each) for each in seconds]
+    return seconds.tolist()

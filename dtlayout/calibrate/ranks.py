@@ -30,31 +30,27 @@ T = TypeVar("T")
 def main(arguments: Sequence[str]) -> int:
     """Measure on this rank; the exit code. Refusals are a line on stderr, from one rank a node."""
     try:
-        _check(arguments)
-        return _measure(Path(arguments[0]))
+        if len(arguments) != 1:
+            raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
+        _measure(Path(arguments[0]))
+        return 0
     except DtlayoutError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def _check(arguments: Sequence[str]) -> None:
-    """Refuse at once what would fail after minutes of measuring."""
-    if len(arguments) != 1:
-        raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
-    check_writable(Path(arguments[0]))
-    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if 0 < num_gpus < num_ranks:
-        raise InvalidConfig(f"{num_ranks} ranks on a host with {num_gpus} GPUs; start one for each GPU")
-
-
-def _measure(path: Path) -> int:
+def _measure(path: Path) -> None:
+    """Measure, and write it; what would fail after minutes of measuring is refused at once."""
+    check_writable(path)
+    num_gpus, per_node = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < num_gpus < per_node:
+        raise InvalidConfig(f"{per_node} ranks on a host with {num_gpus} GPUs; start one for each GPU")
     device = open_device("auto", None)
     known = find_gpu_by_device(device.name)
     if device.type == "cuda" and known is None:
         raise InvalidConfig(f"{device.name} is no GPU whose data sheet is known; use one of {', '.join(known_gpus())}")
     join_ranks(device, TIMEOUT_S)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
@@ -75,7 +71,6 @@ def _measure(path: Path) -> int:
     if dist.get_rank() == 0:
         measured.write(path)
     dist.destroy_process_group()
-    return 0
 
 
 def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     measured = Measured.read(options.measured) if options.measured else _measure(options.ranks)
     found = calibrate(measured)
     try:
-        write_whole(options.out, to_toml(measured, found, records))
+        write_whole(options.out, to_toml(measured, found.cluster, records))
     except OSError as error:
         raise InvalidConfig(f"{options.out} cannot be written: {error.strerror}") from None
     load_cluster(options.out)  # what was written can be read

@@ -3,10 +3,12 @@
 import argparse
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 from dtlayout.calibrate.file import update
-from dtlayout.cluster import load_cluster
+from dtlayout.cluster import Record, load_cluster
 from dtlayout.commands.arguments import show
 from dtlayout.commands.validate import percent, tell
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
@@ -14,8 +16,8 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner.scores import score
 from dtlayout.planner.validate import fit_group, on_cluster, with_engine
-from dtlayout.report.record import make_record
 from dtlayout.report.rows import read_rows
+from dtlayout.sweep.results import Journal, keep_longest
 
 EXAMPLE = "dtlayout refit sweeps/debug-4cpu --into lab.toml"
 
@@ -53,3 +55,35 @@ def run(options: argparse.Namespace) -> int:
     lines = [*map(str, records)] or ["no record: these sweeps were not predicted with a calibrated file"]
     lines.append(f"median error of speed {percent(before)} before the fit, {percent(after)} after, on the runs it saw")
     return show(options, document, [*lines, f"written: {options.into}"])
+
+
+def make_record(folder: Path) -> Record | None:
+    """What predictions of a sweep were worth, as they stood before its trials ran.
+
+    None if it was not predicted with a calibrated file, or nothing ran. All that ran there counts as one choice, so a
+    folder should hold one model and batch.
+    """
+    pairs = [
+        (run.predicted.step_time_s, run.step_time_s, run.scenario.cluster.gpu.name)
+        for result in keep_longest(Journal(folder).read().values())
+        if (run := result.run) and run.outcome == "ok" and run.step_time_s
+        if run.predicted and run.predicted.calibrated and run.predicted.step_time_s
+    ]
+    if not pairs:
+        return None
+    best_s = min(measured_s for _, measured_s, _ in pairs)
+    _, chosen_s, hardware = min(pairs)
+    newest = datetime.fromtimestamp(Journal(folder).path.stat().st_mtime, timezone.utc)
+    return Record(
+        sweep=folder.resolve().name, date=f"{newest:%Y-%m-%d}", version=_find_version(), hardware=hardware,
+        runs=len(pairs),
+        error=round(median(abs(predicted_s / measured_s - 1) for predicted_s, measured_s, _ in pairs), 4),
+        regret=round(chosen_s / best_s - 1, 4),
+    )  # fmt: skip
+
+
+def _find_version() -> str:
+    try:
+        return version("dtlayout")
+    except PackageNotFoundError:
+        return "a checkout"

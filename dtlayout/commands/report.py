@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dtlayout.commands.arguments import show
+from dtlayout.files import write
 from dtlayout.report.page import Report
 from dtlayout.report.rows import ROWS, read_rows
 
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     document = {"ok": True, **counts, "findings": findings, "fastest": common}
     show(options, document, [report.to_markdown().rstrip()])
     if options.markdown:
-        report.write_markdown(options.markdown)
+        write(options.markdown, report.to_markdown(), "report")
     if options.page:
         report.write_page(options.page)
     return 0

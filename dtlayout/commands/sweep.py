@@ -15,7 +15,7 @@ from dtlayout.commands.arguments import show
 from dtlayout.errors import EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import StopRequest, note_signals
 from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
-from dtlayout.sweep.run import run_halved, run_sweep
+from dtlayout.sweep.run import Watch, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
 from dtlayout.text import align
 
@@ -54,20 +54,12 @@ def run(options: argparse.Namespace) -> int:
         known = {k: r for k, r in Journal(folder).read().items() if r.outcome not in again}
         board = _Board(console, trials, known)
         with Live(get_renderable=board.draw, console=console, refresh_per_second=2, transient=True):
-            if sweep.halving:
-                run_halved(
-                    sweep, trials, folder,
-                    tries_oom=options.try_oom, again=again, is_stopped=lambda: stop.is_made,
-                    on_round=board.note_round, on_start=board.note_start, on_result=board.note,
-                )  # fmt: skip
-                trials = list(board.trials)  # of the last round
-            else:
-                for result in run_sweep(
-                    sweep, trials, folder,
-                    done=set(known), tries_oom=options.try_oom,
-                    is_stopped=lambda: stop.is_made, on_start=board.note_start,
-                ):  # fmt: skip
-                    board.note(result)
+            watch = Watch(
+                is_stopped=lambda: stop.is_made,
+                on_round=board.note_round, on_start=board.note_start, on_result=board.note,
+            )  # fmt: skip
+            run_sweep(sweep, trials, folder, watch, tries_oom=options.try_oom, again=again)
+    trials = board.trials  # of a halved sweep, those of its last round
     found = [board.results[trial.key] for trial in trials if trial.key in board.results]
     document = {"ok": True, "folder": str(folder), "trials": [result.to_dict() for result in found]}
     done = show(options, document, _summarize(found, len(trials), folder, stop))
@@ -78,12 +70,12 @@ class _Board:
     """What a person sees while trials run: how many are left, how long that takes, and the best so far."""
 
     def __init__(self, console: Console, trials: Sequence[Trial], results: dict[str, TrialResult]):
-        self.console, self.trials, self.results = console, trials, dict(results)
+        self.console, self.trials, self.results = console, list(trials), dict(results)
         self.running: tuple[Trial, float] | None = None
 
     def note_round(self, trials: Sequence[Trial]) -> None:
         """A round of successive halving begins: only its trials count from here on."""
-        self.trials = trials
+        self.trials = list(trials)
         steps = trials[0].config.train.steps if trials and trials[0].config else 0
         self._say(f"round of {len(trials)} trials, {steps} steps each")
 
@@ -186,6 +178,6 @@ def _to_document(trial: Trial) -> dict[str, object]:
     estimate = trial.estimate
     return {
         "key": trial.key, "overrides": list(trial.overrides),
-        "layout": asdict(trial.layout) if trial.layout else None, "problems": list(trial.problems),
+        "layout": asdict(trial.run.layout) if trial.run else None, "problems": list(trial.problems),
         "fits": estimate.fits if estimate else None, "step_time_s": estimate.step_time_s if estimate else None,
     }  # fmt: skip

@@ -12,7 +12,7 @@ Numbers of GPUs are compared between sweeps, so their speeds are dealt out among
 those of a GPU, and once those of all together, for step times dealt out anew would show half the speed of each GPU.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from math import comb
 
 import numpy as np
@@ -22,19 +22,30 @@ MOST_CHANCE = 1e-3
 """p-value up to which a finding is supported."""
 
 
-def deal(values: np.ndarray, pools: np.ndarray) -> np.ndarray:
-    """The values of each pool's rows in NUM_DEALS random orders; rows × deals. What is not known stays so."""
+def group(names: Iterable[Hashable]) -> list[list[int]]:
+    """The places of each name among those that differ."""
+    places: dict[Hashable, list[int]] = {}
+    for i, name in enumerate(names):
+        places.setdefault(name, []).append(i)
+    return list(places.values())
+
+
+def deal(values: np.ndarray, pools: Sequence[Hashable]) -> np.ndarray:
+    """The values as measured, and those of each pool's rows in NUM_DEALS random orders; rows × (1 + deals).
+
+    What is not known, a NaN, stays so.
+    """
     generator = np.random.default_rng(0)
-    dealt = np.repeat(values[:, None], NUM_DEALS, axis=1)
-    for pool in np.unique(pools):
-        places = np.flatnonzero((pools == pool) & ~np.isnan(values))
-        dealt[places] = generator.permuted(dealt[places], axis=0)
+    dealt = np.repeat(values[:, None], 1 + NUM_DEALS, axis=1)
+    for pool in group(pools):
+        places = [i for i in pool if not np.isnan(values[i])]
+        dealt[places, 1:] = generator.permuted(dealt[places, 1:], axis=0)
     return dealt
 
 
-def rarity(found: np.ndarray, measured: np.ndarray) -> float:
-    """The share of deals that show at least what was measured, the measured one among them."""
-    return float((1 + (found >= measured - 1e-12).sum()) / (1 + len(found)))
+def rarity(found: np.ndarray) -> float:
+    """The share that shows at least what the first one does, which was measured, itself among them; 1 + deals → 1."""
+    return float((found >= found[0] - 1e-12).mean())
 
 
 def sign_test(changes: np.ndarray) -> float:
@@ -47,9 +58,3 @@ def sign_test(changes: np.ndarray) -> float:
     num_changed = num_up + num_down
     rarer = sum(comb(num_changed, k) for k in range(min(num_up, num_down) + 1))
     return min(1.0, 2 * rarer / 2**num_changed)
-
-
-def number(names: Sequence[Hashable]) -> np.ndarray:
-    """Each name's place among those that differ."""
-    known = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    return np.array([known[name] for name in names])

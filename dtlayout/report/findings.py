@@ -4,15 +4,16 @@ A finding is supported where the measured speeds, dealt out at random among the 
 much: a permutation test, [Note: chance].
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from math import exp, log
 
 import numpy as np
 
 from dtlayout.planner.runs import Run
-from dtlayout.report.chance import MOST_CHANCE, deal, number, rarity, sign_test
+from dtlayout.report.chance import MOST_CHANCE, deal, group, rarity, sign_test
 from dtlayout.report.questions import QUESTIONS, Question
 
 FEWEST_PAIRS = 6
@@ -52,14 +53,9 @@ class Finding:
 
     @property
     def speaks_of_speed(self) -> bool:
-        """Whether the rows carry what is said of speed."""
+        """Whether the rows carry what is said of speed: more than noise of repeated runs, and than what is foreseen."""
         is_rare = self.num_pairs >= FEWEST_PAIRS and self.p_speed is not None and self.p_speed <= MOST_CHANCE
-        return is_rare and self.differs
-
-    @property
-    def differs(self) -> bool:
-        """Whether the median is more than noise of repeated runs, and than what is foreseen."""
-        return self.beyond is not None and abs(log(self.beyond)) > _NOISE
+        return is_rare and self.beyond is not None and abs(log(self.beyond)) > _NOISE
 
     @property
     def speaks_of_fit(self) -> bool:
@@ -69,75 +65,68 @@ class Finding:
 
     def describe(self) -> str:
         """Sentences with numbers; "not supported" where the rows do not carry it."""
-        q, sentences = self.question, []
-        foreseen = f", where {q.explanation} explains ×{self.explained:.2f}" if q.explanation and self.num_pairs else ""
-        if self.num_pairs == 0:
-            sentences.append(f"not supported: no two rows that ran differ only in {q.before} and {q.after}")
-        elif not self.speaks_of_speed:
-            assert self.quartiles is not None, "there are pairs"
-            low, high = self.quartiles
-            why = f"chance shows as much with p = {self.p_speed:.2g}"
-            if self.num_pairs < FEWEST_PAIRS:
-                why = f"fewer than {FEWEST_PAIRS} say nothing"
-            sentences.append(
-                f"not supported: speed ×{self.factor:.2f}, ×{low:.2f} to ×{high:.2f} between the quartiles{foreseen} "
-                f"({_count(self.num_pairs, 'pair')}); {why}"
-            )
-        else:
+        if not self.speaks_of_fit:
+            return self._describe_speed()
+        q, layouts = self.question, count(self.num_only_after, "layout")
+        only = f"{layouts} fit only with {q.after}, and {self.num_only_before} only with {q.before}"
+        return f"{self._describe_speed()}; {only}"
+
+    def _describe_speed(self) -> str:
+        q = self.question
+        if self.quartiles is None:
+            return f"not supported: no two rows that ran differ only in {q.before} and {q.after}"
+        foreseen = f", where {q.explanation} explains ×{self.explained:.2f}" if q.explanation else ""
+        if self.speaks_of_speed:
             points = "" if self.points is None else f", {100 * self.points:+.1f} points of MFU"
-            median = f"median of {self.num_pairs} pairs{points}"
-            sentences.append(
-                f"{q.after} instead of {q.before}: speed ×{self.factor:.2f} ({median}), faster in "
-                f"{self.share_faster:.0%} of them{foreseen}"
+            return (
+                f"{q.after} instead of {q.before}: speed ×{self.factor:.2f} (median of {self.num_pairs} pairs"
+                f"{points}), faster in {self.share_faster:.0%} of them{foreseen}"
             )
-        if self.speaks_of_fit:
-            only_before = f"{self.num_only_before} only with {q.before}"
-            sentences.append(f"{_count(self.num_only_after, 'layout')} fit only with {q.after}, and {only_before}")
-        return "; ".join(sentences)
+        low, high = self.quartiles
+        why = f"chance shows as much with p = {self.p_speed:.2g}"
+        if self.num_pairs < FEWEST_PAIRS:
+            why = f"fewer than {FEWEST_PAIRS} say nothing"
+        return (
+            f"not supported: speed ×{self.factor:.2f}, ×{low:.2f} to ×{high:.2f} between the quartiles{foreseen} "
+            f"({count(self.num_pairs, 'pair')}); {why}"
+        )
 
 
-def find(runs: Sequence[Run]) -> list[Finding]:
-    """The answers that rows give to all questions."""
-    rows = _Rows(runs)
-    return [_answer(question, rows) for question in QUESTIONS]
+def find(runs: Sequence[Run], questions: Sequence[Question] = QUESTIONS) -> list[Finding]:
+    """What rows say to each question."""
+    speeds = np.array([log(speed) if (speed := run.tokens_per_s_per_gpu) else np.nan for run in runs])
+    measured = {
+        "speeds": speeds,
+        "totals": speeds + np.log([run.scenario.cluster.num_gpus for run in runs]),
+        "fits": np.array([_FITS.get(run.outcome, np.nan) for run in runs]),
+    }
+
+    @cache  # all questions share it
+    def deal_out(name: str, pool: Callable[[Run], Hashable]) -> np.ndarray:
+        """As measured, and dealt out anew within each pool; rows × (1 + deals)."""
+        return deal(measured[name], [pool(run) for run in runs])
+
+    return [_answer(question, runs, deal_out) for question in questions]
 
 
-def answer(question: Question, runs: Sequence[Run]) -> Finding:
-    """What rows say to one question."""
-    return _answer(question, _Rows(runs))
-
-
-class _Rows:
-    """What is measured of rows, and the same dealt out anew, which all questions share."""
-
-    def __init__(self, runs: Sequence[Run]):
-        self.runs = runs
-        self.speeds = np.array([log(speed) if (speed := run.tokens_per_s_per_gpu) else np.nan for run in runs])
-        self.totals = self.speeds + np.log([run.scenario.cluster.num_gpus for run in runs])
-        self.fits = np.array([_FITS.get(run.outcome, np.nan) for run in runs])
-        self._dealt: dict[tuple[str, Callable[[Run], Hashable]], np.ndarray] = {}
-
-    def deal(self, name: str, pool: Callable[[Run], Hashable]) -> np.ndarray:
-        """The values of that name dealt out anew within each pool; rows × deals."""
-        if (name, pool) not in self._dealt:
-            self._dealt[name, pool] = deal(getattr(self, name), number([pool(run) for run in self.runs]))
-        return self._dealt[name, pool]
-
-
-def _answer(question: Question, rows: _Rows) -> Finding:
-    runs, speeds, fits = rows.runs, rows.speeds, rows.fits
+def _answer(question: Question, runs: Sequence[Run], deal_out: Callable[..., np.ndarray]) -> Finding:
     pairs = _pair(question, runs)
-    ran = [(a, b) for a, b in pairs if not np.isnan(speeds[a]) and not np.isnan(speeds[b])]
-    ratios = np.array([speeds[b] - speeds[a] for a, b in ran])
+
+    def compare(name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs of which both rows are known, and their changes; pairs × (1 + deals)."""
+        values = deal_out(name, question.pool)
+        known = pairs[~np.isnan(values[pairs, 0]).any(axis=1)]
+        return known, values[known[:, 1]] - values[known[:, 0]]
+
+    ran, dealt = compare("speeds")
+    judged, fits = compare("fits")
+    ratios, changes = dealt[:, 0], fits[:, 0]
     explained = np.array([question.explained(runs[a], runs[b]) for a, b in ran])
     mfus = [(runs[a].mfu, runs[b].mfu) for a, b in ran]
     points = [after - before for before, after in mfus if before is not None and after is not None]
-    judged = [(a, b) for a, b in pairs if not np.isnan(fits[a]) and not np.isnan(fits[b])]
-    changes = np.array([fits[b] - fits[a] for a, b in judged])
-    chances = [_chance(rows, "speeds", question, ran, _consistency, explained)]
-    if question.crosses_gpus:
-        chances.append(_chance(rows, "totals", question, ran, _consistency))
-    p_fit = _chance(rows, "fits", question, judged, _agreement)
+    unlikely = [_consistency(dealt - explained[:, None])] if len(ran) else []
+    if question.crosses_gpus and len(ran):
+        unlikely.append(_consistency(compare("totals")[1]))
     return Finding(
         question=question,
         num_pairs=len(ran),
@@ -147,25 +136,19 @@ def _answer(question: Question, rows: _Rows) -> Finding:
         explained=exp(float(np.median(explained))) if len(ran) else None,
         beyond=exp(float(np.median(ratios - explained))) if len(ran) else None,
         points=float(np.median(points)) if points else None,
-        p_speed=max((p for p in chances if p is not None), default=None),
+        p_speed=max(map(rarity, unlikely), default=None),
         num_only_after=int((changes > 0).sum()),
         num_only_before=int((changes < 0).sum()),
-        p_fit=max(p_fit, sign_test(changes)) if p_fit is not None else None,
+        p_fit=max(rarity(_agreement(fits)), sign_test(changes)) if len(judged) else None,
     )
 
 
-def _pair(question: Question, runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Places of rows to compare."""
-    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for i, run in enumerate(runs):
-        alike[question.pool(run), question.rest(run)].append(i)
-    return [
-        (a, b)
-        for places in alike.values()
-        for a in places
-        for b in places
-        if question.follows(question.choice(runs[a]), question.choice(runs[b]))
-    ]
+def _pair(question: Question, runs: Sequence[Run]) -> np.ndarray:
+    """Places of rows to compare; pairs × 2."""
+    chosen = [question.choice(run) for run in runs]
+    alike = group((question.pool(run), question.rest(run)) for run in runs)
+    pairs = [(a, b) for places in alike for a, b in product(places, places) if question.follows(chosen[a], chosen[b])]
+    return np.array(pairs, dtype=int).reshape(-1, 2)
 
 
 def _consistency(ratios: np.ndarray) -> np.ndarray:
@@ -180,23 +163,6 @@ def _agreement(changes: np.ndarray) -> np.ndarray:
     return np.abs(changes.sum(axis=0)) / np.maximum(num_changed, 1)
 
 
-def _chance(
-    rows: _Rows,
-    name: str,
-    question: Question,
-    pairs: Sequence[tuple[int, int]],
-    statistic: Callable[[np.ndarray], np.ndarray],
-    explained: np.ndarray | float = 0.0,
-) -> float | None:
-    """How often values that were dealt out anew show at least what they do beyond what is explained: [Note: chance]."""
-    if not pairs:
-        return None
-    values, dealt = getattr(rows, name), rows.deal(name, question.pool)
-    before, after = (np.array(places) for places in zip(*pairs, strict=True))
-    foreseen = np.broadcast_to(explained, before.shape)[:, None]
-    measured = (values[after] - values[before])[:, None]
-    return rarity(statistic(dealt[after] - dealt[before] - foreseen), statistic(measured - foreseen))
-
-
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """A number of things in words."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

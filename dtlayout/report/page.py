@@ -1,22 +1,21 @@
 """The report of measured rows, as one page that needs no other file and as Markdown: findings, plots, every layout."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dtlayout.costmodel.estimate import Estimate
-from dtlayout.files import write
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.plots import scale
 from dtlayout.planner.runs import Run
+from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
-from dtlayout.report.fastest import CHOICES, Common, find_common, list_options
-from dtlayout.report.findings import Finding, find
+from dtlayout.report.fastest import find_common, list_options
+from dtlayout.report.findings import count, find
+from dtlayout.report.questions import choose
 from dtlayout.text import GIB, choose_unit, to_markdown
 
 _STYLE = """
@@ -65,22 +64,17 @@ class Report:
     def __init__(self, runs: Sequence[Run], left_out: str = ""):
         """Finds and predicts at once, a second for a thousand rows; `left_out` says of which there is nothing."""
         self.runs, self.left_out = list(runs), left_out
-        self.findings: list[Finding] = find(runs)
-        self.common: list[Common] = find_common(runs)
-        self.estimates: list[Estimate] = [prediction.estimate for prediction in predict(runs)]
-        ordered = sorted(range(len(self.runs)), key=lambda i: self.runs[i].table)
-        self.tables = {name: list(places) for name, places in groupby(ordered, key=lambda i: self.runs[i].table)}
+        self.findings, self.common, self.predictions = find(runs), find_common(runs), predict(runs)
+        self.tables = by_table(sorted(self.predictions, key=lambda row: row.run.table))
         # Somebody measured an MFU, and nothing ran where no peak is known.
-        is_measured = any(run.mfu is not None for run in self.runs)
-        self._has_mfu = is_measured and all(run.scenario.cluster.gpu.has_mfu for run in self.runs)
+        self._has_mfu = any(run.mfu is not None for run in runs) and all(r.scenario.cluster.gpu.has_mfu for r in runs)
         self._unit = "MFU, %" if self._has_mfu else "tokens/s of a rank"
 
     @property
     def title(self) -> str:
         """What the report is about."""
         ran = sum(run.tokens_per_s_per_gpu is not None for run in self.runs)
-        plural = "" if len(self.tables) == 1 else "s"
-        return f"{len(self.runs)} layouts in {len(self.tables)} sweep{plural}, of which {ran} ran"
+        return f"{len(self.runs)} layouts in {count(len(self.tables), 'sweep')}, of which {ran} ran"
 
     def list_findings(self) -> list[list[str]]:
         """Each question with its answer."""
@@ -90,16 +84,8 @@ class Report:
 
     def list_best(self) -> list[list[str]]:
         """The fastest layout of each sweep."""
-        rows = [list(_COLUMNS)]
-        for places in self.tables.values():
-            ran = [i for i in places if self.runs[i].tokens_per_s_per_gpu]
-            if ran:
-                rows.append(self._describe(max(ran, key=lambda i: self.runs[i].tokens_per_s_per_gpu or 0.0)))
-        return rows
-
-    def write_markdown(self, path: Path) -> None:
-        """Write findings and best layouts; DtlayoutError if the file cannot be written."""
-        write(path, self.to_markdown(), "report")
+        best = [max(rows, key=lambda row: row.run.tokens_per_s_per_gpu or 0.0) for rows in self.tables.values()]
+        return [list(_COLUMNS), *(_describe(row) for row in best if row.run.tokens_per_s_per_gpu)]
 
     def to_markdown(self) -> str:
         """Findings and best layouts as Markdown."""
@@ -109,66 +95,50 @@ class Report:
 
     def write_page(self, path: Path) -> None:
         """Write everything as one page; DtlayoutError if the file cannot be written."""
-        html.write_page(path, self.title, self._parts(), _STYLE)
+        parts = [html.heading(heading) + content for heading, content in self._parts()]
+        left_out = [html.paragraph(self.left_out)] if self.left_out else []
+        html.write_page(path, self.title, [*left_out, *parts], _STYLE)
 
-    def _parts(self) -> Iterator[str]:
-        if self.left_out:
-            yield html.paragraph(self.left_out)
-        yield html.heading("Findings")
-        yield html.table(self.list_findings(), ' class="findings"')
-        yield html.heading("The fastest layout of each sweep")
-        yield f'<div class="wide">{html.table(self.list_best())}</div>'
+    def _parts(self) -> Iterator[tuple[str, str]]:
+        """Headings, and what is below them."""
+        yield "Findings", html.table(self.list_findings(), ' class="findings"')
+        yield "The fastest layout of each sweep", f'<div class="wide">{html.table(self.list_best())}</div>'
         for name in ("micro_batch", "recompute", "attention", "norm", "sequence_parallel"):
-            if len(list_options(name, self.runs)) > 1:
-                yield html.heading(f"Best speed by {name}, whatever else was chosen")
-                yield self._draw_best(name)
-        yield html.heading("Best speed by tp and pp")
-        yield self._draw_heat()
-        yield html.heading("Predicted against measured speed")
-        yield self._draw_predictions()
-        known = [i for i, run in enumerate(self.runs) if run.peak_bytes and self._speed(i)]
-        if known:
-            yield html.heading("Memory of pipeline rank 0, the fastest layouts")
-            yield self._draw_memory(sorted(known, key=self._speed, reverse=True)[:_BARS])
-        yield html.heading("All layouts")
-        yield '<p><input id="filter" placeholder="filter: words, or column=value such as tp=2"></p>'
-        rows = [self._describe(i) for places in self.tables.values() for i in places]
-        everything = html.table([list(_COLUMNS), *rows], ' id="rows"')
-        yield f'<div class="wide">{everything}</div>'
-        yield f"<script>{_SCRIPT}</script>"
+            if len(options := list_options(name, self.runs)) > 1:
+                yield f"Best speed by {name}, whatever else was chosen", self._draw_best(name, options)
+        yield "Best speed by tp and pp", self._draw_heat()
+        yield "Predicted against measured speed", self._draw_predictions()
+        if known := [row for row in self.predictions if row.run.peak_bytes and self._measure(row.run)]:
+            fastest = sorted(known, key=lambda row: self._measure(row.run), reverse=True)[:_BARS]
+            yield "Memory of pipeline rank 0, the fastest layouts", _draw_memory(fastest)
+        rows = [list(_COLUMNS), *(_describe(row) for rows in self.tables.values() for row in rows)]
+        everything = html.table(rows, ' id="rows"')
+        words = '<p><input id="filter" placeholder="filter: words, or column=value such as tp=2"></p>'
+        yield "All layouts", f'{words}<div class="wide">{everything}</div><script>{_SCRIPT}</script>'
 
-    def _describe(self, place: int) -> list[str]:
-        run, layout, found = self.runs[place], self.runs[place].layout, self.estimates[place]
-
-        def show(value: float | None, form: str, factor: float = 1.0) -> str:
-            return "" if value is None else format(value * factor, form)
-
-        return [
-            run.table, run.outcome, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
-            "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
-            run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100),
-            show(found.mfu if run.scenario.cluster.gpu.has_mfu else None, ".1f", 100),
-            show(run.peak_bytes, ".2f", 1 / GIB), show(found.memory[0].total, ".2f", 1 / GIB),
-        ]  # fmt: skip
-
-    def _speed(self, place: int) -> float:
+    def _measure(self, run: Run) -> float:
         """Measured MFU in percent, or tokens a second of one GPU where nobody knows the peak; 0 if it did not run."""
-        run, speed = self.runs[place], self.runs[place].tokens_per_s_per_gpu
+        speed, scenario = run.tokens_per_s_per_gpu, run.scenario
         if speed is None or not self._has_mfu:
             return speed or 0.0
-        scenario = run.scenario
         flops_per_s = speed * count_model_flops_per_token(scenario.model, scenario.batch.seq_len)
         return 100 * (run.mfu if run.mfu is not None else flops_per_s / scenario.cluster.gpu.peak_flops_per_s)
 
-    def _draw_best(self, name: str) -> str:
+    def _predict(self, row: Prediction) -> float:
+        """The predicted speed, as `_measure` is measured."""
+        if self._has_mfu:
+            return 100 * row.estimate.mfu
+        scenario = row.run.scenario
+        return scenario.batch.num_tokens / row.estimate.step_time_s / scenario.cluster.num_gpus
+
+    def _draw_best(self, name: str, options: Sequence[Hashable]) -> str:
         """Bars of the best of each value, a group for each sweep."""
-        options = list_options(name, self.runs)
         figure, axes = plt.subplots(figsize=(10, 3), layout="constrained")
         width = 0.8 / len(options)
         for number, option in enumerate(options):
             best = [
-                max((self._speed(i) for i in places if CHOICES[name](self.runs[i]) == option), default=0.0)
-                for places in self.tables.values()
+                max((self._measure(row.run) for row in rows if choose(row.run, name) == option), default=0.0)
+                for rows in self.tables.values()
             ]
             bars = axes.bar(np.arange(len(best)) + number * width, best, width * 0.9, label=f"{name}={option}")
             if len(options) * len(best) <= _MOST_LABELS:
@@ -183,18 +153,17 @@ class Report:
     def _draw_heat(self) -> str:
         """A square for each tp and pp with the best speed, a picture for each sweep."""
         tps, pps = (sorted({getattr(run.layout, axis) for run in self.runs}) for axis in ("tp", "pp"))
-        number = len(self.tables)
-        columns = min(3, number)
-        lines = -(-number // columns)
+        columns = min(3, len(self.tables))
+        lines = -(-len(self.tables) // columns)
         figure, grid = plt.subplots(lines, columns, figsize=(10, 2.6 * lines), layout="constrained", squeeze=False)
-        for axes in grid.flat[number:]:
+        for axes in grid.flat[len(self.tables) :]:
             axes.set_visible(False)
-        for axes, (name, places) in zip(grid.flat, self.tables.items(), strict=False):
-            best = np.full((len(pps), len(tps)), np.nan)
-            for i in places:
-                at = pps.index(self.runs[i].layout.pp), tps.index(self.runs[i].layout.tp)
-                if self._speed(i):
-                    best[at] = np.fmax(best[at], self._speed(i))
+        for axes, (name, rows) in zip(grid.flat, self.tables.items(), strict=False):
+            best = np.zeros((len(pps), len(tps)))
+            for run in (row.run for row in rows):
+                at = pps.index(run.layout.pp), tps.index(run.layout.tp)
+                best[at] = max(best[at], self._measure(run))
+            best[best == 0] = np.nan
             if not np.isnan(best).all():
                 axes.imshow(best, cmap="Blues", aspect="auto", origin="lower", vmin=0, vmax=1.4 * np.nanmax(best))
             for (row, column), value in np.ndenumerate(best):
@@ -206,15 +175,14 @@ class Report:
 
     def _draw_predictions(self) -> str:
         figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
-        low, high = np.inf, 0.0
-        for name, places in self.tables.items():
-            pairs = [(speed, self._predict(i)) for i in places if (speed := self._speed(i))]
-            if pairs:
+        speeds: list[float] = []
+        for name, rows in self.tables.items():
+            if pairs := [(speed, self._predict(row)) for row in rows if (speed := self._measure(row.run))]:
                 measured, predicted = zip(*pairs, strict=True)
                 axes.scatter(measured, predicted, s=12, alpha=0.7, linewidth=0, label=name.replace("_", " "))
-                low, high = min(low, *measured, *predicted), max(high, *measured, *predicted)
-        if high:
-            ends = np.array([0.9 * low, 1.1 * high])
+                speeds += [*measured, *predicted]
+        if speeds:
+            ends = np.array([0.9 * min(speeds), 1.1 * max(speeds)])
             axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
             axes.plot(ends, ends, color="0.4", linewidth=1)
             scale(axes, *ends)
@@ -222,28 +190,37 @@ class Report:
         axes.set(xlabel=f"measured {self._unit}", ylabel=f"predicted {self._unit}")
         return html.picture(figure)
 
-    def _predict(self, place: int) -> float:
-        """The predicted speed, as `_speed` is measured."""
-        found, scenario = self.estimates[place], self.runs[place].scenario
-        if self._has_mfu:
-            return 100 * found.mfu
-        return scenario.batch.num_tokens / found.step_time_s / scenario.cluster.num_gpus
 
-    def _draw_memory(self, shown: Sequence[int]) -> str:
-        """Measured bars with marks where they were predicted."""
-        unit, size = choose_unit(max(self.runs[i].peak_bytes or 0 for i in shown))
-        figure, axes = plt.subplots(figsize=(10, 0.26 * len(shown) + 0.8), layout="constrained")
-        measured = [(self.runs[i].peak_bytes or 0) / size for i in shown]
-        predicted = [self.estimates[i].memory[0].total / size for i in shown]
-        axes.barh(range(len(shown)), measured, color="#4477aa", alpha=0.7, label="measured")
-        axes.scatter(predicted, range(len(shown)), marker="|", s=120, color="#cc3311", label="predicted")
-        names = [f"{self.runs[i].layout} {self.runs[i].kernels.attention}" for i in shown]
-        axes.set_yticks(range(len(shown)), names, fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel(unit)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper right", ncols=2, fontsize=8, frameon=False)
-        return html.picture(figure)
+def _describe(row: Prediction) -> list[str]:
+    """The cells of _COLUMNS."""
+    run, layout, found = row.run, row.run.layout, row.estimate
+
+    def show(value: float | None, form: str, factor: float = 1.0) -> str:
+        return "" if value is None else format(value * factor, form)
+
+    return [
+        run.table, run.outcome, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
+        "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
+        run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100),
+        show(found.mfu if run.scenario.cluster.gpu.has_mfu else None, ".1f", 100),
+        show(run.peak_bytes, ".2f", 1 / GIB), show(found.memory[0].total, ".2f", 1 / GIB),
+    ]  # fmt: skip
+
+
+def _draw_memory(shown: Sequence[Prediction]) -> str:
+    """Measured bars with marks where they were predicted."""
+    peaks = [row.run.peak_bytes or 0 for row in shown]
+    unit, size = choose_unit(max(peaks))
+    figure, axes = plt.subplots(figsize=(10, 0.26 * len(shown) + 0.8), layout="constrained")
+    predicted = [row.estimate.memory[0].total / size for row in shown]
+    axes.barh(range(len(shown)), [peak / size for peak in peaks], color="#4477aa", alpha=0.7, label="measured")
+    axes.scatter(predicted, range(len(shown)), marker="|", s=120, color="#cc3311", label="predicted")
+    axes.set_yticks(range(len(shown)), [f"{row.run.layout} {row.run.kernels.attention}" for row in shown], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper right", ncols=2, fontsize=8, frameon=False)
+    return html.picture(figure)
 
 
 def _fold(name: str, width: int = 22) -> str:

@@ -7,6 +7,7 @@ it: dp, on a fixed number of GPUs). Only numbers of GPUs are compared between sw
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 from dtlayout.planner.runs import Run
 
@@ -21,7 +22,7 @@ class Question:
     """What a row chose."""
     rest: Callable[[Run], Hashable]
     """Everything that two rows of a pair share."""
-    follows: Callable[[Hashable, Hashable], bool]
+    follows: Callable[[Any, Any], bool]
     """Whether the second choice is to be compared with the first."""
     before: str
     after: str
@@ -36,9 +37,11 @@ class Question:
     """What arithmetic foresees, in words."""
 
 
-def _shape(run: Run) -> Hashable:
-    """What every pair shares."""
-    return _training(run), run.scenario.cluster
+def choose(run: Run, name: str) -> Hashable:
+    """What a row chose of a field of its layout or its kernels; None where there is nothing to choose."""
+    if name == "sequence_parallel":
+        return ("on" if run.layout.shards_sequence else "off") if run.layout.tp > 1 else None
+    return getattr(run.kernels if hasattr(run.kernels, name) else run.layout, name)
 
 
 def _training(run: Run) -> Hashable:
@@ -47,26 +50,23 @@ def _training(run: Run) -> Hashable:
     return s.model, s.batch, s.cluster.gpu, s.cluster.gpus_per_node, s.engine.name, s.precision
 
 
-def _but(*names: str, shared: Callable[[Run], Hashable] = _shape) -> Callable[[Run], Hashable]:
-    """Everything of a row but these fields of its layout, and dp, which follows from them and the GPUs."""
-    same = dict.fromkeys((*names, "dp_shard", "dp_replicate"), 1)
+def _but(*names: str) -> Callable[[Run], Hashable]:
+    """Everything of a row but the number of GPUs and these fields of its layout and its kernels."""
 
     def rest(run: Run) -> Hashable:
+        values = vars(run.layout) | vars(run.kernels)
         is_replicated = run.layout.dp_replicate > 1
-        values = {name: value for name, value in vars(run.layout).items() if name not in same}
-        return shared(run), run.kernels, is_replicated, tuple(values.items())
+        return _training(run), is_replicated, tuple(value for name, value in values.items() if name not in names)
 
     return rest
 
 
-def _but_kernel(name: str) -> Callable[[Run], Hashable]:
-    """Everything of a row but one of its kernels."""
-    return lambda run: (_shape(run), run.layout, tuple((k, v) for k, v in vars(run.kernels).items() if k != name))
-
-
-def _but_split(run: Run) -> Hashable:
-    """Everything of a row but how tp and pp share what they are together."""
-    return _but("tp", "pp")(run), run.layout.tp * run.layout.pp
+def _ask(name: str, field: str, follows: Callable[[Any, Any], bool], before: str, after: str, *also: str) -> Question:
+    """A question about a field of the layout or the kernels, with which those of `also` change."""
+    rest = _but(field, *also)
+    return Question(
+        name, lambda run: choose(run, field), lambda run: (run.scenario.cluster, rest(run)), follows, before, after
+    )
 
 
 def _fewer_microbatches(first: Run, second: Run) -> float:
@@ -83,59 +83,32 @@ def _is(before: Hashable, after: Hashable) -> Callable[[Hashable, Hashable], boo
     return lambda first, second: (first, second) == (before, after)
 
 
-def _doubling(axis: str, name: str, degree: int) -> Question:
-    return Question(
-        f"{name} from {degree} to {2 * degree}", lambda run: getattr(run.layout, axis), _but(axis),
-        _is(degree, 2 * degree), f"{axis}={degree}", f"{axis}={2 * degree}",
-    )  # fmt: skip
+def _is_twice(first: int, second: int) -> bool:
+    return second == 2 * first
 
 
+_DP = ("dp_shard", "dp_replicate")
+"""What follows from the rest of a layout and the GPUs."""
 QUESTIONS = (
-    Question(
-        "Larger micro-batches", lambda run: run.layout.micro_batch, _but("micro_batch"),
-        lambda first, second: second == 2 * first,  # type: ignore[operator]
-        "the smaller micro-batch", "one twice as large",
-    ),
-    Question(
-        "A fused RMSNorm", lambda run: run.kernels.norm, _but_kernel("norm"), _is("eager", "fused"),
-        "an eager norm", "a fused one",
-    ),
-    Question(
-        "FlashAttention-2 instead of separate operations", lambda run: run.kernels.attention, _but_kernel("attention"),
-        lambda first, second: first in ("torch", "sdpa-math") and second == "sdpa-flash",
-        "separate operations", "FlashAttention-2",
-    ),
-    Question(
-        "FlashAttention-2 instead of the first", lambda run: run.kernels.attention, _but_kernel("attention"),
-        _is("flash1", "sdpa-flash"), "the first FlashAttention", "the second",
-    ),
-    Question(
-        "Full recomputation", lambda run: run.layout.recompute, _but("recompute"), _is("none", "full"),
-        "no recomputation", "full recomputation",
-    ),
-    Question(
-        "Selective recomputation", lambda run: run.layout.recompute, _but("recompute"), _is("none", "selective"),
-        "no recomputation", "selective recomputation",
-    ),
-    Question(
-        "Less tp and more pp", lambda run: run.layout.tp, _but_split,
-        lambda first, second: second < first,  # type: ignore[operator]
-        "more tp", "less tp and as much more pp",
-    ),
-    *(_doubling("tp", "Tensor parallelism", degree) for degree in (1, 2, 4)),
-    *(_doubling("pp", "Pipeline parallelism", degree) for degree in (1, 2, 4, 8)),
-    Question(
-        "Sequence parallelism", lambda run: run.layout.shards_sequence, _but("sequence_parallel"), _is(False, True),
-        "none", "sequence parallelism",
-    ),
-    Question(
-        "ZeRO-3", lambda run: run.layout.zero, _but("zero"), _is(1, 3), "ZeRO-1", "ZeRO-3",
-    ),
-    Question(
-        "Twice the GPUs for the same batch, speed of each",
-        lambda run: run.scenario.cluster.num_gpus, _but(shared=_training),
-        lambda first, second: second == 2 * first,  # type: ignore[operator]
-        "a number of GPUs", "twice as many", _training, True, _fewer_microbatches, "the bubble",
-    ),
+    _ask("Larger micro-batches", "micro_batch", _is_twice, "the smaller micro-batch", "one twice as large", *_DP),
+    _ask("A fused RMSNorm", "norm", _is("eager", "fused"), "an eager norm", "a fused one"),
+    _ask("FlashAttention-2 instead of separate operations", "attention",
+         lambda first, second: first in ("torch", "sdpa-math") and second == "sdpa-flash",
+         "separate operations", "FlashAttention-2"),
+    _ask("FlashAttention-2 instead of the first", "attention", _is("flash1", "sdpa-flash"),
+         "the first FlashAttention", "the second"),
+    _ask("Full recomputation", "recompute", _is("none", "full"), "no recomputation", "full recomputation", *_DP),
+    _ask("Selective recomputation", "recompute", _is("none", "selective"),
+         "no recomputation", "selective recomputation", *_DP),
+    Question("Less tp and more pp", lambda run: run.layout.tp,
+             lambda run: (run.scenario.cluster, _but("tp", "pp", *_DP)(run), run.layout.tp * run.layout.pp),
+             lambda first, second: second < first, "more tp", "less tp and as much more pp"),
+    *(_ask(f"{name} parallelism from {degree} to {2 * degree}", axis, _is(degree, 2 * degree),
+           f"{axis}={degree}", f"{axis}={2 * degree}", *_DP)
+      for axis, name, degrees in (("tp", "Tensor", (1, 2, 4)), ("pp", "Pipeline", (1, 2, 4, 8))) for degree in degrees),
+    _ask("Sequence parallelism", "sequence_parallel", _is("off", "on"), "none", "sequence parallelism", *_DP),
+    _ask("ZeRO-3", "zero", _is(1, 3), "ZeRO-1", "ZeRO-3", *_DP),
+    Question("Twice the GPUs for the same batch, speed of each", lambda run: run.scenario.cluster.num_gpus, _but(*_DP),
+             _is_twice, "a number of GPUs", "twice as many", _training, True, _fewer_microbatches, "the bubble"),
 )  # fmt: skip
 """What a sweep is made to learn, after the study's sections (arXiv:2311.05610, sec. 4)."""

@@ -38,14 +38,6 @@ class Halving:
         if problems:
             raise InvalidConfig(problems)
 
-    def num_first(self, num_trials: int) -> int:
-        """How many of the trials the first round tries."""
-        return math.ceil(self.first * num_trials)
-
-    def num_kept(self, num_tried: int) -> int:
-        """How many of a round go on to the next; one at least."""
-        return max(1, math.ceil(self.keep * num_tried))
-
 
 def halve(
     candidates: Sequence[T], halving: Halving, run: Callable[[Sequence[T], int], dict[T, float]]
@@ -59,10 +51,10 @@ def halve(
     >>> list(halve("abcd", Halving(first=0.75, keep=0.5), lambda tried, steps: {t: seconds[t] for t in tried}))
     [['b', 'c'], ['b']]
     """
-    left = list(candidates[: halving.num_first(len(candidates))])
+    left = list(candidates[: math.ceil(halving.first * len(candidates))])
     for place, steps in enumerate(halving.steps):
         found = run(left, steps)
-        num_kept = 1 if place + 1 == len(halving.steps) else halving.num_kept(len(left))
+        num_kept = 1 if place + 1 == len(halving.steps) else math.ceil(halving.keep * len(left))
         left = sorted(found, key=lambda each: found[each])[:num_kept]
         if not left:
             return

@@ -2,18 +2,24 @@
 
 Every process carries a mark in its environment, by which it is found again: torchrun starts workers in other process
 groups, and a sweep that went on after it was killed has no handle on what it had started.
+
+`python -m dtlayout.sweep.processes PARENT COMMAND [ARGUMENT …]` becomes a command that does not outlive its parent: a
+sweep that is killed with SIGKILL cannot end its trial, so Linux does, with SIGTERM, which torchrun hands on to workers.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 _MARK = "DTLAYOUT_TRIAL"
+_PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
 _GONE_WITHIN_S = 30.0
 """Seconds after which no process that SIGKILL ended is waited for any longer."""
@@ -45,7 +51,7 @@ def run(
 def start(command: Sequence[str], output: IO[bytes] | IO[str], mark: str) -> subprocess.Popen[bytes]:
     """Start a command whose output goes to a file; it ends with this process."""
     return subprocess.Popen(
-        [sys.executable, "-m", "dtlayout.sweep.tether", str(os.getpid()), *command],
+        [sys.executable, "-m", "dtlayout.sweep.processes", str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -59,12 +65,9 @@ def find(mark: str) -> list[int]:
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            is_marked = wanted in (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # somebody else's, or gone
-            continue
-        if is_marked and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
+        with suppress(OSError):  # somebody else's, or gone
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
     return found
 
 
@@ -101,7 +104,18 @@ def _is_alive(pid: int) -> bool:
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+
+
+def _become(parent: int, command: list[str]) -> None:
+    """Become the command, as long as the process `parent` lives; elsewhere than on Linux untethered."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the signal was asked for
+            sys.exit(1)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])

@@ -143,8 +143,7 @@ def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str,
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     done = len(MetricsFile(run / "metrics.jsonl").read())
     progress = f"{done} steps were done" if done != 1 else "1 step was done"
-    outcome, cause = _find_cause(text, exit_code, summary, progress)
-    return outcome, cause, text.splitlines()[-_TAIL:]
+    return *_find_cause(text, exit_code, summary, progress), text.splitlines()[-_TAIL:]
 
 
 def _find_cause(text: str, exit_code: int | None, summary: dict[str, Any], progress: str) -> tuple[Outcome, str]:

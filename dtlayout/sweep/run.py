@@ -6,87 +6,58 @@ that had ended when its sweep was killed is not run again: its run folder tells 
 
 import fcntl
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from dtlayout.cluster import gpu_named
 from dtlayout.errors import DtlayoutError
-from dtlayout.planner.prediction import own_scenario, to_predicted
-from dtlayout.planner.runs import Outcome, Performance, Run
+from dtlayout.planner.runs import Outcome, Performance
 from dtlayout.sweep import processes
 from dtlayout.sweep.halving import halve
 from dtlayout.sweep.results import Journal, TrialResult, diagnose, measure
-from dtlayout.sweep.spec import Sweep, Trial, find_trial_gpu, make_trial, to_command, trial_folder
+from dtlayout.sweep.spec import Sweep, Trial, make_trial, to_command, trial_folder
+from dtlayout.text import GIB
 from dtlayout.training.metrics import read_summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Who is told how a sweep goes, and may stop it."""
+
+    is_stopped: Callable[[], bool] = lambda: False
+    """Asked all the time; once it says so, the trial that runs is ended without a result, and the sweep with it."""
+    on_round: Callable[[Sequence[Trial]], None] = lambda trials: None
+    """Told the trials of each round of successive halving."""
+    on_start: Callable[[Trial], None] = lambda trial: None
+    on_result: Callable[[TrialResult], None] = lambda result: None
 
 
 def run_sweep(
     sweep: Sweep,
     trials: Sequence[Trial],
     folder: Path,
-    *,
-    done: Collection[str] = (),
-    tries_oom: bool = False,
-    is_stopped: Callable[[], bool] = lambda: False,
-    on_start: Callable[[Trial], None] = lambda trial: None,
-) -> Iterator[TrialResult]:
-    """The result of each trial whose key is not `done`, as it ends; stops, without one, once `is_stopped` says so.
-
-    `tries_oom` also runs what is predicted not to fit. DtlayoutError if another sweep runs in this folder.
-    """
-    with _alone(folder):
-        processes.end(str(folder.resolve()), grace_s=sweep.grace_s)  # of a sweep that was killed here
-        journal = Journal(folder)
-        for trial in trials:
-            if trial.key in done:
-                continue
-            if is_stopped():
-                return
-            result = _judge(sweep, trial, tries_oom=tries_oom)
-            if result is None:
-                on_start(trial)
-                result = _run(sweep, trial, folder, is_stopped)
-            if result is None:
-                return
-            journal.append(result)
-            yield result
-
-
-def run_halved(
-    sweep: Sweep,
-    trials: Sequence[Trial],
-    folder: Path,
+    watch: Watch = Watch(),
     *,
     tries_oom: bool = False,
     again: Collection[str] = (),
-    is_stopped: Callable[[], bool] = lambda: False,
-    on_round: Callable[[Sequence[Trial]], None] = lambda trials: None,
-    on_start: Callable[[Trial], None] = lambda trial: None,
-    on_result: Callable[[TrialResult], None] = lambda result: None,
 ) -> None:
-    """Run a sweep with `halving`; what is not possible, or predicted not to fit, is a result first.
+    """Run each trial that has no result yet; DtlayoutError if another sweep runs in this folder.
 
-    A round's trials differ from those of the round before in their steps, so each is a result of its own, and the same
-    call goes on where it was. Ends that are in `again` are tried again.
+    Ends that are in `again` are tried again, and `tries_oom` also runs what is predicted not to fit. With `halving`,
+    what is not possible, or predicted not to fit, is a result first. A round's trials differ from those of the round
+    before in their steps, so each is a result of its own, and the same call goes on where it was.
     """
-    assert sweep.halving is not None, "a sweep without it runs every trial"
-    journal = Journal(folder)
-
-    def run(of_round: Sweep, chosen: Sequence[Trial], *, tries_oom: bool) -> None:
-        done = {key for key, result in journal.read().items() if result.outcome not in again}
-        for result in run_sweep(
-            of_round, chosen, folder, done=done, tries_oom=tries_oom, is_stopped=is_stopped, on_start=on_start
-        ):
-            on_result(result)
+    if sweep.halving is None:
+        _run_each(sweep, trials, folder, watch, again, tries_oom=tries_oom)
+        return
 
     def run_round(left: Sequence[tuple[str, ...]], steps: int) -> dict[tuple[str, ...], float]:
         of_round = replace(sweep, steps=steps)
         chosen = [make_trial(of_round, folder, overrides) for overrides in left]
-        on_round(chosen)
-        run(of_round, chosen, tries_oom=True)
-        results = journal.read()
+        watch.on_round(chosen)
+        _run_each(of_round, chosen, folder, watch, again, tries_oom=True)
+        results = Journal(folder).read()
         ended = {trial.overrides: results[trial.key] for trial in chosen if trial.key in results}
         if len(ended) < len(chosen):  # stopped
             return {}
@@ -94,7 +65,7 @@ def run_halved(
         return {each: step_time_s for each, step_time_s in ran if step_time_s}
 
     candidates = [t for t in trials if t.config is not None and (tries_oom or t.estimate is None or t.estimate.fits)]
-    run(sweep, [trial for trial in trials if trial not in candidates], tries_oom=False)
+    _run_each(sweep, [t for t in trials if t not in candidates], folder, watch, again, tries_oom=False)
     halving = sweep.halving
     if any(trial.estimate is None for trial in candidates):
         halving = replace(halving, first=1.0)  # nothing says which come first
@@ -102,68 +73,64 @@ def run_halved(
         list(halve([trial.overrides for trial in candidates], halving, run_round))
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system takes back however this process ends."""
+def _run_each(
+    sweep: Sweep, trials: Sequence[Trial], folder: Path, watch: Watch, again: Collection[str], *, tries_oom: bool
+) -> None:
     with (folder / "lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system takes it back however this process ends
         except OSError:
             raise DtlayoutError(f"another sweep runs in {folder}; wait for it, or use another --folder") from None
-        yield
+        processes.end(str(folder.resolve()), grace_s=sweep.grace_s)  # of a sweep that was killed here
+        journal = Journal(folder)
+        done = {key for key, result in journal.read().items() if result.outcome not in again}
+        for trial in trials:
+            if trial.key in done:
+                continue
+            if watch.is_stopped():
+                return
+            result = _run(sweep, trial, folder, watch, tries_oom=tries_oom)
+            if result is None:
+                return
+            journal.append(result)
+            watch.on_result(result)
 
 
-def _judge(sweep: Sweep, trial: Trial, *, tries_oom: bool) -> TrialResult | None:
-    """The result of a trial that need not be run."""
+def _run(sweep: Sweep, trial: Trial, folder: Path, watch: Watch, *, tries_oom: bool) -> TrialResult | None:
+    """Run a trial, unless it need not be, to its end or its time limit; None if the sweep is stopped meanwhile."""
     if trial.config is None:
-        return _to_result(sweep, trial, "refused", "; ".join(trial.problems))
+        return _to_result(trial, "refused", "; ".join(trial.problems))
     if trial.estimate is not None and not trial.estimate.fits and not tries_oom:
-        peak, capacity = (size / 2**30 for size in (trial.estimate.peak_bytes, trial.estimate.capacity_bytes))
-        return _to_result(sweep, trial, "skipped", f"predicted to need {peak:.1f} GiB of {capacity:.1f}")
-    return None
-
-
-def _run(sweep: Sweep, trial: Trial, folder: Path, is_stopped: Callable[[], bool]) -> TrialResult | None:
-    """Run a trial to its end, or to its time limit; None if the sweep is stopped meanwhile."""
-    assert trial.config is not None, "what is not possible has been judged"
+        peak, capacity = (size / GIB for size in (trial.estimate.peak_bytes, trial.estimate.capacity_bytes))
+        return _to_result(trial, "skipped", f"predicted to need {peak:.1f} GiB of {capacity:.1f}")
+    watch.on_start(trial)
     place = trial_folder(folder, trial.key)
     run, log, config = place / "run", place / "log.txt", place / "config.toml"
-    if read_summary(run).get("outcome") == "done":  # the sweep was killed before it wrote that down
-        return _to_result(sweep, trial, "ok", run=run)
-    place.mkdir(parents=True, exist_ok=True)
-    forced = replace(trial.config, train=replace(trial.config.train, force=True))  # whoever asks for ooms gets them
-    config.write_text(forced.to_toml(), encoding="utf-8")
-    (run / "metrics.jsonl").unlink(missing_ok=True)
-    (run / "summary.json").unlink(missing_ok=True)
-    started = time.monotonic()
-    with log.open("wb") as output:
-        exit_code = processes.run(
-            to_command(sweep, config), output, str(folder.resolve()),
-            timeout_s=sweep.timeout_s, grace_s=sweep.grace_s, is_stopped=is_stopped,
-        )  # fmt: skip
+    exit_code, seconds = None, 0.0
+    if read_summary(run).get("outcome") != "done":  # else the sweep was killed before it wrote that down
+        place.mkdir(parents=True, exist_ok=True)
+        forced = replace(trial.config, train=replace(trial.config.train, force=True))  # whoever asks for ooms gets them
+        config.write_text(forced.to_toml(), encoding="utf-8")
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+        (run / "summary.json").unlink(missing_ok=True)
+        started = time.monotonic()
+        with log.open("wb") as output:
+            exit_code = processes.run(
+                to_command(sweep, config), output, str(folder.resolve()),
+                timeout_s=sweep.timeout_s, grace_s=sweep.grace_s, is_stopped=watch.is_stopped,
+            )  # fmt: skip
+        seconds = time.monotonic() - started
     outcome, cause, tail = diagnose(run, log, exit_code)
-    if is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
+    if watch.is_stopped() and outcome in ("hung", "killed", "crashed"):  # whoever stops a sweep may stop its trial too
         return None
-    return _to_result(sweep, trial, outcome, cause, tail, run=run, seconds=time.monotonic() - started)
+    steps, measured = measure(run, sweep.warmup_steps, trial.config.batch)
+    return _to_result(trial, outcome, cause, measured, log=tail, steps=steps, seconds=seconds)
 
 
 def _to_result(
-    sweep: Sweep, trial: Trial, outcome: Outcome, cause: str = "", log: Sequence[str] = (),
-    *, run: Path | None = None, seconds: float = 0.0,
-) -> TrialResult:  # fmt: skip
-    """The result of a trial that ended so; the folder of its run, if there is one, has what was measured."""
-    steps, record = 0, None
-    if trial.config is not None:
-        config, layout, kernels = trial.config, trial.layout, trial.kernels
-        assert layout is not None and kernels is not None, "what has a config is possible"
-        steps, measured = measure(run, sweep.warmup_steps, config.batch) if run else (0, Performance())
-        gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu) or gpu_named("unknown")
-        scenario = own_scenario(config, layout.world_size, gpu)
-        record = Run(
-            table=sweep.path.stem, row=trial.key, scenario=scenario, layout=layout, kernels=kernels, outcome=outcome,
-            predicted=to_predicted(trial.estimate, scenario), measured=measured,
-        )  # fmt: skip
+    trial: Trial, outcome: Outcome, cause: str, measured: Performance | None = None, **ended: Any
+) -> TrialResult:
+    run = trial.run and replace(trial.run, outcome=outcome, measured=measured or trial.run.measured)
     return TrialResult(
-        key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=record, cause=cause, log=list(log),
-        steps=steps, seconds=seconds,
-    )  # fmt: skip
+        key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=run, cause=cause, **ended
+    )

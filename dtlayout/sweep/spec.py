@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtlayout import toml
-from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
+from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import expect_device
 from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout, OpenLayout
+from dtlayout.layout import OpenLayout
 from dtlayout.measure.devices import ask_device_names
-from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.planner.explain import find_overrides
+from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels, to_predicted
+from dtlayout.planner.runs import Run
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.sweep.halving import Halving
@@ -105,9 +106,8 @@ class Trial:
     """What sets it apart."""
     config: Config | None
     """The config with its layout resolved; None if the trial is not possible."""
-    layout: Layout | None
-    kernels: Kernels | None = None
-    """Kernels without an auto, as far as the GPU type is known."""
+    run: Run | None
+    """What is to be run, predicted where the GPU type is known; None if the trial is not possible."""
     problems: tuple[str, ...] = ()
     """Why it is not possible."""
     estimate: Estimate | None = None
@@ -165,13 +165,13 @@ def make_trials(sweep: Sweep, folder: Path) -> list[Trial]:
 
 def _combine(sweep: Sweep) -> Iterator[tuple[str, ...]]:
     """The overrides of each trial: of a layout that a search found, and of a value of each axis."""
-    starts = list(_search(sweep)) if sweep.source else [()]
+    starts = _search(sweep) if sweep.source else [()]
     for start, values in itertools.product(starts, itertools.product(*sweep.axes.values())):
-        pairs = zip(sweep.axes, values, strict=True)
-        yield (*start, *(f"--{key}={_to_text(value)}" for key, value in pairs))
+        texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+        yield (*start, *(f"--{key}={text}" for key, text in zip(sweep.axes, texts, strict=True)))
 
 
-def _search(sweep: Sweep) -> Iterator[tuple[str, ...]]:
+def _search(sweep: Sweep) -> list[tuple[str, ...]]:
     """How each of the best layouts of a search differs from the sweep's config."""
     base = load_config(sweep.config, sweep.overrides)
     gpu = find_trial_gpu(base.train.device, base.cluster.known_gpu)
@@ -183,18 +183,7 @@ def _search(sweep: Sweep) -> Iterator[tuple[str, ...]]:
             f"{sweep.path}: no layout of {base.model.name} is legal and fits on {sweep.world} x {gpu.name}; "
             f"dtlayout recommend says why"
         )
-    for found in ranked:
-        sections = (("layout", base.layout, found.layout), ("kernels", base.kernels, found.kernels))
-        yield tuple(
-            f"--{section}.{key}={_to_text(value)}"
-            for section, before, after in sections
-            for key, value in asdict(after).items()
-            if value != getattr(before, key)
-        )
-
-
-def _to_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return [find_overrides((base.layout, base.kernels), (found.layout, found.kernels)) for found in ranked]
 
 
 @cache
@@ -218,7 +207,7 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     except DtlayoutError as error:
         problems = tuple(str(error).splitlines())
         key = _hash(f"{problems} {everything} {sweep.world}")
-        return Trial(key=key, setting=key, overrides=overrides, config=None, layout=None, problems=problems)
+        return Trial(key=key, setting=key, overrides=overrides, config=None, run=None, problems=problems)
     config = replace(config, layout=OpenLayout(**asdict(layout)))
     key, setting = (
         _hash(f"{replace(config, train=replace(config.train, run_folder='', steps=steps)).to_toml()} {sweep.world}")
@@ -227,11 +216,13 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     run_folder = str(trial_folder(folder, key) / "run")
     config = replace(config, train=replace(config.train, run_folder=run_folder))
     gpu = find_trial_gpu(config.train.device, config.cluster.known_gpu)
-    kernels = predicted_kernels(config, gpu) if gpu else config.kernels
-    return Trial(
-        key=key, setting=setting, overrides=overrides, config=config, layout=layout, kernels=kernels,
-        estimate=predict(config, layout, gpu),
+    scenario, estimate = own_scenario(config, sweep.world, gpu or gpu_named("unknown")), predict(config, layout, gpu)
+    run = Run(
+        table=sweep.path.stem, row=key, scenario=scenario, layout=layout,
+        kernels=predicted_kernels(config, gpu) if gpu else config.kernels, outcome="running",
+        predicted=to_predicted(estimate, scenario),
     )  # fmt: skip
+    return Trial(key=key, setting=setting, overrides=overrides, config=config, run=run, estimate=estimate)
 
 
 def _hash(text: str) -> str:

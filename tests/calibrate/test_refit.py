@@ -9,14 +9,13 @@ from machine import MACHINE, TRUTH, measure_machine, step_s
 
 from dtlayout import toml
 from dtlayout.calibrate.file import to_toml, update
-from dtlayout.calibrate.fit import Calibration
 from dtlayout.cli import main
 from dtlayout.cluster import load_cluster
+from dtlayout.commands.refit import make_record
 from dtlayout.config import load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
-from dtlayout.planner.prediction import own_scenario, predict, to_predicted
-from dtlayout.planner.runs import Performance, Run
-from dtlayout.report.record import make_record
+from dtlayout.planner.prediction import predict
+from dtlayout.planner.runs import Performance
 from dtlayout.sweep.results import Journal, TrialResult
 from dtlayout.sweep.spec import make_trials, read_sweep
 
@@ -57,20 +56,15 @@ def swept(tmp_path):
     lab, folder = tmp_path / "lab.toml", tmp_path / "out"
     wrong = {**TRUTH, "layer_host_s": 9e-3, "layer_host_tp_s": 20e-3, "matmul_efficiency": 0.9}
     cluster = replace(MACHINE, gpu=replace(MACHINE.gpu, achieved=tuple(wrong.items())))
-    lab.write_text(to_toml(measure_machine(), Calibration(cluster, (0.0,))))
+    lab.write_text(to_toml(measure_machine(), cluster))
     (tmp_path / "config.toml").write_text(CONFIG.format(file=lab))
     (tmp_path / "sweep.toml").write_text(SWEEP)
     folder.mkdir()
     for trial in make_trials(read_sweep(tmp_path / "sweep.toml"), folder):
-        if trial.config is None or trial.layout is None:
+        if trial.config is None or trial.run is None:
             continue
-        assert trial.kernels is not None
-        scenario = own_scenario(trial.config, 4, load_cluster(lab).gpu)
-        measured = Performance(step_time_s=step_s(trial.config.model, trial.config.batch, trial.layout))
-        run = Run(
-            table="sweep", row=trial.key, scenario=scenario, layout=trial.layout, kernels=trial.kernels, outcome="ok",
-            predicted=to_predicted(trial.estimate, scenario), measured=measured,
-        )  # fmt: skip
+        measured = Performance(step_time_s=step_s(trial.config.model, trial.config.batch, trial.run.layout))
+        run = replace(trial.run, outcome="ok", measured=measured)
         Journal(folder).append(
             TrialResult(key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=run)
         )

@@ -16,8 +16,8 @@ from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.report.fastest import find_common
-from dtlayout.report.findings import answer, find
-from dtlayout.report.questions import QUESTIONS
+from dtlayout.report.findings import Finding, find
+from dtlayout.report.questions import QUESTIONS, Question
 
 GPU = find_gpu("a100-80g-sxm")
 WORLD = 64
@@ -70,6 +70,11 @@ def shuffle(runs: Sequence[Run], seed: int) -> list[Run]:
     return [
         replace(run, outcome=end.outcome, measured=end.measured) for run in runs for end in [next(taken[run.table])]
     ]
+
+
+def answer(question: Question, runs: Sequence[Run]) -> Finding:
+    [found] = find(runs, [question])
+    return found
 
 
 def test_what_rows_carry_is_said_with_its_numbers():

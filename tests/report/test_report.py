@@ -177,7 +177,7 @@ def test_rows_that_our_trainer_would_refuse_are_predicted_as_validate_does(table
 
 def test_the_speed_of_what_did_not_end_well_is_none(table):
     runs = [replace(run, outcome="crashed") for run in read_rows([table]).runs]
-    assert {Report(runs)._speed(i) for i in range(len(runs))} == {0.0}
+    assert {Report(runs)._measure(run) for run in runs} == {0.0}
 
 
 @pytest.mark.parametrize(

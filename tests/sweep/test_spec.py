@@ -60,7 +60,7 @@ def test_the_best_of_a_search_are_trials_of_which_axes_vary_the_rest(tmp_path):
     losses = [(trial.overrides[-1], trial.config.kernels.loss) for trial in trials if trial.config]
     assert sorted(losses) == [("--kernels.loss=chunked", "chunked")] * 3 + [("--kernels.loss=eager", "eager")] * 3
     for trial in trials:
-        assert trial.config is not None and trial.layout is not None and trial.layout.world_size == 4
+        assert trial.config is not None and trial.run is not None and trial.run.layout.world_size == 4
         assert trial.config.kernels.attention == "sdpa-flash"
 
 
@@ -146,7 +146,7 @@ def test_the_sweeps_of_the_study_hold_what_it_found_to_be_fastest(name):
     wanted = {f"--{'kernels' if key in ('attention', 'norm') else 'layout'}.{key}={best[key]}" for key in best}
     (trial,) = (t for t in make_trials(replace(sweep, axes=_only(sweep.axes, best)), Path("out")))
     assert set(trial.overrides) == wanted
-    assert trial.layout is not None and trial.layout.world_size == sweep.world
+    assert trial.run is not None and trial.run.layout.world_size == sweep.world
     assert trial.estimate is not None and trial.estimate.fits
     assert to_command(sweep, Path("c.toml"))[:3] == ["srun", f"--nodes={sweep.world // 8}", "--ntasks-per-node=1"]
 
@@ -154,10 +154,11 @@ def test_the_sweeps_of_the_study_hold_what_it_found_to_be_fastest(name):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*-sp.toml")), ids=lambda path: path.stem)
 def test_the_sweeps_of_sequence_parallelism_try_each_layout_with_it_and_without(path):
     sweep = read_sweep(path)
-    trials = [trial for trial in make_trials(sweep, Path("out")) if trial.layout is not None]
-    runnable = [trial.layout for trial in trials if trial.layout and trial.estimate and trial.estimate.fits]
+    trials = [trial for trial in make_trials(sweep, Path("out")) if trial.run is not None]
+    runnable = [trial.run.layout for trial in trials if trial.run and trial.estimate and trial.estimate.fits]
     pairs = [layout for layout in runnable if layout.shards_sequence]
-    assert pairs and all(replace(layout, sequence_parallel=False) in {t.layout for t in trials} for layout in pairs)
+    found = {trial.run.layout for trial in trials if trial.run}
+    assert pairs and all(replace(layout, sequence_parallel=False) in found for layout in pairs)
     assert path.stem.split("-")[3] == f"{sweep.world}xa100"
 
 
