@@ -15,10 +15,7 @@ from rich.console import Console
 from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
-from dtlayout.data.batches import microbatch_indices
-from dtlayout.data.documents import find_starts
-from dtlayout.data.open import open_samples
-from dtlayout.data.samples import Samples
+from dtlayout.data.samples import Samples, find_starts, open_samples, own_indices
 from dtlayout.device import Device
 from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
 from dtlayout.files import write_whole
@@ -83,10 +80,7 @@ class _Run:
         self.is_writer = dist.get_rank() == 0
         self.stop = stop
         self.samples = samples
-        rank = dp_rank(dist.get_rank(), layout)
-        microbatches = microbatch_indices(config.batch.global_batch, layout.micro_batch, rank, layout.dp)
-        self.indices = [index for microbatch in microbatches for index in microbatch]
-        """What this rank reads of each global batch, microbatch after microbatch."""
+        self.indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision

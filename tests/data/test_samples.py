@@ -1,5 +1,9 @@
-"""Samples: targets are shifted by one, an epoch sees all, the order depends on nothing but (seed, step, index)."""
+"""Samples: targets are shifted by one, an epoch sees all, the order depends on nothing but (seed, step, index).
 
+Data-parallel ranks share each global batch, and documents start after each end and in each sample.
+"""
+
+import itertools
 import json
 import os
 import subprocess
@@ -12,15 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtlayout.data.prepare import prepare_tokens
-from dtlayout.data.samples import Samples, TokenFile, sample_ids
+from dtlayout.data.samples import Samples, TokenFile, find_starts, own_indices, sample_ids
 from dtlayout.errors import DataError
+
+END = 2
+degrees = st.integers(1, 8)
 
 
 def test_prepared_tokens_open(tmp_path, offline):
     (tmp_path / "a.txt").write_text("hello")
     tokens = TokenFile.open(prepare_tokens(str(tmp_path / "a.txt"), "bytes", tmp_path / "tokens"))
     assert tokens.tokens.tolist() == [*b"hello", 256]
-    assert (tokens.num_tokens, tokens.num_documents, tokens.vocab_size, tokens.end_of_document) == (6, 1, 257, 256)
+    assert (tokens.num_tokens, tokens.vocab_size, tokens.end_of_document) == (6, 257, 256)
     with pytest.raises(ValueError, match="read-only"):
         tokens.tokens[0] = 1
 
@@ -127,8 +134,30 @@ def test_an_index_outside_the_global_batch_is_an_error(index):
         sample_ids(0, [0, index], 4, 10, 0)
 
 
+@given(degrees, degrees, degrees)
+def test_the_ranks_one_after_the_other_read_the_global_batch(num_microbatches, micro_batch, num_dp_ranks):
+    global_batch = num_microbatches * micro_batch * num_dp_ranks
+    shares = [own_indices(global_batch, rank, num_dp_ranks) for rank in range(num_dp_ranks)]
+    assert all(len(share) == num_microbatches * micro_batch for share in shares)
+    assert list(itertools.chain(*shares)) == list(range(global_batch))
+
+
+@given(st.lists(st.lists(st.integers(0, END), min_size=6, max_size=6), min_size=1, max_size=3))
+def test_a_document_starts_after_each_end_and_in_each_sample(rows):
+    found = find_starts(torch.tensor(rows), END)
+    assert found.dtype == torch.int32
+    for row, starts in zip(rows, found.tolist(), strict=True):
+        for position, start in enumerate(starts):
+            ends_before = [i for i in range(position) if row[i] == END]
+            assert start == (ends_before[-1] + 1 if ends_before else 0)
+
+
+def test_samples_without_an_end_are_one_document():
+    assert not find_starts(torch.zeros(2, 5, dtype=torch.int64), END).any()
+
+
 def test_importing_the_data_package_imports_nothing_heavy():
-    modules = "samples, dtlayout.data.prepare, dtlayout.data.batches"
+    modules = "samples, dtlayout.data.prepare"
     heavy = "{'torch', 'datasets', 'tokenizers', 'pyarrow'}"
     script = f"import sys, dtlayout.data.{modules}; print(sorted({heavy} & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
