@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from dtlayout.commands.dryrun_tables import RankTables, list_times
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
-from dtlayout.measure.curve import UPDATE
+from dtlayout.measure.ledger import UPDATE
 from dtlayout.report import html
 from dtlayout.text import choose_unit
 

@@ -10,7 +10,7 @@ from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.dryrun.price import price
 from dtlayout.dryrun.report import RankReport
 from dtlayout.layout import Layout
-from dtlayout.measure.curve import UPDATE, Highest
+from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.mesh.axes import PP
 from dtlayout.planner.prediction import to_predicted
 from dtlayout.planner.runs import Performance, Run

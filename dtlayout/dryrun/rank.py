@@ -32,7 +32,7 @@ from dtlayout.dryrun.world import fake_tensors, fake_world
 from dtlayout.kernel import kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.curve import UPDATE, Highest
+from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.places import PlaceRecorder
 from dtlayout.measure.work import WorkCounter
@@ -136,7 +136,7 @@ class _Observer:
         self.work, self.sent = WorkCounter(self._locate), Counter[tuple[Place, Collective]]()
         with self.places, self.tracker, operators:
             self.step.launch(tokens, targets)
-        self.curve += self.tracker.highest_by_mark
+        self.curve += self.tracker.ledger.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
         """What was held in all steps, and what the last one sent and computed."""
@@ -148,8 +148,8 @@ class _Observer:
         return RankReport(
             rank=rank,
             coordinate=coordinate(rank, self.layout),
-            peak_bytes=self.tracker.peak_bytes,
-            parts=self.tracker.peak,
+            peak_bytes=self.tracker.ledger.peak_bytes,
+            parts=self.tracker.ledger.peak,
             module=self.module_at_peak,
             action=self.action_at_peak,
             curve=self.curve,
@@ -173,7 +173,7 @@ class _Observer:
         self.action = action
         self.num_begun += action is not None
         self.on_action(self.num_begun)
-        self.tracker.mark(str(action or UPDATE))
+        self.tracker.ledger.mark(str(action or UPDATE))
 
     def _note_peak(self) -> None:
         self.module_at_peak, self.action_at_peak = self.places.module, str(self.action or UPDATE)

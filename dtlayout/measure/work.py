@@ -6,9 +6,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dtlayout.measure.storages import current_fake_mode, each_tensor
+from dtlayout.measure.storages import each_tensor
 from dtlayout.models.operations import Attention, Matmul, Operation, Pass
 
 aten = torch.ops.aten
@@ -22,12 +23,12 @@ class WorkCounter:
         self.counts: Counter[tuple[Any, Operation]] = Counter()
         """Label and operation → how often."""
         self._label = label
-        self._fake_mode = current_fake_mode()
+        self._fake_mode = active_fake_mode()
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count an operator on plain tensors."""
         # DTensor tries an operator on fake tensors of its own to learn what comes out of it.
-        if current_fake_mode() is self._fake_mode:
+        if active_fake_mode() is self._fake_mode:
             operation = describe(func, args, kwargs, result)
             if operation is not None:
                 self.counts[self._label(), operation] += 1

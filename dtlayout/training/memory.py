@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from dtlayout.layout import Layout
-from dtlayout.measure.curve import UPDATE, Highest
+from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.pipelining.actions import Action
 
@@ -27,38 +27,32 @@ class MemoryMeter:
         self.peaks_by_pp_rank: list[int] | None = None
         self.curve: list[Highest] = []
         """The curve of all steps that were watched, as far as `mark` was called."""
-        self._is_watching = False
         self._marks: list[Highest] = []
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """A block around a step that `gather_peaks` may be called for."""
-        self._is_watching, self._marks = True, []
-        try:
-            if self.tracker is None:
-                torch.cuda.reset_peak_memory_stats()
+        self._marks = []
+        if self.tracker is None:
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            self._close_mark()
+            self.curve += self._marks
+        else:
+            self.tracker.ledger.forget_peak()
+            with self.tracker:
                 yield
-                self._close_mark()
-                self.curve += self._marks
-            else:
-                self.tracker.reset_peak()
-                with self.tracker:
-                    yield
-                self.curve += self.tracker.highest_by_mark
-        finally:
-            self._is_watching = False
+            self.curve += self.tracker.ledger.highest_by_mark
 
     def mark(self, action: Action | None) -> None:
-        """What happens from now on belongs to an action of the schedule, or after the last one to the update."""
+        """Inside `watch`: from now on it is an action of the schedule, or after the last one the update."""
         name = str(action or UPDATE)
-        if not self._is_watching:
-            return
         if self.tracker is not None:
-            self.tracker.mark(name)
-            return
-        self._close_mark()
-        torch.cuda.reset_peak_memory_stats()
-        self._marks.append(Highest(name, 0))
+            self.tracker.ledger.mark(name)
+        else:
+            self._close_mark()
+            torch.cuda.reset_peak_memory_stats()
+            self._marks.append(Highest(name, 0))
 
     def _close_mark(self) -> None:
         """Write down the peak of what was marked last; what is before the first belongs to none."""
@@ -69,7 +63,7 @@ class MemoryMeter:
     def _peak_bytes(self) -> int:
         """The peak of the last step that was watched."""
         if self.tracker is not None:
-            return self.tracker.peak_bytes
+            return self.tracker.ledger.peak_bytes
         return max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
 
     def gather_peaks(self, layout: Layout) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError
 from dtlayout.files import write_whole
-from dtlayout.measure.curve import Highest
+from dtlayout.measure.ledger import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.runs import Run
