@@ -171,7 +171,9 @@ class StorageTracker(TorchDispatchMode):
         if func.namespace in _COMMUNICATION:
             self._claim(inputs + outputs, Category.COMMUNICATION)
         if func.namespace == "fsdp":
-            self._except_buffers(inputs + outputs)
+            # FSDP2's buffers may outlive a forward (for overlap), but they are none of its results.
+            for storage in self._storages(inputs + outputs):
+                self._born_in_forward.pop(id(storage), None)
             if func is torch.ops.fsdp.chunk_cat.default:
                 unreduced = arguments[0][0]  # chunk_cat(tensors, dim, num_chunks, *, out)
                 self._claim(unreduced, Category.GRADIENT)
@@ -246,11 +248,6 @@ class StorageTracker(TorchDispatchMode):
             allocation.claim(Category.ACTIVATION)
         self._born_in_forward.clear()
         self._forward_is_over = False
-
-    def _except_buffers(self, tensors: Iterable[torch.Tensor]) -> None:
-        """FSDP2's buffers may outlive a forward (for overlap), but they are none of its results."""
-        for storage in self._storages(tensors):
-            self._born_in_forward.pop(id(storage), None)
 
     def _each_module_tensor(self) -> Iterator[torch.Tensor]:
         for module in self._modules:
