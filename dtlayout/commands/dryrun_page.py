@@ -44,7 +44,7 @@ def draw_curve(report: RankReport, findings: Findings) -> str:
     unit, size = choose_unit(report.peak_bytes)
     edges = range(len(report.curve) + 1)
     heights = [highest.nbytes / size for highest in report.curve]
-    capacity = findings.capacity_bytes / size
+    capacity = findings.estimate.capacity_bytes / size
     figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
     axes.stairs(heights, edges, baseline=0, fill=True, color="#4477aa", alpha=0.6, label="dry run")
     predicted = [nbytes / size for nbytes in findings.predicted_curve(report)]

@@ -29,7 +29,7 @@ def verify(scenario: Scenario, estimates: Iterable[Estimate], allowed_bytes: flo
     gpu, overhead_bytes = scenario.cluster.gpu, scenario.engine.constants.overhead_bytes
     for estimate in estimates:
         config = parse_config(toml.loads(make_config(Path("verified.toml"), scenario, estimate, ())))
-        kernels, _ = choose_kernels(config, estimate.layout, gpu)
+        kernels, _ = choose_kernels(config, gpu)
         reports = dry_run_ranks(
             config, estimate.layout, kernels, default_ranks(estimate.layout, estimate),
             device_type=gpu.device_type, gpus_per_node=scenario.cluster.gpus_per_node,

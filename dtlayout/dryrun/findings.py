@@ -50,14 +50,9 @@ class Findings:
         """The cost model's memory of a rank."""
         return self.estimate.memory[report.coordinate[PP]]
 
-    @property
-    def capacity_bytes(self) -> float:
-        """What a GPU has for tensors, and for what an allocator loses beside them."""
-        return self.estimate.capacity_bytes
-
     def fits(self, report: RankReport) -> bool:
         """Whether a rank's peak is within the capacity, with what the engine is known to need beside tensors."""
-        return report.peak_bytes + self.scenario.engine.constants.overhead_bytes <= self.capacity_bytes
+        return report.peak_bytes + self.scenario.engine.constants.overhead_bytes <= self.estimate.capacity_bytes
 
     def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
         """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""

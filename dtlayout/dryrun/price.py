@@ -19,6 +19,7 @@ from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import AXES, PP, TP, axis_sizes, axis_strides
+from dtlayout.models.description import EMBEDDING
 from dtlayout.pipelining.actions import Action, Kind
 
 
@@ -78,7 +79,7 @@ class _Rank:
                 sending[action] += seconds * repeats
             else:
                 computing[action] += seconds * repeats
-                is_embedding = done.place.module.endswith("embed_tokens")
+                is_embedding = done.place.module == EMBEDDING
                 self.stages[action.stage][spent, is_embedding, action.kind] += seconds * repeats / m
         hidden = hidden_share(scenario)
         self.dp_s += sum(max(0.0, seconds - hidden * computing[action]) for action, seconds in sending.items())

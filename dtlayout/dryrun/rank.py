@@ -14,9 +14,8 @@ computed counts for all that were left out. GPipe has them all in flight, and is
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtlayout.batch import Batch
 from dtlayout.config import Config
 from dtlayout.dryrun.collectives import Collective, observe_collective
-from dtlayout.dryrun.operators import copies_of, list_stand_ins
+from dtlayout.dryrun.operators import GlooCopies, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.world import fake_tensors, fake_world
 from dtlayout.kernel import kernels_replaced
@@ -88,8 +87,9 @@ def dry_run(
             tokens = torch.zeros(rows, config.batch.seq_len, dtype=torch.int64)
             targets = torch.zeros_like(tokens)
             rows = batch.global_batch // layout.dp
+            copies = GlooCopies() if device_type == "cpu" else nullcontext()
             for _ in range(max(1, num_steps)):
-                observer.watch(tokens[:rows], targets[:rows], copies_of(device_type))
+                observer.watch(tokens[:rows], targets[:rows], copies)
     return observer.report(rank, gpus_per_node)
 
 
@@ -187,11 +187,10 @@ def name_groups(rank: int, layout: Layout) -> dict[tuple[int, ...], str]:
     """
     place, sizes, strides = coordinate(rank, layout), axis_sizes(layout), axis_strides(layout)
     axes = [axis for axis in AXES if sizes[axis] > 1]
-    names = {}
-    for number in range(1, len(axes) + 1):
-        for joined in combinations(reversed(axes), number):
-            first = rank - sum(place[axis] * strides[axis] for axis in joined)
-            offsets = product(*([i * strides[axis] for i in range(sizes[axis])] for axis in joined))
-            ranks = tuple(sorted(first + sum(offset) for offset in offsets))
-            names[ranks] = "all" if number == len(axes) > 1 else "·".join(reversed(joined))
-    return names
+    joined: dict[tuple[int, ...], list[str]] = {(rank,): []}
+    for axis in reversed(axes):
+        offsets = [(i - place[axis]) * strides[axis] for i in range(sizes[axis])]
+        for ranks, names in list(joined.items()):
+            joined[tuple(sorted(r + offset for r in ranks for offset in offsets))] = [axis, *names]
+    del joined[rank,]
+    return {ranks: "all" if len(names) == len(axes) > 1 else "·".join(names) for ranks, names in joined.items()}
