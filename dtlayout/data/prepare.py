@@ -11,11 +11,12 @@ times, not contents; for a hub dataset only the name and the split: delete the f
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from dtlayout.config import DataConfig
 from dtlayout.data.sources import list_files, open_documents
 from dtlayout.data.tokenizer import Ids, Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
@@ -28,37 +29,25 @@ _FORMAT = 1  # part of the fingerprint: raise it when the same corpus would give
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
 
 
-def prepare_tokens(
-    source: str | Sequence[str],
-    tokenizer_spec: str,
-    folder: str | Path,
-    *,
-    text_field: str = "text",
-    split: str = "train",
-    end_of_document: str = "",
-    max_tokens: int = 0,
-) -> Path:
-    """Tokenize `source` under `folder`, unless that is done already; the folder that `TokenFile.open` reads.
+def prepare_tokens(data: DataConfig) -> Path:
+    """Tokenize `data.source` below `data.folder`, unless that is done already; the folder that `TokenFile.open` reads.
 
     `max_tokens` stops after exactly that many ids, 0 takes all; the last document may then be cut and lack its end.
     Any number of processes may call this at once on one filesystem: one works, the rest wait for it.
     """
     from filelock import FileLock
 
-    if max_tokens < 0:
-        raise DataError(f"max_tokens={max_tokens} is negative; use 0 for the whole corpus")
-    tokenizer = load_tokenizer(tokenizer_spec, end_of_document)
-    provenance = {"source": source, "text_field": text_field, "split": split, "max_tokens": max_tokens}
-    target = Path(folder) / _fingerprint(provenance, tokenizer, list_files(source))
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+    provenance = {name: getattr(data, name) for name in ("source", "text_field", "split", "max_tokens")}
+    target = Path(data.folder) / _fingerprint(provenance, tokenizer, list_files(data.source))
     try:
         if (target / INFO_NAME).exists():
             return target
         target.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not (target / INFO_NAME).exists():
-                documents = open_documents(source, split, text_field)
-                info = _write_tokens(documents, tokenizer, target / TOKENS_NAME, max_tokens, source)
-                info |= {"tokenizer": tokenizer_spec, **provenance}
+                info = _write_tokens(data, tokenizer, target / TOKENS_NAME)
+                info |= {"tokenizer": data.tokenizer, **provenance}
                 write_whole(target / INFO_NAME, json.dumps(info, indent=2) + "\n")
     except OSError as error:
         raise DataError(f"cannot write tokens to {str(target)!r}: {error}") from error
@@ -72,10 +61,9 @@ def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: lis
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write_tokens(
-    documents: Iterable[str], tokenizer: Tokenizer, path: Path, max_tokens: int, source: str | Sequence[str]
-) -> dict[str, object]:
+def _write_tokens(data: DataConfig, tokenizer: Tokenizer, path: Path) -> dict[str, object]:
     """Write the ids, all or no file; what they are."""
+    documents = open_documents(data.source, data.split, data.text_field)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     digest = hashlib.sha256()
     num_tokens = num_documents = 0
@@ -84,19 +72,19 @@ def _write_tokens(
     try:
         with partial.open("wb") as file:
             for ids in _encode_documents(documents, tokenizer):
-                kept = ids[: max_tokens - num_tokens] if max_tokens else ids
-                data = kept.astype(dtype).tobytes()
-                file.write(data)
-                digest.update(data)
+                kept = ids[: data.max_tokens - num_tokens] if data.max_tokens else ids
+                written = kept.astype(dtype).tobytes()
+                file.write(written)
+                digest.update(written)
                 num_documents += 1
                 num_tokens += kept.size
                 has_text = has_text or ids.size > 1
-                if num_tokens == max_tokens:
+                if num_tokens == data.max_tokens:
                     break
             file.flush()
             os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
         if not has_text:
-            raise DataError(f"{source!r} holds no text: {num_documents} documents and all of them empty")
+            raise DataError(f"{data.source!r} holds no text: {num_documents} documents and all of them empty")
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)

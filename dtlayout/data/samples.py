@@ -41,13 +41,9 @@ def open_samples(data: DataConfig, vocab_size: int, batch: Batch, *, seed: int) 
 
     DataError if the tokens do not fit the model's vocabulary or hold less than one sample.
     """
-    folder = prepare_tokens(
-        data.source, data.tokenizer, data.folder, text_field=data.text_field, split=data.split,
-        end_of_document=data.end_of_document, max_tokens=data.max_tokens,
-    )  # fmt: skip
-    tokens = TokenFile.open(folder)
+    tokens = TokenFile.open(prepare_tokens(data))
     tokens.check_vocab(vocab_size)
-    return Samples(tokens, batch.seq_len, batch.global_batch, seed)
+    return Samples(tokens, batch, seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,33 +100,31 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The batches of a run: `tokens` cut into samples of `seq_len`, `global_batch` of them a step."""
+    """The batches of a run: `tokens` cut into samples of `sizes.seq_len`, `sizes.global_batch` of them a step."""
 
     tokens: TokenFile
-    seq_len: int
-    global_batch: int
+    sizes: Batch
     seed: int
 
     def __post_init__(self) -> None:
-        if self.seq_len < 1 or self.global_batch < 1:
-            raise DataError(f"seq_len={self.seq_len}, global_batch={self.global_batch}: both must be at least 1")
         if self.num_samples < 1:
             raise DataError(
-                f"the data holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.seq_len} needs "
-                f"{self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
+                f"the data holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.sizes.seq_len} needs "
+                f"{self.sizes.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
             )
 
     @property
     def num_samples(self) -> int:
         """Samples in one epoch."""
-        return self.tokens.num_samples(self.seq_len)
+        return self.tokens.num_samples(self.sizes.seq_len)
 
     def batch(self, step: int, indices: Sequence[int]) -> "tuple[torch.Tensor, torch.Tensor]":
         """(tokens_BS, targets_BS), int64, for these indices of the global batch of `step`."""
         import torch
 
-        ids_B = sample_ids(step, indices, self.global_batch, self.num_samples, self.seed)
-        window_BS = ids_B[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        seq_len = self.sizes.seq_len
+        ids_B = sample_ids(step, indices, self.sizes.global_batch, self.num_samples, self.seed)
+        window_BS = ids_B[:, None] * seq_len + np.arange(seq_len + 1)
         rows = torch.from_numpy(self.tokens.tokens[window_BS].astype(np.int64))
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
