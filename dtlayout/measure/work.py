@@ -68,7 +68,7 @@ _ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
 }
-"""The one flash kernel that a dry run executes, which torch does not count by itself: by the shapes of how many tensors."""
+"""The one flash kernel that a dry run executes, which torch itself does not count: by the shapes of so many tensors."""
 _ALLOCATIONS = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 _OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
 """Operators that write their first argument and do not read it."""

@@ -160,11 +160,8 @@ class MetricsFile:
 
     def keep_until(self, step: int) -> None:
         """Drop the lines after `step`, and a torn last one: a resumed run writes them again."""
-        if not self.path.exists():
-            return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        write_whole(self.path, "".join(kept))
+        if self.path.exists():
+            write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in self.read() if line["step"] <= step))
 
     def append(self, metrics: StepMetrics) -> None:
         """Add a line; it is on its way to disk when this returns."""

@@ -247,15 +247,12 @@ class _Run:
         self.display.show_table(f"{summary.outcome} after {done} steps", self._describe(summary, measured))
 
     def _describe(self, summary: Summary, measured: Performance) -> list[tuple[str, str]]:
-        def show(value: float | None, form: str) -> str:
-            return "n/a" if value is None else format(value, form)
-
         predicted = self.record.predicted or Performance()
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
-            ("loss, mean of the last 10 steps", show(summary.final_loss, ".4f")),
+            ("loss, mean of the last 10 steps", compare(summary.final_loss, None, "{:.4f}".format)),
             ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
-            ("tokens/s", show(measured.tokens_per_s, ",.0f")),
+            ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
             ("attention kernels", ", ".join(summary.attention_kernels)),
