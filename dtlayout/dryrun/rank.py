@@ -105,16 +105,14 @@ class _Observer:
 
     def __init__(self, config: Config, layout: Layout, assembly: Assembly, on_action: Callable[[int], None]):
         """`on_action` gets the number of actions that were begun."""
-        self.config, self.layout, self.on_action = config, layout, on_action
-        self.modules = assembly.modules
-        self.optimizer = build_optimizer(self.modules, config.model, config.optimizer)
+        self.config, self.layout, self.assembly, self.on_action = config, layout, assembly, on_action
+        self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer)
         max_norm, aliases = config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
         assembly.runtime.before_action = self._begin
-        self.num_microbatches_run = assembly.schedule.num_microbatches
-        self.places = PlaceRecorder(self.modules)
+        self.places = PlaceRecorder(assembly.modules)
         self.tracker = StorageTracker(
-            self.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe]
+            assembly.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe]
         )
         self.curve: list[Highest] = []
         self.num_begun = 0
@@ -123,11 +121,12 @@ class _Observer:
 
     def prime(self) -> None:
         """Leave what a first step makes once: FSDP2's padded shards, and the optimizer's state."""
-        for unit in (part for module in self.modules for part in module.modules() if isinstance(part, FSDPModule)):
-            unit.unshard()
-            unit.reshard()
-        for parameter in (p for module in self.modules for p in module.parameters()):
-            parameter.grad = torch.zeros_like(parameter)
+        for module in self.assembly.modules:
+            for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
+                unit.unshard()
+                unit.reshard()
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -155,7 +154,7 @@ class _Observer:
             curve=self.curve,
             done=done,
             num_microbatches=self.layout.num_microbatches(self.config.batch),
-            num_microbatches_run=self.num_microbatches_run,
+            num_microbatches_run=self.assembly.schedule.num_microbatches,
         )
 
     def _locate(self) -> Place:

@@ -54,10 +54,6 @@ _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operators that send, or copy for those that do."""
 
 
-Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Gets an operator, its arguments, its keyword arguments and its result."""
-
-
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of every storage on `device_type` while it is entered; enter it again for the next step.
 
@@ -75,11 +71,11 @@ class StorageTracker(TorchDispatchMode):
         optimizers: Sequence[Optimizer] = (),
         device_type: str = "cpu",
         on_peak: Callable[[], None] = lambda: None,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]] = (),
     ) -> None:
-        """`on_peak` is called whenever more is held than ever before, `observers` with each operator on plain tensors.
+        """`on_peak` is called whenever more is held than ever before.
 
-        They could be modes of their own, but each mode costs as much as an operator on fake tensors does.
+        `observers` get each operator on plain tensors, its arguments, its keyword arguments and its result. They could be modes of their own, but each mode costs as much as an operator on fake tensors does.
         """
         super().__init__()
         self._modules = list(modules)

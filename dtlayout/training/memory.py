@@ -59,17 +59,17 @@ class MemoryMeter:
         if self._marks:
             self._marks[-1] = Highest(self._marks[-1].action, torch.cuda.max_memory_allocated())
 
-    @property
-    def _peak_bytes(self) -> int:
-        """The peak of the last step that was watched."""
-        if self.tracker is not None:
-            return self.tracker.ledger.peak_bytes
-        return max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
-
     def gather_peaks(self, layout: Layout) -> list[int]:
-        """The peak of each pipeline rank, the largest over its other axes; a collective, every rank gets the result."""
+        """The peak of each pipeline rank in the last step that was watched, the largest over its other axes.
+
+        A collective, every rank gets the result.
+        """
+        if self.tracker is None:
+            peak_bytes = max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
+        else:
+            peak_bytes = self.tracker.ledger.peak_bytes
         peaks = torch.zeros(layout.world_size, dtype=torch.int64, device=self.device_type)
-        peaks[dist.get_rank()] = self._peak_bytes
+        peaks[dist.get_rank()] = peak_bytes
         dist.all_reduce(peaks)
         by_pp_rank: list[int] = peaks.view(layout.pp, -1).amax(dim=1).tolist()
         known = self.peaks_by_pp_rank or by_pp_rank
