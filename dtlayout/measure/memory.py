@@ -75,7 +75,8 @@ class StorageTracker(TorchDispatchMode):
     ) -> None:
         """`on_peak` is called whenever more is held than ever before.
 
-        `observers` get each operator on plain tensors, its arguments, its keyword arguments and its result. They could be modes of their own, but each mode costs as much as an operator on fake tensors does.
+        `observers` get each operator on plain tensors, its arguments, its keyword arguments and its result. They could
+        be modes of their own, but each mode costs as much as an operator on fake tensors does.
         """
         super().__init__()
         self._modules = list(modules)

@@ -45,8 +45,6 @@ def each_storage(
     Fake tensors count only where `fake_mode` made them: DTensor works out shapes with fake tensors of its own.
     """
     for local in each_local_tensor(tensor):
-        if local.layout is not torch.strided or local.device.type != device_type:
-            continue
-        if isinstance(local, FakeTensor) and local.fake_mode is not fake_mode:
-            continue
-        yield local.untyped_storage()
+        is_ours = not isinstance(local, FakeTensor) or local.fake_mode is fake_mode
+        if is_ours and local.layout is torch.strided and local.device.type == device_type:
+            yield local.untyped_storage()
