@@ -93,7 +93,7 @@ def peak_bytes(step: Callable[[], Any], tracker: StorageTracker, device_type: st
         return torch.cuda.max_memory_allocated()
     with tracker:
         step()
-    return tracker.peak_bytes
+    return tracker.ledger.peak_bytes
 
 
 def time_once(step: Callable[[], StepResult], device_type: str) -> tuple[float, StepResult]:

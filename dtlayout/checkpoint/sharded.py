@@ -113,8 +113,12 @@ def load_checkpoint(
     # A field that came later had its default when this was saved.
     defaults = {f.name: f.default for f in fields(ModelShape) if f.default is not MISSING}
     saved = {name: saved_model.get(name, defaults.get(name)) for name in wanted}
-    _refuse_changes(path, "model", find_changes(saved, wanted))
-    _refuse_changes(path, "optimizer", find_changes(saved_optimizer, _describe_optimizer(settings)))
+    changes = {"model": find_changes(saved, wanted)}
+    changes["optimizer"] = find_changes(saved_optimizer, _describe_optimizer(settings))
+    for what, changed in changes.items():
+        if changed:
+            listed = ", ".join(f"{name}={old} (config: {new})" for name, (old, new) in changed.items())
+            raise CheckpointError(f"{path} holds another {what}: {listed}; use another train.run_folder")
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         kept = optimizer.state[parameter]
         if settings.step_bytes:
@@ -126,12 +130,6 @@ def load_checkpoint(
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise _unreadable(path, error) from error
     return step
-
-
-def _refuse_changes(path: Path, what: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
-    if changes:
-        listed = ", ".join(f"{name}={saved} (config: {wanted})" for name, (saved, wanted) in changes.items())
-        raise CheckpointError(f"{path} holds another {what}: {listed}; use another train.run_folder")
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
-    kernels, notes = choose_kernels(config, layout, gpu)
+    kernels, notes = choose_kernels(config, gpu)
     estimate = predict(replace(config, kernels=kernels), layout, gpu)
     assert estimate is not None, "the GPU type is known"
     if options.world is None and config.layout.dp_shard == -1:
@@ -181,7 +181,7 @@ def _to_document(findings: Findings) -> dict[str, object]:
     dry, predicted = findings.time, findings.estimate.time
     return {
         "ok": True, "run": findings.to_run().to_dict(), "world_size": findings.layout.world_size,
-        "num_steps": findings.num_steps, "capacity_bytes": findings.capacity_bytes,
+        "num_steps": findings.num_steps, "capacity_bytes": findings.estimate.capacity_bytes,
         "gpu": findings.scenario.cluster.gpu.name, "layout": asdict(findings.layout), "notes": findings.notes,
         "ranks": [describe(report) for report in findings.reports],
         "step_s": {

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
-from dtlayout.measure.curve import UPDATE
+from dtlayout.measure.ledger import UPDATE
 from dtlayout.report import html
 from dtlayout.text import choose_unit
 
@@ -43,7 +43,7 @@ def _draw_curve(report: RankReport, findings: Findings) -> str:
     unit, size = choose_unit(report.peak_bytes)
     edges = range(len(report.curve) + 1)
     heights = [highest.nbytes / size for highest in report.curve]
-    capacity = findings.capacity_bytes / size
+    capacity = findings.estimate.capacity_bytes / size
     figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
     axes.stairs(heights, edges, baseline=0, fill=True, color="#4477aa", alpha=0.6, label="dry run")
     predicted = [nbytes / size for nbytes in findings.predicted_curve(report)]

@@ -33,7 +33,7 @@ def describe_peak(report: RankReport, findings: Findings) -> str:
     capacity = ""
     if findings.scenario.cluster.gpu.device_type != "cpu":
         fits = "" if findings.fits(report) else ": does not fit"
-        capacity = f" of {findings.capacity_bytes / size:.2f}{fits},"
+        capacity = f" of {findings.estimate.capacity_bytes / size:.2f}{fits},"
     at = f"{report.module or 'no module'}, {report.action or 'before the first action'}"
     return f"{report.peak_bytes / size:.3f} {unit}{capacity} in {at}"
 

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
-    from dtlayout.data.open import open_samples  # only now: it imports numpy and tokenizers
+    from dtlayout.data.samples import open_samples  # only now: it imports numpy and tokenizers
 
     config = load_config(options.config, options.overrides)
     samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)

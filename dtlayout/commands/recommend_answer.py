@@ -55,7 +55,7 @@ def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verifi
     gpu, found = scenario.cluster.gpu, list[Verified]()
     for estimate in result.ranked:
         config = parse_config(toml.loads(make_config(Path("verified.toml"), scenario, estimate, ())))
-        kernels, _ = choose_kernels(config, estimate.layout, gpu)
+        kernels, _ = choose_kernels(config, gpu)
         reports = dry_run_ranks(
             config, estimate.layout, kernels, default_ranks(estimate.layout, estimate),
             device_type=gpu.device_type, gpus_per_node=scenario.cluster.gpus_per_node,

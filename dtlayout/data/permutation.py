@@ -34,7 +34,7 @@ def permute(index: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]
     if outside.size:
         raise DataError(f"index {outside.reshape(-1)[0]} is outside range({size}), which is to be permuted")
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
-    keys = _round_keys(seed)
+    keys = _mix(np.uint64(seed & _LOW_64) + np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
     walked = _scramble(places.reshape(-1).astype(np.uint64), half_bits, keys)
     while (beyond := walked >= size).any():
         walked[beyond] = _scramble(walked[beyond], half_bits, keys)
@@ -55,11 +55,6 @@ def _scramble(values: _UInts, half_bits: int, keys: _UInts) -> _UInts:
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << shift) | right
-
-
-def _round_keys(seed: int) -> _UInts:
-    rounds = np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64)
-    return _mix(np.uint64(seed & _LOW_64) + rounds * _GOLDEN)
 
 
 def _mix(values: _UInts) -> _UInts:

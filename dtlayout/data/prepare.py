@@ -11,13 +11,12 @@ times, not contents; for a hub dataset only the name and the split: delete the f
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from dtlayout.config import DataConfig
 from dtlayout.data.sources import list_files, open_documents
 from dtlayout.data.tokenizer import Ids, Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
@@ -30,93 +29,69 @@ _FORMAT = 1  # part of the fingerprint: raise it when the same corpus would give
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
 
 
-def prepare_tokens(
-    source: str | Sequence[str],
-    tokenizer_spec: str,
-    folder: str | Path,
-    *,
-    text_field: str = "text",
-    split: str = "train",
-    end_of_document: str = "",
-    max_tokens: int = 0,
-) -> Path:
-    """Tokenize `source` under `folder`, unless that is done already; the folder that `TokenFile.open` reads.
+def prepare_tokens(data: DataConfig) -> Path:
+    """Tokenize `data.source` below `data.folder`, unless that is done already; the folder that `TokenFile.open` reads.
 
     `max_tokens` stops after exactly that many ids, 0 takes all; the last document may then be cut and lack its end.
     Any number of processes may call this at once on one filesystem: one works, the rest wait for it.
     """
     from filelock import FileLock
 
-    if max_tokens < 0:
-        raise DataError(f"max_tokens={max_tokens} is negative; use 0 for the whole corpus")
-    tokenizer = load_tokenizer(tokenizer_spec, end_of_document)
-    provenance = {"source": source, "text_field": text_field, "split": split, "max_tokens": max_tokens}
-    target = Path(folder) / _fingerprint(provenance, tokenizer, list_files(source))
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+    provenance = {name: getattr(data, name) for name in ("source", "text_field", "split", "max_tokens")}
+    target = Path(data.folder) / _fingerprint(provenance, tokenizer, list_files(data.source))
     try:
         if (target / INFO_NAME).exists():
             return target
         target.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not (target / INFO_NAME).exists():
-                documents = open_documents(source, split, text_field)
-                written = _write_tokens(documents, tokenizer, target / TOKENS_NAME, max_tokens, source)
-                _write_info(target / INFO_NAME, written, tokenizer, {"tokenizer": tokenizer_spec, **provenance})
+                info = _write_tokens(data, tokenizer, target / TOKENS_NAME)
+                info |= {"tokenizer": data.tokenizer, **provenance}
+                write_whole(target / INFO_NAME, json.dumps(info, indent=2) + "\n")
     except OSError as error:
         raise DataError(f"cannot write tokens to {str(target)!r}: {error}") from error
     return target
 
 
 def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: list[Path]) -> str:
-    stats = [(file, file.stat()) for file in files]
-    seen = {
-        **provenance,
-        "format": _FORMAT, "tokenizer": tokenizer.fingerprint,
-        "files": [(str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file, stat in stats],
-    }  # fmt: skip
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    seen = {**provenance, "format": _FORMAT, "tokenizer": tokenizer.fingerprint, "files": sizes}
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class _Written:
-    dtype: str
-    num_tokens: int
-    num_text_tokens: int
-    num_documents: int
-    sha256: str
-
-
-def _write_tokens(
-    documents: Iterable[str], tokenizer: Tokenizer, path: Path, max_tokens: int, source: str | Sequence[str]
-) -> _Written:
+def _write_tokens(data: DataConfig, tokenizer: Tokenizer, path: Path) -> dict[str, object]:
+    """Write the ids, all or no file; what they are."""
+    documents = open_documents(data.source, data.split, data.text_field)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    digest = hashlib.sha256()
+    num_tokens = num_documents = 0
+    has_text = False
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            written = _stream_tokens(_encode_documents(documents, tokenizer), tokenizer, file, max_tokens)
+            for ids in _encode_documents(documents, tokenizer):
+                kept = ids[: data.max_tokens - num_tokens] if data.max_tokens else ids
+                written = kept.astype(dtype).tobytes()
+                file.write(written)
+                digest.update(written)
+                num_documents += 1
+                num_tokens += kept.size
+                has_text = has_text or ids.size > 1
+                if num_tokens == data.max_tokens:
+                    break
             file.flush()
             os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
-        if written.num_text_tokens == 0:
-            raise DataError(f"{source!r} holds no text: {written.num_documents} documents and all of them empty")
+        if not has_text:
+            raise DataError(f"{data.source!r} holds no text: {num_documents} documents and all of them empty")
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
-    return written
-
-
-def _stream_tokens(encoded: Iterable[Ids], tokenizer: Tokenizer, file: BinaryIO, max_tokens: int) -> _Written:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    digest = hashlib.sha256()
-    num_tokens = num_documents = num_text_tokens = 0
-    for ids in encoded:
-        kept = ids[: max_tokens - num_tokens] if max_tokens else ids
-        data = kept.astype(dtype).tobytes()
-        file.write(data)
-        digest.update(data)
-        num_documents += 1
-        num_tokens += kept.size
-        num_text_tokens += min(kept.size, ids.size - 1)
-        if num_tokens == max_tokens:
-            break
-    return _Written(dtype.name, num_tokens, num_text_tokens, num_documents, digest.hexdigest())
+    return {
+        "dtype": dtype.name, "num_tokens": num_tokens, "num_documents": num_documents,
+        "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": digest.hexdigest(),
+    }  # fmt: skip
 
 
 def _encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
@@ -136,12 +111,3 @@ def _batch_documents(documents: Iterable[str]) -> Iterator[list[str]]:
             batch, num_characters = [], 0
     if batch:
         yield batch
-
-
-def _write_info(path: Path, written: _Written, tokenizer: Tokenizer, provenance: dict[str, object]) -> None:
-    info = {
-        "dtype": written.dtype, "num_tokens": written.num_tokens, "num_documents": written.num_documents,
-        "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": written.sha256,
-        **provenance,
-    }  # fmt: skip
-    write_whole(path, json.dumps(info, indent=2) + "\n")

@@ -10,6 +10,11 @@ Which sample stands at `index` of the global batch of `step` is a function of (s
 
 so a run resumes at any step without a saved iterator, and every layout trains on the same batches. `permute` is in
 `dtlayout.data.permutation`. An epoch may end inside a batch; the next one starts at once and nothing is dropped.
+
+[Note: contiguous parts]
+Data-parallel rank r reads the r-th of equal contiguous parts of the global batch, as if its dim 0 were sharded, and
+cuts it in order into microbatches. The ranks of one pipeline, tensor or context group share a data-parallel rank and
+therefore read the same samples.
 """
 
 import json
@@ -21,12 +26,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dtlayout.batch import Batch
+from dtlayout.config import DataConfig
 from dtlayout.data.permutation import hash_integers, permute
-from dtlayout.data.prepare import INFO_NAME, TOKENS_NAME
+from dtlayout.data.prepare import INFO_NAME, TOKENS_NAME, prepare_tokens
 from dtlayout.errors import DataError
 
 if TYPE_CHECKING:
     import torch
+
+
+def open_samples(data: DataConfig, vocab_size: int, batch: Batch, *, seed: int) -> "Samples":
+    """The samples of a run; whoever comes first on a filesystem prepares their tokens, the others wait.
+
+    DataError if the tokens do not fit the model's vocabulary or hold less than one sample.
+    """
+    tokens = TokenFile.open(prepare_tokens(data))
+    tokens.check_vocab(vocab_size)
+    return Samples(tokens, batch, seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +52,6 @@ class TokenFile:
 
     tokens: "np.memmap[Any, np.dtype[Any]]"
     """All ids in one row, uint16 or uint32, read-only."""
-    num_documents: int
-    """Documents in it, each followed by `end_of_document`."""
     vocab_size: int
     """The tokenizer's: every id is below it."""
     end_of_document: int
@@ -58,7 +73,7 @@ class TokenFile:
                 f"{dtype.itemsize} = {expected_bytes} bytes; delete {str(folder)!r} and prepare again"
             )
         tokens = np.memmap(path, dtype=dtype, mode="r", shape=(info["num_tokens"],))
-        return cls(tokens, info["num_documents"], info["vocab_size"], info["end_of_document"], info["sha256"])
+        return cls(tokens, info["vocab_size"], info["end_of_document"], info["sha256"])
 
     @property
     def folder(self) -> Path:
@@ -85,33 +100,31 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The batches of a run: `tokens` cut into samples of `seq_len`, `global_batch` of them a step."""
+    """The batches of a run: `tokens` cut into samples of `sizes.seq_len`, `sizes.global_batch` of them a step."""
 
     tokens: TokenFile
-    seq_len: int
-    global_batch: int
+    sizes: Batch
     seed: int
 
     def __post_init__(self) -> None:
-        if self.seq_len < 1 or self.global_batch < 1:
-            raise DataError(f"seq_len={self.seq_len}, global_batch={self.global_batch}: both must be at least 1")
         if self.num_samples < 1:
             raise DataError(
-                f"the data holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.seq_len} needs "
-                f"{self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
+                f"the data holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.sizes.seq_len} needs "
+                f"{self.sizes.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
             )
 
     @property
     def num_samples(self) -> int:
         """Samples in one epoch."""
-        return self.tokens.num_samples(self.seq_len)
+        return self.tokens.num_samples(self.sizes.seq_len)
 
     def batch(self, step: int, indices: Sequence[int]) -> "tuple[torch.Tensor, torch.Tensor]":
         """(tokens_BS, targets_BS), int64, for these indices of the global batch of `step`."""
         import torch
 
-        ids_B = sample_ids(step, indices, self.global_batch, self.num_samples, self.seed)
-        window_BS = ids_B[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        seq_len = self.sizes.seq_len
+        ids_B = sample_ids(step, indices, self.sizes.global_batch, self.num_samples, self.seed)
+        window_BS = ids_B[:, None] * seq_len + np.arange(seq_len + 1)
         rows = torch.from_numpy(self.tokens.tokens[window_BS].astype(np.int64))
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -131,6 +144,33 @@ def sample_ids(
     for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
         ids[epochs == epoch] = permute(places[epochs == epoch], num_samples, hash_integers(seed, int(epoch)))
     return ids
+
+
+def own_indices(global_batch: int, dp_rank: int, num_dp_ranks: int) -> range:
+    """What a data-parallel rank reads of each global batch, which they share equally: [Note: contiguous parts].
+
+    >>> own_indices(8, 1, 2)
+    range(4, 8)
+    """
+    num_own = global_batch // num_dp_ranks
+    return range(dp_rank * num_own, (dp_rank + 1) * num_own)
+
+
+def find_starts(tokens_BS: "torch.Tensor", end_of_document: int) -> "torch.Tensor":
+    """For each token the position at which its document starts, [B, S] int32; the first one of a sample starts at 0.
+
+    An end-of-document token belongs to the document that it ends.
+
+    >>> import torch
+    >>> find_starts(torch.tensor([[7, 0, 5, 6, 0]]), end_of_document=0)
+    tensor([[0, 0, 2, 2, 2]], dtype=torch.int32)
+    """
+    import torch
+
+    is_first_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
+    is_first_BS[:, 1:] = tokens_BS[:, :-1] == end_of_document
+    positions_S = torch.arange(tokens_BS.shape[1], dtype=torch.int32, device=tokens_BS.device)
+    return (is_first_BS * positions_S).cummax(dim=1).values
 
 
 def _read_info(path: Path) -> dict[str, Any]:

@@ -15,6 +15,8 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ STDLIB = "python-stdlib"
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _SUFFIXES = ", ".join(_BUILDERS)
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
+_Rows = Iterable[Mapping[str, Any]]
 _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -106,46 +109,36 @@ def _is_utf8(file: Path) -> bool:
     return True
 
 
-def _open_files(files: list[Path]) -> Iterable[Mapping[str, Any]]:
+def _open_files(files: list[Path]) -> _Rows:
     import datasets
 
     builder = _BUILDERS.get(files[0].suffix, "text")  # .py comes from the standard library only
     # data_files are patterns: unescaped, "a[1].txt" would match "a1.txt" or, silently, nothing
     patterns = [glob.escape(str(file.absolute())) for file in files]
     options = {"sample_by": "document"} if builder == "text" else {}
-    try:
-        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(
-            builder, data_files={"train": patterns}, split="train", streaming=True, **options
-        )
-    except Exception as error:  # pyarrow, pandas and fsspec share no base class
-        raise DataError(f"cannot read {_name_files(files)} as {builder}: {_first_line(error)}") from error
-    return rows
+    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    with _refusal(f"cannot read {str(files[0])!r}{more} as {builder}: "):
+        return datasets.load_dataset(builder, data_files={"train": patterns}, split="train", streaming=True, **options)
 
 
-def _open_hub(source: str, split: str) -> Iterable[Mapping[str, Any]]:
+def _open_hub(source: str, split: str) -> _Rows:
     import datasets
 
     name, _, config = source.partition(":")
-    try:
-        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, config or None, split=split, streaming=True)
-    except Exception as error:  # the hub's clients share no base class
-        raise DataError(
-            f"{source!r} is no local path, and opening split {split!r} of it on the Hugging Face hub failed "
-            f"({_first_line(error)}); give {_SUFFIXES} files, '{STDLIB}' or a reachable owner/name[:config]"
-        ) from error
-    return rows
+    with _refusal(
+        f"{source!r} is no local path, and opening split {split!r} of it on the Hugging Face hub failed (",
+        f"); give {_SUFFIXES} files, '{STDLIB}' or a reachable owner/name[:config]",
+    ):
+        return datasets.load_dataset(name, config or None, split=split, streaming=True)
 
 
-def _read_texts(rows: Iterable[Mapping[str, Any]], source: str | Sequence[str], text_field: str) -> Iterator[str]:
+def _read_texts(rows: _Rows, source: str | Sequence[str], text_field: str) -> Iterator[str]:
     iterator = iter(rows)
-    num_read = 0
-    while True:
-        try:
-            row = next(iterator)
-        except StopIteration:
+    for num_read in count():
+        with _refusal(f"reading {source!r} broke after {num_read} documents: "):
+            row = next(iterator, None)
+        if row is None:
             return
-        except Exception as error:
-            raise DataError(f"reading {source!r} broke after {num_read} documents: {_first_line(error)}") from error
         if text_field not in row:
             raise DataError(f"{source!r} has no field {text_field!r}; it has {', '.join(sorted(row))}: set text_field")
         text = row[text_field]
@@ -155,12 +148,13 @@ def _read_texts(rows: Iterable[Mapping[str, Any]], source: str | Sequence[str], 
                 "set text_field or remove that document"
             )
         yield text
-        num_read += 1
 
 
-def _name_files(files: list[Path]) -> str:
-    return repr(str(files[0])) + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+@contextmanager
+def _refusal(before: str, after: str = "") -> Iterator[None]:
+    """DataError with the first line of what goes wrong; pyarrow, fsspec and the hub's clients share no base class."""
+    try:
+        yield
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise DataError(f"{before}{type(error).__name__}: {line}{after}") from error

@@ -1,4 +1,4 @@
-"""Text to token ids and back: raw bytes, or any tokenizer.json.
+"""Text to token ids: raw bytes, or any tokenizer.json.
 
 Vocabulary: the end of document is the id that `prepare` writes after every document; it is never produced by text.
 """
@@ -23,28 +23,17 @@ END_OF_DOCUMENT_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What preparing tokens and generating text need."""
+    """What preparing tokens needs."""
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, so that an embedding of this many rows is large enough."""
-
-    @property
-    def end_of_document(self) -> int:
-        """The id that separates documents."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for two tokenizers only if they give equal ids."""
-
-    def encode(self, text: str) -> Ids:
-        """Ids of one text, without any special token."""
+    vocab_size: int
+    """One more than the largest id, so that an embedding of this many rows is large enough."""
+    end_of_document: int
+    """The id that separates documents."""
+    fingerprint: str
+    """Equal for two tokenizers only if they give equal ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text; may use all cores."""
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of the ids, without special tokens."""
+        """Ids of each text, without any special token; may use all cores."""
 
 
 class ByteTokenizer:
@@ -54,17 +43,9 @@ class ByteTokenizer:
     end_of_document = 256
     fingerprint = "bytes"
 
-    def encode(self, text: str) -> Ids:
-        """Bytes of the text; what UTF-8 cannot hold (a lone surrogate) becomes `?`."""
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of the bytes; ids above 255 are left out and half characters become U+FFFD: any ids decode."""
-        array = np.asarray(ids, dtype=np.int64).reshape(-1)
-        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        """Bytes of each text; what UTF-8 cannot hold (a lone surrogate) becomes `?`."""
+        return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64) for text in texts]
 
 
 class FileTokenizer:
@@ -77,15 +58,9 @@ class FileTokenizer:
         self.end_of_document = _find_end_of_document(ids, end_of_document, path)
         self.fingerprint = f"{hashlib.sha256(path.read_bytes()).hexdigest()}-{self.end_of_document}"
 
-    def encode(self, text: str) -> Ids:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        return str(self._tokenizer.decode(np.asarray(ids, dtype=np.int64).reshape(-1).tolist()))
 
 
 def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:

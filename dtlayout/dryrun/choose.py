@@ -18,7 +18,7 @@ def has_stand_in(kernel: Kernel) -> bool:
     return isinstance(kernel, AttentionKernel) and not kernel.holds_scores
 
 
-def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:
+def choose_kernels(config: Config, gpu: Gpu) -> tuple[Kernels, list[str]]:
     """The kernels that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
     kernels, notes = predicted_kernels(config, gpu), []
     problems = [

@@ -6,7 +6,7 @@ into the collective and what comes out of it on this rank, so that of an all-gat
 reduce-scatter the tensor before it is scattered.
 """
 
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,34 +15,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtlayout.measure.storages import each_tensor
-from dtlayout.measure.work import COLLECTIVE_NAMESPACES
+from dtlayout.measure.work import COLLECTIVE_NAMESPACES, bind
 
 _NAMES = {
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "isend": "send",
-    "irecv": "recv",
-    "recv_any_source": "recv",
-    "monitored_barrier": "barrier",
+    "all_gather": r"all_?gather.*",
+    "reduce_scatter": r"reduce_scatter.*",
+    "all_reduce": r"all_?reduce.*",
+    "all_to_all": r".*all_?to_?all.*",
+    "send": r"isend",
+    "recv": r"i?recv.*",
+    "barrier": r".*barrier",
 }
-"""Operator, without its underscores, → collective; others keep the operator's name."""
-
+"""Collective → what its operators are called without their underscores; others keep the operator's name."""
 _NO_COLLECTIVES = {"wait_tensor", "wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
 
 
@@ -52,45 +36,27 @@ class Collective:
 
     name: str
     """all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send, recv, barrier, …"""
-    group: str
-    """The process group's name."""
     ranks: tuple[int, ...]
     """The group's global ranks; empty if they cannot be told."""
     nbytes: int
     """The larger of input and output; 0 for a barrier."""
-    dtype: torch.dtype | None
-    """Format of the first tensor; None for a barrier."""
 
 
 def observe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:
     """What an operator on plain tensors sends; None if it is no collective."""
-    if func.namespace not in COLLECTIVE_NAMESPACES:
-        return None
     operator = func.name().split("::")[1].split(".")[0].strip("_")
-    if operator in _NO_COLLECTIVES:
+    if func.namespace not in COLLECTIVE_NAMESPACES or operator in _NO_COLLECTIVES:
         return None
-    names = (argument.name for argument in func._schema.arguments)
-    return _describe(operator, dict(zip(names, args, strict=False)) | kwargs, result)
-
-
-def _describe(operator: str, arguments: dict[str, Any], result: Any) -> Collective:
-    name = _NAMES.get(operator, operator)
+    name = next((name for name, pattern in _NAMES.items() if re.fullmatch(pattern, operator)), operator)
+    arguments = bind(func, args, kwargs)
     group = _find_group(arguments)
     # c10d returns its outputs again: a maximum over arguments and result doesn't count them twice.
-    messages = [list(each_tensor(value)) for value in [*arguments.values(), result]]
-    first = next((tensor for message in messages for tensor in message), None)
-    is_message = name != "barrier" and first is not None
+    messages = [sum(tensor.nbytes for tensor in each_tensor(value)) for value in [*arguments.values(), result]]
     return Collective(
         name=name,
-        group=group.group_name if group else "",
         ranks=tuple(dist.get_process_group_ranks(group)) if group else (),
-        nbytes=max(map(_count_bytes, messages)) if is_message else 0,
-        dtype=first.dtype if is_message and first is not None else None,
+        nbytes=0 if name == "barrier" else max(messages),
     )
-
-
-def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _find_group(arguments: dict[str, Any]) -> dist.ProcessGroup | None:

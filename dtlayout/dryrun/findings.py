@@ -10,7 +10,7 @@ from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.dryrun.price import price
 from dtlayout.dryrun.report import RankReport
 from dtlayout.layout import Layout
-from dtlayout.measure.curve import UPDATE, Highest
+from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.mesh.axes import PP
 from dtlayout.planner.prediction import to_predicted
 from dtlayout.planner.runs import Performance, Run
@@ -50,14 +50,9 @@ class Findings:
         """The cost model's memory of a rank."""
         return self.estimate.memory[report.coordinate[PP]]
 
-    @property
-    def capacity_bytes(self) -> float:
-        """What a GPU has for tensors, and for what an allocator loses beside them."""
-        return self.estimate.capacity_bytes
-
     def fits(self, report: RankReport) -> bool:
         """Whether a rank's peak is within the capacity, with what the engine is known to need beside tensors."""
-        return report.peak_bytes + self.scenario.engine.constants.overhead_bytes <= self.capacity_bytes
+        return report.peak_bytes + self.scenario.engine.constants.overhead_bytes <= self.estimate.capacity_bytes
 
     def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
         """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""

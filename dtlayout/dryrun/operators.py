@@ -7,7 +7,6 @@ flash attention, which keeps the same results (q, k, v, the output and one fp32 
 its input and one number a row, as CUDA's kernels do.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,45 +20,34 @@ from dtlayout.measure.storages import any_wraps
 
 
 def list_stand_ins(device_type: str) -> list[Kernel]:
-    """Kernels that are executed in the place of those of their names, where the device is not the CPU."""
+    """Kernels that are executed in the place of those of their names: [Note: operators that stand in for CUDA's]."""
     if device_type == "cpu":
         return []
     flash = [kernel for kernel in list_kernels(AttentionKernel) if has_stand_in(kernel)]
     norms = [kernel for kernel in list_kernels(NormKernel) if device_type not in kernel.separate]
     return [
         *(replace(kernel, backend="FLASH_ATTENTION", function="") for kernel in flash),
-        *(replace(kernel, function=one_kernel_norm) for kernel in norms),
+        *(replace(kernel, function=_OneKernelNorm.apply) for kernel in norms),
     ]
-
-
-def copies_of(device_type: str) -> AbstractContextManager[Any]:
-    """Inside, collectives copy what they do on a device; enter it after whatever counts."""
-    return GlooCopies() if device_type == "cpu" else nullcontext()
-
-
-def one_kernel_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[Note: operators that stand in for CUDA's]."""
-    result: Tensor = _OneKernelNorm.apply(x, weight)
-    return result
 
 
 class _OneKernelNorm(torch.autograd.Function):
     """The memory and the traffic of an RMSNorm in one kernel; its numbers are never looked at."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=exact))
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
-        return x * upstream[0], torch.empty_like(weight)
+        return x * upstream[0], torch.empty_like(weight), None
 
 
 class GlooCopies(TorchDispatchMode):
-    """A reduce-scatter of gloo copies what goes into it; the fake group's does not."""
+    """A reduce-scatter of gloo copies what goes into it; the fake group's does not. Enter it after whatever counts."""
 
     supports_higher_order_operators = True
 
@@ -70,6 +58,5 @@ class GlooCopies(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d" and "reduce_scatter" in func.name():
-            sent = args[1]
-            sent.clone()
+            args[1].clone()
         return result

@@ -19,6 +19,7 @@ from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import AXES, PP, TP, axis_sizes, axis_strides
+from dtlayout.models.description import EMBEDDING
 from dtlayout.pipelining.actions import Action, Kind
 
 
@@ -70,25 +71,21 @@ class _Rank:
             spent, seconds = self._price(done)
             action = done.place.action
             repeats = report.repeats(action)
-            if action is None:
-                self._note_update(done, seconds)
+            if action is None and isinstance(done.what, Message):
+                # Of two stages that exchange a tied gradient each waits for what comes.
+                self.dp_s += 0.0 if done.what.name == "send" else seconds
+            elif action is None:
+                self.optimizer_s += seconds
             elif spent == PP:
                 self.message_s = max(self.message_s, seconds / done.count)
             elif spent == "dp":
                 sending[action] += seconds * repeats
             else:
                 computing[action] += seconds * repeats
-                is_embedding = done.place.module.endswith("embed_tokens")
+                is_embedding = done.place.module == EMBEDDING
                 self.stages[action.stage][spent, is_embedding, action.kind] += seconds * repeats / m
         hidden = hidden_share(scenario)
         self.dp_s += sum(max(0.0, seconds - hidden * computing[action]) for action, seconds in sending.items())
-
-    def _note_update(self, done: Done, seconds: float) -> None:
-        """What is done outside of actions; of two stages that exchange a tied gradient each waits for what comes."""
-        if not isinstance(done.what, Message):
-            self.optimizer_s += seconds
-        elif done.what.name != "send":
-            self.dp_s += seconds
 
     def _price(self, done: Done) -> tuple[str, float]:
         """What it is spent on, and the seconds of all of it."""
@@ -110,9 +107,8 @@ class _Rank:
             link, exposed = tp_link(scenario, layout), scenario.engine.constants.tp_exposed
         else:
             link, exposed = data_link(scenario, layout, strides[axes[-1]], num_ranks), 1.0
-        if message.name == "all_reduce":
-            return exposed * all_reduce_s(message.nbytes, num_ranks, link)
-        return exposed * half_all_reduce_s(message.nbytes, num_ranks, link)
+        collective_s = all_reduce_s if message.name == "all_reduce" else half_all_reduce_s
+        return exposed * collective_s(message.nbytes, num_ranks, link)
 
 
 def _to_work(seconds: Mapping[tuple[str, bool, Kind], float], host_s: float, *, is_on_host: bool) -> StageWork:

@@ -14,9 +14,8 @@ computed counts for all that were left out. GPipe has them all in flight, and is
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -26,13 +25,13 @@ from torch.distributed.fsdp import FSDPModule
 from dtlayout.batch import Batch
 from dtlayout.config import Config
 from dtlayout.dryrun.collectives import Collective, observe_collective
-from dtlayout.dryrun.operators import copies_of, list_stand_ins
+from dtlayout.dryrun.operators import GlooCopies, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.world import fake_tensors, fake_world
 from dtlayout.kernel import kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.measure.curve import UPDATE, Highest
+from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.places import PlaceRecorder
 from dtlayout.measure.work import WorkCounter
@@ -88,8 +87,9 @@ def dry_run(
             tokens = torch.zeros(rows, config.batch.seq_len, dtype=torch.int64)
             targets = torch.zeros_like(tokens)
             rows = batch.global_batch // layout.dp
+            copies = GlooCopies() if device_type == "cpu" else nullcontext()
             for _ in range(max(1, num_steps)):
-                observer.watch(tokens[:rows], targets[:rows], copies_of(device_type))
+                observer.watch(tokens[:rows], targets[:rows], copies)
     return observer.report(rank, gpus_per_node)
 
 
@@ -105,16 +105,14 @@ class _Observer:
 
     def __init__(self, config: Config, layout: Layout, assembly: Assembly, on_action: Callable[[int], None]):
         """`on_action` gets the number of actions that were begun."""
-        self.config, self.layout, self.on_action = config, layout, on_action
-        self.modules = assembly.modules
-        self.optimizer = build_optimizer(self.modules, config.model, config.optimizer)
+        self.config, self.layout, self.assembly, self.on_action = config, layout, assembly, on_action
+        self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer)
         max_norm, aliases = config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
         assembly.runtime.before_action = self._begin
-        self.num_microbatches_run = assembly.schedule.num_microbatches
-        self.places = PlaceRecorder(self.modules)
+        self.places = PlaceRecorder(assembly.modules)
         self.tracker = StorageTracker(
-            self.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe]
+            assembly.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe]
         )
         self.curve: list[Highest] = []
         self.num_begun = 0
@@ -123,11 +121,12 @@ class _Observer:
 
     def prime(self) -> None:
         """Leave what a first step makes once: FSDP2's padded shards, and the optimizer's state."""
-        for unit in (part for module in self.modules for part in module.modules() if isinstance(part, FSDPModule)):
-            unit.unshard()
-            unit.reshard()
-        for parameter in (p for module in self.modules for p in module.parameters()):
-            parameter.grad = torch.zeros_like(parameter)
+        for module in self.assembly.modules:
+            for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
+                unit.unshard()
+                unit.reshard()
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -136,7 +135,7 @@ class _Observer:
         self.work, self.sent = WorkCounter(self._locate), Counter[tuple[Place, Collective]]()
         with self.places, self.tracker, operators:
             self.step.launch(tokens, targets)
-        self.curve += self.tracker.highest_by_mark
+        self.curve += self.tracker.ledger.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
         """What was held in all steps, and what the last one sent and computed."""
@@ -148,14 +147,14 @@ class _Observer:
         return RankReport(
             rank=rank,
             coordinate=coordinate(rank, self.layout),
-            peak_bytes=self.tracker.peak_bytes,
-            parts=self.tracker.peak,
+            peak_bytes=self.tracker.ledger.peak_bytes,
+            parts=self.tracker.ledger.peak,
             module=self.module_at_peak,
             action=self.action_at_peak,
             curve=self.curve,
             done=done,
             num_microbatches=self.layout.num_microbatches(self.config.batch),
-            num_microbatches_run=self.num_microbatches_run,
+            num_microbatches_run=self.assembly.schedule.num_microbatches,
         )
 
     def _locate(self) -> Place:
@@ -173,7 +172,7 @@ class _Observer:
         self.action = action
         self.num_begun += action is not None
         self.on_action(self.num_begun)
-        self.tracker.mark(str(action or UPDATE))
+        self.tracker.ledger.mark(str(action or UPDATE))
 
     def _note_peak(self) -> None:
         self.module_at_peak, self.action_at_peak = self.places.module, str(self.action or UPDATE)
@@ -187,11 +186,10 @@ def name_groups(rank: int, layout: Layout) -> dict[tuple[int, ...], str]:
     """
     place, sizes, strides = coordinate(rank, layout), axis_sizes(layout), axis_strides(layout)
     axes = [axis for axis in AXES if sizes[axis] > 1]
-    names = {}
-    for number in range(1, len(axes) + 1):
-        for joined in combinations(reversed(axes), number):
-            first = rank - sum(place[axis] * strides[axis] for axis in joined)
-            offsets = product(*([i * strides[axis] for i in range(sizes[axis])] for axis in joined))
-            ranks = tuple(sorted(first + sum(offset) for offset in offsets))
-            names[ranks] = "all" if number == len(axes) > 1 else "·".join(reversed(joined))
-    return names
+    joined: dict[tuple[int, ...], list[str]] = {(rank,): []}
+    for axis in reversed(axes):
+        offsets = [(i - place[axis]) * strides[axis] for i in range(sizes[axis])]
+        for ranks, names in list(joined.items()):
+            joined[tuple(sorted(r + offset for r in ranks for offset in offsets))] = [axis, *names]
+    del joined[rank,]
+    return {ranks: "all" if len(names) == len(axes) > 1 else "·".join(names) for ranks, names in joined.items()}

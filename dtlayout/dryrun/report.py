@@ -3,8 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from dtlayout.measure.curve import Highest
-from dtlayout.measure.ledger import Footprint
+from dtlayout.measure.ledger import Footprint, Highest
 from dtlayout.models.operations import Operation
 from dtlayout.pipelining.actions import Action
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,15 +37,11 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     DTensor works out global shapes with fake tensors, for which it takes the mode that it finds. Inside it finds none
     and makes one of its own, so that tensors as large as the whole cluster's are not taken for this rank's.
     """
-    propagator: Any = ShardingPropagator
-    propagate = propagator._propagate_tensor_meta_non_cached
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate_alone(*arguments: Any) -> Any:
         with unset_fake_temporarily():
             return propagate(*arguments)
 
-    propagator._propagate_tensor_meta_non_cached = propagate_alone
-    try:
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_alone):
         yield FakeTensorMode(allow_non_fake_inputs=True)
-    finally:
-        propagator._propagate_tensor_meta_non_cached = propagate

@@ -4,15 +4,14 @@ An *allocation* is one storage: a size and a category. What a storage is often s
 a gradient, an output turns out to be saved for backward), so an allocation has one category for its whole life, the
 strongest one it ever claimed, and categories are summed up only when someone asks. The order is that of `Category`.
 
-A *window* is what one reading looks back on; what was read in earlier windows is kept as numbers only. Marks divide it.
+A *window* is what one reading looks back on; what was read in earlier windows is kept as numbers only. Marks divide it,
+such as into the actions of a schedule: the largest totals between them are the curve of memory over a step. No torch.
 """
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from enum import IntEnum
-from itertools import accumulate, islice
-
-from dtlayout.measure.curve import Highest
+from itertools import accumulate, chain
 
 
 class Category(IntEnum):
@@ -25,6 +24,20 @@ class Category(IntEnum):
     OPTIMIZER = 4
     GATHERED = 5
     PARAMETER = 6
+
+
+UPDATE = "update"
+"""The part of a step after its last action: norm, clipping and optimizer."""
+
+
+@dataclass(frozen=True)
+class Highest:
+    """The largest total while an action was executed."""
+
+    action: str
+    """The action as a schedule prints it, such as 3F0; UPDATE after the last."""
+
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Allocation:
 
 
 class Ledger:
-    """Every change of size, in order; `total_bytes` and `peak_bytes` are kept up as changes come."""
+    """Every change of size, in order; `total_bytes` and `peak_bytes`, the largest, are kept up as changes come."""
 
     def __init__(self, on_peak: Callable[[], None] = lambda: None) -> None:
         """`on_peak` is called whenever the total is higher than ever."""
@@ -67,8 +80,8 @@ class Ledger:
         self.peak_bytes = 0
         self._on_peak = on_peak
         self._marks: list[tuple[str, int]] = []
+        self._carried: list[tuple[Allocation, int]] = []
         self._changes: list[tuple[Allocation, int]] = []
-        self._num_carried = 0
         self._past_peak = Footprint()
         self._past_category_peaks = Footprint()
 
@@ -90,10 +103,9 @@ class Ledger:
     def begin_window(self) -> None:
         """Keeps the peaks so far as numbers and starts again from what is alive."""
         _, self._past_peak, self._past_category_peaks = self._read()
-        alive = dict.fromkeys(allocation for allocation, _ in self._changes if allocation.nbytes)
-        self._changes = [(allocation, allocation.nbytes) for allocation in alive]
-        self._num_carried = len(self._changes)
-        self._marks = []
+        alive = dict.fromkeys(allocation for allocation, _ in chain(self._carried, self._changes) if allocation.nbytes)
+        self._carried = [(allocation, allocation.nbytes) for allocation in alive]
+        self._changes, self._marks = [], []
 
     def forget_peak(self) -> None:
         """Starts again from what is alive, as if nothing had been before."""
@@ -103,39 +115,40 @@ class Ledger:
 
     @property
     def current(self) -> Footprint:
+        """What is alive now."""
         return self._read()[0]
 
     @property
     def peak(self) -> Footprint:
+        """What was alive at the moment of `peak_bytes`, the first if there are several."""
         return self._read()[1]
 
     @property
     def category_peaks(self) -> Footprint:
+        """The largest each category has been, each at a moment of its own; the total of these means nothing."""
         return self._read()[2]
 
     @property
     def curve_bytes(self) -> list[int]:
         """The total when the window began and after each change since."""
-        carried_bytes = sum(nbytes for _, nbytes in self._changes[: self._num_carried])
-        changes = (change_bytes for _, change_bytes in islice(self._changes, self._num_carried, None))
-        return list(accumulate(changes, initial=carried_bytes))
+        carried_bytes = sum(nbytes for _, nbytes in self._carried)
+        return list(accumulate((change_bytes for _, change_bytes in self._changes), initial=carried_bytes))
 
     @property
     def highest_by_mark(self) -> list[Highest]:
         """The largest total from each mark of the window to the next, what was there when it began included."""
         curve = self.curve_bytes
-        starts = [max(0, place - self._num_carried) for _, place in self._marks]
-        parts = zip(starts, [*starts, len(curve) - 1][1:], strict=True)
-        return [Highest(name, max(curve[a : b + 1])) for (name, _), (a, b) in zip(self._marks, parts, strict=True)]
+        ends = [*(place for _, place in self._marks), len(curve) - 1][1:]
+        return [Highest(name, max(curve[a : b + 1])) for (name, a), b in zip(self._marks, ends, strict=True)]
 
     def _read(self) -> tuple[Footprint, Footprint, Footprint]:
         """(now, at the total's peak, each category's own peak)"""
         now = [0] * len(Category)
-        for allocation, nbytes in self._changes[: self._num_carried]:
+        for allocation, nbytes in self._carried:
             now[allocation.category] += nbytes
         at_peak, highest = now.copy(), now.copy()
         total = peak_bytes = sum(now)
-        for allocation, change_bytes in islice(self._changes, self._num_carried, None):
+        for allocation, change_bytes in self._changes:
             category = allocation.category
             now[category] += change_bytes
             total += change_bytes

@@ -35,26 +35,23 @@ re-allocates gathered parameters by `UntypedStorage.resize_`, which is patched i
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dtlayout.measure.curve import Highest
 from dtlayout.measure.ledger import Allocation, Category, Footprint, Ledger
-from dtlayout.measure.storages import FakeTensorMode, any_wraps, current_fake_mode, each_storage, each_tensor
+from dtlayout.measure.storages import any_wraps, each_storage, each_tensor
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operators that send, or copy for those that do."""
-
-
-Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Gets an operator, its arguments, its keyword arguments and its result."""
 
 
 class StorageTracker(TorchDispatchMode):
@@ -63,7 +60,7 @@ class StorageTracker(TorchDispatchMode):
     >>> tracker = StorageTracker(modules=[model], optimizers=[optimizer])  # doctest: +SKIP
     >>> with tracker:  # doctest: +SKIP
     ...     step()
-    >>> tracker.peak_bytes, tracker.peak.activation  # doctest: +SKIP
+    >>> tracker.ledger.peak_bytes, tracker.ledger.peak.activation  # doctest: +SKIP
     """
 
     supports_higher_order_operators = True
@@ -74,11 +71,12 @@ class StorageTracker(TorchDispatchMode):
         optimizers: Sequence[Optimizer] = (),
         device_type: str = "cpu",
         on_peak: Callable[[], None] = lambda: None,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]] = (),
     ) -> None:
-        """`on_peak` is called whenever more is held than ever before, `observers` with each operator on plain tensors.
+        """`on_peak` is called whenever more is held than ever before.
 
-        They could be modes of their own, but each mode costs as much as an operator on fake tensors does.
+        `observers` get each operator on plain tensors, its arguments, its keyword arguments and its result. They could
+        be modes of their own, but each mode costs as much as an operator on fake tensors does.
         """
         super().__init__()
         self._modules = list(modules)
@@ -87,8 +85,8 @@ class StorageTracker(TorchDispatchMode):
         self._observers = list(observers)
         self._fake_mode: FakeTensorMode | None = None
         self._ledger = Ledger(on_peak)
-        self._alive: dict[int, _StorageRef] = {}
-        self._dead: deque[_StorageRef] = deque()
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Allocation]] = {}
+        self._dead: deque[int] = deque()
         self._born_in_forward: dict[int, Allocation] = {}
         self._forward_depth = 0
         self._forward_is_over = False
@@ -105,47 +103,16 @@ class StorageTracker(TorchDispatchMode):
         return self._ledger.current
 
     @property
-    def peak_bytes(self) -> int:
-        """The largest total since the tracker was made or `reset_peak` was called."""
-        return self._ledger.peak_bytes
-
-    @property
-    def peak(self) -> Footprint:
-        """What was alive at the moment of `peak_bytes`, the first if there are several."""
-        return self._ledger.peak
-
-    @property
-    def category_peaks(self) -> Footprint:
-        """The largest each category has been, each at a moment of its own; the total of these means nothing."""
-        return self._ledger.category_peaks
-
-    @property
-    def curve_bytes(self) -> list[int]:
-        """The total on entering the last block and after every change since."""
+    def ledger(self) -> Ledger:
+        """All that was held until now; its window is the last block, which it divides where somebody marks it."""
         self._write_deaths()
-        return self._ledger.curve_bytes
-
-    @property
-    def highest_by_mark(self) -> list[Highest]:
-        """The largest total from each `mark` of the last block to the next."""
-        self._write_deaths()
-        return self._ledger.highest_by_mark
-
-    def mark(self, name: str) -> None:
-        """What happens from now on belongs to `name`."""
-        self._write_deaths()
-        self._ledger.mark(name)
-
-    def reset_peak(self) -> None:
-        """Peaks count from now on."""
-        self._write_deaths()
-        self._ledger.forget_peak()
+        return self._ledger
 
     def __enter__(self) -> "StorageTracker":
         assert not self._is_active, "one tracker cannot count the same operator twice"
         with ExitStack() as undo:
             self._undo = undo
-            self._fake_mode = current_fake_mode()
+            self._fake_mode = active_fake_mode()
             self._forward_depth = 0
             self._met.clear()
             self._take_stock()
@@ -201,7 +168,9 @@ class StorageTracker(TorchDispatchMode):
         if func.namespace in _COMMUNICATION:
             self._claim(inputs + outputs, Category.COMMUNICATION)
         if func.namespace == "fsdp":
-            self._except_buffers(inputs + outputs)
+            # FSDP2's buffers may outlive a forward (for overlap), but they are none of its results.
+            for storage in self._storages(inputs + outputs):
+                self._born_in_forward.pop(id(storage), None)
             if func is torch.ops.fsdp.chunk_cat.default:
                 unreduced = arguments[0][0]  # chunk_cat(tensors, dim, num_chunks, *, out)
                 self._claim(unreduced, Category.GRADIENT)
@@ -218,11 +187,12 @@ class StorageTracker(TorchDispatchMode):
     def _measure_storage(self, storage: torch.UntypedStorage) -> Allocation:
         """Writes down the size of a storage, known or new."""
         self._write_deaths()
-        ref = self._alive.get(id(storage))
-        if ref is None:
-            ref = self._alive[id(storage)] = _StorageRef(storage, self._dead.append)
-        self._ledger.set_bytes(ref.allocation, storage.nbytes())
-        return ref.allocation
+        key, dead = id(storage), self._dead
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: dead.append(key)), Allocation()
+        _, allocation = self._alive[key]
+        self._ledger.set_bytes(allocation, storage.nbytes())
+        return allocation
 
     def _measure_resized(self, storage: torch.UntypedStorage) -> None:
         # A fake storage says its device is meta: one that is not known yet is met with its tensor's next operator.
@@ -231,16 +201,16 @@ class StorageTracker(TorchDispatchMode):
 
     def _write_deaths(self) -> None:
         while self._dead:
-            ref = self._dead.popleft()
-            del self._alive[ref.key]
-            self._born_in_forward.pop(ref.key, None)
-            self._ledger.set_bytes(ref.allocation, 0)
+            key = self._dead.popleft()
+            _, allocation = self._alive.pop(key)
+            self._born_in_forward.pop(key, None)
+            self._ledger.set_bytes(allocation, 0)
 
     # Blocks
 
     def _take_stock(self) -> None:
         """Counts what is there before the block: parameters, buffers, optimizer states, gradients."""
-        for ref in list(self._alive.values()):
+        for ref, _ in list(self._alive.values()):
             if (storage := ref()) is not None:
                 self._measure_storage(storage)
         for tensor in self._each_module_tensor():
@@ -276,11 +246,6 @@ class StorageTracker(TorchDispatchMode):
         self._born_in_forward.clear()
         self._forward_is_over = False
 
-    def _except_buffers(self, tensors: Iterable[torch.Tensor]) -> None:
-        """FSDP2's buffers may outlive a forward (for overlap), but they are none of its results."""
-        for storage in self._storages(tensors):
-            self._born_in_forward.pop(id(storage), None)
-
     def _each_module_tensor(self) -> Iterator[torch.Tensor]:
         for module in self._modules:
             yield from module.parameters()
@@ -315,44 +280,20 @@ class StorageTracker(TorchDispatchMode):
 
     def _claim_optimizer_states(self) -> None:
         for optimizer in self._optimizers:
-            self._claim(each_tensor(tree_leaves(list(optimizer.state.values()))), Category.OPTIMIZER)
+            self._claim(each_tensor(list(optimizer.state.values())), Category.OPTIMIZER)
 
     def _claim(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         for allocation in self._measure(tensors):
             allocation.claim(category)
 
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that still knows its storage's place in the ledger when the storage is gone."""
-
-    __slots__ = ("allocation", "key")
-
-    def __init__(self, storage: torch.UntypedStorage, when_dead: Callable[["_StorageRef"], None]) -> None:
-        super().__init__(storage, when_dead)  # type: ignore[call-arg]
-        self.key = id(storage)
-        self.allocation = Allocation()
-
-    def __new__(cls, storage: torch.UntypedStorage, when_dead: Callable[["_StorageRef"], None]) -> "_StorageRef":
-        return super().__new__(cls, storage, when_dead)
-
-
-@contextmanager
-def _watch_resize(observe: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def _watch_resize(observe: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[Any]:
     """Calls `observe` after every `UntypedStorage.resize_` made from Python."""
-    storage_class: Any = torch.UntypedStorage
-    is_own = "resize_" in vars(storage_class)
-    resize = storage_class.resize_
+    resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
         result = resize(storage, nbytes)
         observe(storage)
         return result
 
-    storage_class.resize_ = resize_and_tell
-    try:
-        yield
-    finally:
-        if is_own:
-            storage_class.resize_ = resize
-        else:
-            del storage_class.resize_
+    return patch.object(torch.UntypedStorage, "resize_", resize_and_tell)

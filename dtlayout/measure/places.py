@@ -44,10 +44,8 @@ class PlaceRecorder:
         return bool(self._running)
 
     def __enter__(self) -> "PlaceRecorder":
-        with ExitStack() as undo:
-            undo.callback(register_module_forward_pre_hook(self._enter).remove)
-            undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-            self._undo = undo.pop_all()
+        self._undo.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -1,21 +1,15 @@
 """From the values an operator sees to the storages they stand on.
 
 Views share a storage; a wrapper (DTensor, AsyncCollectiveTensor) stands on the storages of the tensors inside it.
-Sparse and other non-strided tensors have none. The private torch API that this needs is all here.
+Sparse and other non-strided tensors have none.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
-
-
-def current_fake_mode() -> FakeTensorMode | None:
-    """The FakeTensorMode we are in, if any."""
-    return active_fake_mode()
 
 
 def any_wraps(types: tuple[type, ...]) -> bool:
@@ -27,11 +21,8 @@ def each_tensor(value: Any) -> Iterator[torch.Tensor]:
     """The tensors among an operator's arguments or results, wrappers as they are."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from each_tensor(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from each_tensor(item)
 
 
@@ -54,8 +45,6 @@ def each_storage(
     Fake tensors count only where `fake_mode` made them: DTensor works out shapes with fake tensors of its own.
     """
     for local in each_local_tensor(tensor):
-        if local.layout is not torch.strided or local.device.type != device_type:
-            continue
-        if isinstance(local, FakeTensor) and local.fake_mode is not fake_mode:
-            continue
-        yield local.untyped_storage()
+        is_ours = not isinstance(local, FakeTensor) or local.fake_mode is fake_mode
+        if is_ours and local.layout is torch.strided and local.device.type == device_type:
+            yield local.untyped_storage()

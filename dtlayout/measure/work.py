@@ -6,9 +6,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dtlayout.measure.storages import current_fake_mode, each_tensor
+from dtlayout.measure.storages import each_tensor
 from dtlayout.models.operations import Attention, Matmul, Operation, Pass
 
 aten = torch.ops.aten
@@ -22,15 +23,20 @@ class WorkCounter:
         self.counts: Counter[tuple[Any, Operation]] = Counter()
         """Label and operation → how often."""
         self._label = label
-        self._fake_mode = current_fake_mode()
+        self._fake_mode = active_fake_mode()
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count an operator on plain tensors."""
         # DTensor tries an operator on fake tensors of its own to learn what comes out of it.
-        if current_fake_mode() is self._fake_mode:
+        if active_fake_mode() is self._fake_mode:
             operation = describe(func, args, kwargs, result)
             if operation is not None:
                 self.counts[self._label(), operation] += 1
+
+
+def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What an operator is given, by the names of its schema."""
+    return dict(zip(_argument_names(func), args, strict=False)) | kwargs
 
 
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
@@ -41,7 +47,11 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         *batch, m, k = left
         return Matmul(m, right[-1], k, *batch)
     if packet in _ATTENTION:
-        return Attention(int(_ATTENTION[packet](*args, **kwargs, out_val=result)))
+        count, num_tensors = _ATTENTION[packet]
+        *upstream, query, key, value = (tensor.shape for tensor in args[:num_tensors])
+        # One head of keys and values for every query head that they serve.
+        key, value = ((shape[0], query[1], *shape[2:]) for shape in (key, value))
+        return Attention(int(count(*upstream, query, key, value)))
     assert packet not in flop_registry, f"{func} computes, and nobody says how much"
     if func.is_view or packet in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
         return None
@@ -54,6 +64,11 @@ _MATMULS = {
     aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2), aten.baddbmm_: (1, 2),
 }  # fmt: skip
 """Operator → which of its arguments are multiplied."""
+_ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
+}
+"""The one flash kernel that a dry run executes, which torch itself does not count: by the shapes of so many tensors."""
 _ALLOCATIONS = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 _OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
 """Operators that write their first argument and do not read it."""
@@ -66,7 +81,7 @@ _UNWRITTEN = {aten._fused_adamw_: "grads"}
 
 
 def _count_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    given = dict(zip(_argument_names(func), args, strict=False)) | kwargs
+    given = bind(func, args, kwargs)
     packet = func.overloadpacket
     names = [name for name in _written_names(func) if name != _UNWRITTEN.get(packet)]
     written = list(each_tensor([given.get(name) for name in names]))
@@ -96,24 +111,3 @@ def _written_names(func: Any) -> tuple[str, ...]:
 def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """An expanded tensor is no larger than its storage."""
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
-
-
-def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, _grouped(key, query), _grouped(value, query)))
-
-
-def _count_attention_backward(grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    shapes = grad_out.shape, query.shape, _grouped(key, query), _grouped(value, query)
-    return int(sdpa_backward_flop_count(*shapes))
-
-
-def _grouped(key: torch.Tensor, query: torch.Tensor) -> tuple[int, ...]:
-    """The shape of keys or values with one head for every query head that they serve."""
-    return (key.shape[0], query.shape[1], *key.shape[2:])
-
-
-_ATTENTION: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
-}
-"""The one flash kernel that a dry run executes, which torch itself does not count."""

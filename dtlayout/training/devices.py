@@ -33,8 +33,7 @@ def open_device(wanted: str, known: Gpu | None) -> Device:
 def join_ranks(device: Device, timeout_s: float) -> None:
     """Initialise torch.distributed from torchrun's environment; alone, as a world of one rank."""
     if "RANK" not in os.environ:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        os.environ.update(alone)
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     # No device_id: with it all messages of a pipeline rank would share one stream.
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,5 @@ def _count_shards(gradient: Tensor) -> int:
     """Into how many different pieces a gradient is split, over all ranks of its stage."""
     if not isinstance(gradient, DTensor):
         return 1
-    mesh, num_shards = gradient.device_mesh, 1
-    for axis, placement in enumerate(gradient.placements):
-        num_shards *= 1 if placement.is_replicate() else mesh.size(axis)
-    return num_shards
+    mesh, placements = gradient.device_mesh, enumerate(gradient.placements)
+    return prod(mesh.size(axis) for axis, placement in placements if not placement.is_replicate())

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from dtlayout.layout import Layout
-from dtlayout.measure.curve import UPDATE, Highest
+from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.pipelining.actions import Action
 
@@ -27,55 +27,49 @@ class MemoryMeter:
         self.peaks_by_pp_rank: list[int] | None = None
         self.curve: list[Highest] = []
         """The curve of all steps that were watched, as far as `mark` was called."""
-        self._is_watching = False
         self._marks: list[Highest] = []
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """A block around a step that `gather_peaks` may be called for."""
-        self._is_watching, self._marks = True, []
-        try:
-            if self.tracker is None:
-                torch.cuda.reset_peak_memory_stats()
+        self._marks = []
+        if self.tracker is None:
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            self._close_mark()
+            self.curve += self._marks
+        else:
+            self.tracker.ledger.forget_peak()
+            with self.tracker:
                 yield
-                self._close_mark()
-                self.curve += self._marks
-            else:
-                self.tracker.reset_peak()
-                with self.tracker:
-                    yield
-                self.curve += self.tracker.highest_by_mark
-        finally:
-            self._is_watching = False
+            self.curve += self.tracker.ledger.highest_by_mark
 
     def mark(self, action: Action | None) -> None:
-        """What happens from now on belongs to an action of the schedule, or after the last one to the update."""
+        """Inside `watch`: from now on it is an action of the schedule, or after the last one the update."""
         name = str(action or UPDATE)
-        if not self._is_watching:
-            return
         if self.tracker is not None:
-            self.tracker.mark(name)
-            return
-        self._close_mark()
-        torch.cuda.reset_peak_memory_stats()
-        self._marks.append(Highest(name, 0))
+            self.tracker.ledger.mark(name)
+        else:
+            self._close_mark()
+            torch.cuda.reset_peak_memory_stats()
+            self._marks.append(Highest(name, 0))
 
     def _close_mark(self) -> None:
         """Write down the peak of what was marked last; what is before the first belongs to none."""
         if self._marks:
             self._marks[-1] = Highest(self._marks[-1].action, torch.cuda.max_memory_allocated())
 
-    @property
-    def _peak_bytes(self) -> int:
-        """The peak of the last step that was watched."""
-        if self.tracker is not None:
-            return self.tracker.peak_bytes
-        return max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
-
     def gather_peaks(self, layout: Layout) -> list[int]:
-        """The peak of each pipeline rank, the largest over its other axes; a collective, every rank gets the result."""
+        """The peak of each pipeline rank in the last step that was watched, the largest over its other axes.
+
+        A collective, every rank gets the result.
+        """
+        if self.tracker is None:
+            peak_bytes = max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
+        else:
+            peak_bytes = self.tracker.ledger.peak_bytes
         peaks = torch.zeros(layout.world_size, dtype=torch.int64, device=self.device_type)
-        peaks[dist.get_rank()] = self._peak_bytes
+        peaks[dist.get_rank()] = peak_bytes
         dist.all_reduce(peaks)
         by_pp_rank: list[int] = peaks.view(layout.pp, -1).amax(dim=1).tolist()
         known = self.peaks_by_pp_rank or by_pp_rank

@@ -10,7 +10,7 @@ from typing import Any
 from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError
 from dtlayout.files import write_whole
-from dtlayout.measure.curve import Highest
+from dtlayout.measure.ledger import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.runs import Run
@@ -160,11 +160,8 @@ class MetricsFile:
 
     def keep_until(self, step: int) -> None:
         """Drop the lines after `step`, and a torn last one: a resumed run writes them again."""
-        if not self.path.exists():
-            return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        write_whole(self.path, "".join(kept))
+        if self.path.exists():
+            write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in self.read() if line["step"] <= step))
 
     def append(self, metrics: StepMetrics) -> None:
         """Add a line; it is on its way to disk when this returns."""

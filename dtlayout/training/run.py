@@ -15,10 +15,7 @@ from rich.console import Console
 from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
-from dtlayout.data.batches import microbatch_indices
-from dtlayout.data.documents import find_starts
-from dtlayout.data.open import open_samples
-from dtlayout.data.samples import Samples
+from dtlayout.data.samples import Samples, find_starts, open_samples, own_indices
 from dtlayout.device import Device
 from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
 from dtlayout.files import write_whole
@@ -83,10 +80,7 @@ class _Run:
         self.is_writer = dist.get_rank() == 0
         self.stop = stop
         self.samples = samples
-        rank = dp_rank(dist.get_rank(), layout)
-        microbatches = microbatch_indices(config.batch.global_batch, layout.micro_batch, rank, layout.dp)
-        self.indices = [index for microbatch in microbatches for index in microbatch]
-        """What this rank reads of each global batch, microbatch after microbatch."""
+        self.indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
@@ -253,15 +247,12 @@ class _Run:
         self.display.show_table(f"{summary.outcome} after {done} steps", self._describe(summary, measured))
 
     def _describe(self, summary: Summary, measured: Performance) -> list[tuple[str, str]]:
-        def show(value: float | None, form: str) -> str:
-            return "n/a" if value is None else format(value, form)
-
         predicted = self.record.predicted or Performance()
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
-            ("loss, mean of the last 10 steps", show(summary.final_loss, ".4f")),
+            ("loss, mean of the last 10 steps", compare(summary.final_loss, None, "{:.4f}".format)),
             ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
-            ("tokens/s", show(measured.tokens_per_s, ",.0f")),
+            ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
             ("attention kernels", ", ".join(summary.attention_kernels)),

@@ -70,7 +70,10 @@ class TrainStep:
 
     def launch(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False) -> Tensor:
         """The step without waiting for its numbers: loss, squared gradient norm and the ranks that ask to stop."""
-        documents = [] if starts is None else self._split(starts)
+        parts = () if starts is None else starts.chunk(self.runtime.schedule.num_microbatches)
+        documents = [Documents.from_starts(part) for part in parts]
+        if self.runtime.device_type == "cuda":
+            documents = [each.pinned() for each in documents]
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=self._count_targets(targets))
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
         numbers = self._sum_numbers(loss, stop)
@@ -79,11 +82,6 @@ class TrainStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return numbers
-
-    def _split(self, starts: Tensor) -> list[Documents]:
-        """The documents of each microbatch."""
-        parts = [Documents.from_starts(part) for part in starts.chunk(self.runtime.schedule.num_microbatches)]
-        return [part.pinned() for part in parts] if self.runtime.device_type == "cuda" else parts
 
     def _count_targets(self, targets: Tensor) -> Tensor:
         """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""

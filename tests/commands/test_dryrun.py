@@ -15,8 +15,7 @@ from dtlayout.config import load_config
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
-from dtlayout.measure.curve import Highest
-from dtlayout.measure.ledger import Footprint
+from dtlayout.measure.ledger import Footprint, Highest
 from dtlayout.mesh.ranks import coordinate
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
 from dtlayout.planner.runs import Run

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dtlayout.data.prepare
+from dtlayout.config import DataConfig
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.errors import DataError
 
@@ -26,6 +27,10 @@ def serve(monkeypatch):
     return replace
 
 
+def prepare(source, tokenizer, folder, **options):
+    return prepare_tokens(DataConfig(source=source, tokenizer=tokenizer, folder=str(folder), **options))
+
+
 def read(folder):
     info = json.loads((folder / "tokens.json").read_text())
     return info, np.fromfile(folder / "tokens.bin", dtype=np.dtype(info["dtype"]).newbyteorder("<"))
@@ -34,7 +39,7 @@ def read(folder):
 def test_local_files_become_tokens_with_an_end_after_every_document(tmp_path, offline):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "hi"}\n{"text": ""}\n{"text": "you"}\n')
-    folder = prepare_tokens(str(corpus), "bytes", tmp_path / "tokens")
+    folder = prepare(str(corpus), "bytes", tmp_path / "tokens")
     info, ids = read(folder)
     assert ids.tolist() == [*b"hi", 256, 256, *b"you", 256]
     assert info == {
@@ -55,7 +60,7 @@ def test_local_files_become_tokens_with_an_end_after_every_document(tmp_path, of
 
 def test_a_tokenizer_file_gives_its_own_ids(tmp_path, serve, write_tokenizer):
     serve(["to be", "or not"])
-    _, ids = read(prepare_tokens("x/y", str(write_tokenizer()), tmp_path))
+    _, ids = read(prepare("x/y", str(write_tokenizer()), tmp_path))
     assert ids.tolist() == [2, 3, 1, 4, 5, 1]
 
 
@@ -63,7 +68,7 @@ def test_a_tokenizer_file_gives_its_own_ids(tmp_path, serve, write_tokenizer):
 def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path, serve, write_tokenizer, num_words, dtype):
     words = ["<unk>", "</s>", *(f"w{i}" for i in range(2, num_words))]
     serve([words[-1]])
-    info, ids = read(prepare_tokens("x/y", str(write_tokenizer(words=words)), tmp_path))
+    info, ids = read(prepare("x/y", str(write_tokenizer(words=words)), tmp_path))
     assert info["dtype"] == dtype
     assert ids.tolist() == [num_words - 1, 1]
 
@@ -71,45 +76,45 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path, serve, write_tokenize
 def test_batches_of_documents_do_not_show_in_the_tokens(tmp_path, serve, monkeypatch):
     monkeypatch.setattr(dtlayout.data.prepare, "_BATCH_CHARACTERS", 4)
     serve(["a", "bcdefg", "", "", "", "", "h"])
-    _, ids = read(prepare_tokens("x/y", "bytes", tmp_path))
+    _, ids = read(prepare("x/y", "bytes", tmp_path))
     assert ids.tolist() == [97, 256, *b"bcdefg", 256, 256, 256, 256, 256, 104, 256]
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, b"a"), (3, b"ab\n"), (4, b"ab\nc"), (99, b"ab\ncd\n")])
 def test_max_tokens_cuts_exactly(tmp_path, serve, max_tokens, expected):
     serve(["ab", "cd"])
-    info, ids = read(prepare_tokens("x/y", "bytes", tmp_path, max_tokens=max_tokens))
+    info, ids = read(prepare("x/y", "bytes", tmp_path, max_tokens=max_tokens))
     assert ids.tolist() == [256 if byte == ord("\n") else byte for byte in expected]
     assert info["num_tokens"] == len(expected)
 
 
 def test_max_tokens_stops_reading_an_endless_corpus(tmp_path, serve):
     serve(itertools.repeat("x" * 1000))
-    info, _ = read(prepare_tokens("x/y", "bytes", tmp_path, max_tokens=5000))
+    info, _ = read(prepare("x/y", "bytes", tmp_path, max_tokens=5000))
     assert (info["num_tokens"], info["num_documents"]) == (5000, 5)
 
 
 def test_a_second_call_reads_nothing(tmp_path, serve):
     serve(["once"])
-    first = prepare_tokens("x/y", "bytes", tmp_path)
+    first = prepare("x/y", "bytes", tmp_path)
     serve(None)
-    assert prepare_tokens("x/y", "bytes", tmp_path) == first
+    assert prepare("x/y", "bytes", tmp_path) == first
 
 
 def test_whatever_decides_the_ids_decides_the_folder(tmp_path, serve, write_tokenizer):
     serve(["to be"])
     path = str(write_tokenizer())
     folders = [
-        prepare_tokens("x/y", "bytes", tmp_path),
-        prepare_tokens("x/z", "bytes", tmp_path),
-        prepare_tokens("x/y", "bytes", tmp_path, split="test"),
-        prepare_tokens("x/y", "bytes", tmp_path, text_field="body"),
-        prepare_tokens("x/y", "bytes", tmp_path, max_tokens=2),
-        prepare_tokens("x/y", path, tmp_path),
-        prepare_tokens("x/y", path, tmp_path, end_of_document="not"),
+        prepare("x/y", "bytes", tmp_path),
+        prepare("x/z", "bytes", tmp_path),
+        prepare("x/y", "bytes", tmp_path, split="test"),
+        prepare("x/y", "bytes", tmp_path, text_field="body"),
+        prepare("x/y", "bytes", tmp_path, max_tokens=2),
+        prepare("x/y", path, tmp_path),
+        prepare("x/y", path, tmp_path, end_of_document="not"),
     ]
     write_tokenizer(words=("<unk>", "</s>", "be", "to"))  # same path, other content
-    folders.append(prepare_tokens("x/y", path, tmp_path))
+    folders.append(prepare("x/y", path, tmp_path))
     assert len(set(folders)) == len(folders)
 
 
@@ -120,7 +125,7 @@ def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
     for text, time_s in (("one", 1), ("three", 1), ("three", 2)):
         corpus.write_text(text)
         os.utime(corpus, (time_s, time_s))
-        folders.add(prepare_tokens(str(corpus), "bytes", tmp_path))
+        folders.add(prepare(str(corpus), "bytes", tmp_path))
     assert len(folders) == 3
 
 
@@ -142,7 +147,7 @@ def slow_documents(source, split, text_field):
 prepare.list_files = lambda source: []
 prepare.open_documents = slow_documents
 prepare._BATCH_CHARACTERS = 1
-print(prepare.prepare_tokens("x/y", "bytes", folder))
+print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))
 """
 
 
@@ -167,7 +172,7 @@ def test_a_kill_leaves_nothing_that_looks_done(tmp_path, serve):
     left = [file.name for file in (tmp_path / "tokens").rglob("tokens*")]
     assert left == ["tokens.bin.partial"]
     serve(["x" * 10] * 5)
-    info, ids = read(prepare_tokens("x/y", "bytes", tmp_path / "tokens"))
+    info, ids = read(prepare("x/y", "bytes", tmp_path / "tokens"))
     assert info["num_tokens"] == ids.size == 55
 
 
@@ -178,7 +183,7 @@ def test_a_corpus_that_breaks_leaves_nothing(tmp_path, serve):
 
     serve(break_off())
     with pytest.raises(DataError, match="fell out"):
-        prepare_tokens("x/y", "bytes", tmp_path)
+        prepare("x/y", "bytes", tmp_path)
     assert not list(tmp_path.rglob("tokens*"))
 
 
@@ -186,17 +191,12 @@ def test_a_corpus_that_breaks_leaves_nothing(tmp_path, serve):
 def test_an_empty_corpus_is_an_error(tmp_path, serve, documents):
     serve(documents)
     with pytest.raises(DataError, match=f"'x/y' holds no text: {len(documents)} documents"):
-        prepare_tokens("x/y", "bytes", tmp_path)
+        prepare("x/y", "bytes", tmp_path)
     assert not list(tmp_path.rglob("tokens*"))
-
-
-def test_a_negative_max_tokens_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="max_tokens=-1 is negative"):
-        prepare_tokens("x/y", "bytes", tmp_path, max_tokens=-1)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, serve):
     serve(["x"])
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write tokens to"):
-        prepare_tokens("x/y", "bytes", tmp_path / "file")
+        prepare("x/y", "bytes", tmp_path / "file")

@@ -1,5 +1,9 @@
-"""Samples: targets are shifted by one, an epoch sees all, the order depends on nothing but (seed, step, index)."""
+"""Samples: targets are shifted by one, an epoch sees all, the order depends on nothing but (seed, step, index).
 
+Data-parallel ranks share each global batch, and documents start after each end and in each sample.
+"""
+
+import itertools
 import json
 import os
 import subprocess
@@ -11,16 +15,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtlayout.batch import Batch
+from dtlayout.config import DataConfig
 from dtlayout.data.prepare import prepare_tokens
-from dtlayout.data.samples import Samples, TokenFile, sample_ids
+from dtlayout.data.samples import Samples, TokenFile, find_starts, own_indices, sample_ids
 from dtlayout.errors import DataError
+
+END = 2
+degrees = st.integers(1, 8)
 
 
 def test_prepared_tokens_open(tmp_path, offline):
     (tmp_path / "a.txt").write_text("hello")
-    tokens = TokenFile.open(prepare_tokens(str(tmp_path / "a.txt"), "bytes", tmp_path / "tokens"))
+    data = DataConfig(source=str(tmp_path / "a.txt"), tokenizer="bytes", folder=str(tmp_path / "tokens"))
+    tokens = TokenFile.open(prepare_tokens(data))
     assert tokens.tokens.tolist() == [*b"hello", 256]
-    assert (tokens.num_tokens, tokens.num_documents, tokens.vocab_size, tokens.end_of_document) == (6, 1, 257, 256)
+    assert (tokens.num_tokens, tokens.vocab_size, tokens.end_of_document) == (6, 257, 256)
     with pytest.raises(ValueError, match="read-only"):
         tokens.tokens[0] = 1
 
@@ -31,7 +41,7 @@ def test_a_sample_needs_one_token_more_than_its_length(write_tokens, num_tokens,
 
 
 def test_targets_are_the_tokens_shifted_by_one(write_tokens):
-    samples = Samples(TokenFile.open(write_tokens(range(41))), seq_len=4, global_batch=10, seed=0)
+    samples = Samples(TokenFile.open(write_tokens(range(41))), Batch(seq_len=4, global_batch=10), seed=0)
     tokens_BS, targets_BS = samples.batch(0, range(10))
     assert tokens_BS.dtype == targets_BS.dtype == torch.int64
     assert torch.equal(targets_BS, tokens_BS + 1)
@@ -40,7 +50,7 @@ def test_targets_are_the_tokens_shifted_by_one(write_tokens):
 
 
 def test_any_way_to_ask_gives_the_same_batch(write_tokens):
-    samples = Samples(TokenFile.open(write_tokens(range(100))), seq_len=4, global_batch=6, seed=1)
+    samples = Samples(TokenFile.open(write_tokens(range(100))), Batch(seq_len=4, global_batch=6), seed=1)
     whole = samples.batch(7, range(6))[0]
     parts = [samples.batch(7, indices)[0] for indices in ([0], [1, 2, 3], [], [4, 5])]
     assert torch.equal(torch.cat(parts), whole)
@@ -107,13 +117,7 @@ def test_a_description_of_something_else_is_an_error(write_tokens, change):
 def test_too_few_tokens_for_one_sample_says_how_many_are_needed(write_tokens):
     tokens = TokenFile.open(write_tokens(range(8)))
     with pytest.raises(DataError, match=r"holds 8 tokens, one sample of seq_len=8 needs 9;.*seq_len of at most 7"):
-        Samples(tokens, seq_len=8, global_batch=1, seed=0)
-
-
-@pytest.mark.parametrize(("seq_len", "global_batch"), [(0, 1), (1, 0)])
-def test_lengths_and_batches_start_at_one(write_tokens, seq_len, global_batch):
-    with pytest.raises(DataError, match="both must be at least 1"):
-        Samples(TokenFile.open(write_tokens(range(8))), seq_len, global_batch, seed=0)
+        Samples(tokens, Batch(seq_len=8, global_batch=1), seed=0)
 
 
 def test_a_negative_step_is_an_error():
@@ -127,8 +131,30 @@ def test_an_index_outside_the_global_batch_is_an_error(index):
         sample_ids(0, [0, index], 4, 10, 0)
 
 
+@given(degrees, degrees, degrees)
+def test_the_ranks_one_after_the_other_read_the_global_batch(num_microbatches, micro_batch, num_dp_ranks):
+    global_batch = num_microbatches * micro_batch * num_dp_ranks
+    shares = [own_indices(global_batch, rank, num_dp_ranks) for rank in range(num_dp_ranks)]
+    assert all(len(share) == num_microbatches * micro_batch for share in shares)
+    assert list(itertools.chain(*shares)) == list(range(global_batch))
+
+
+@given(st.lists(st.lists(st.integers(0, END), min_size=6, max_size=6), min_size=1, max_size=3))
+def test_a_document_starts_after_each_end_and_in_each_sample(rows):
+    found = find_starts(torch.tensor(rows), END)
+    assert found.dtype == torch.int32
+    for row, starts in zip(rows, found.tolist(), strict=True):
+        for position, start in enumerate(starts):
+            ends_before = [i for i in range(position) if row[i] == END]
+            assert start == (ends_before[-1] + 1 if ends_before else 0)
+
+
+def test_samples_without_an_end_are_one_document():
+    assert not find_starts(torch.zeros(2, 5, dtype=torch.int64), END).any()
+
+
 def test_importing_the_data_package_imports_nothing_heavy():
-    modules = "samples, dtlayout.data.prepare, dtlayout.data.batches"
+    modules = "samples, dtlayout.data.prepare"
     heavy = "{'torch', 'datasets', 'tokenizers', 'pyarrow'}"
     script = f"import sys, dtlayout.data.{modules}; print(sorted({heavy} & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -29,7 +29,6 @@ def test_fsdp_gathers_each_unit_forward_and_again_backward_if_it_was_resharded(r
     assert recorder.counts() == {"all_gather": num_all_gathers, "reduce_scatter": 3}
     assert {event.nbytes for event in recorder.events} == {64}
     assert {event.ranks for event in recorder.events} == {(0, 1)}
-    assert {event.dtype for event in recorder.events} == {torch.float32}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -49,9 +48,7 @@ def test_functional_collectives_are_recorded_once_each():
         functional.reduce_scatter_tensor(torch.ones(4), "sum", 0, dist.group.WORLD).wait()
         functional.all_to_all_single(torch.ones(4), None, None, dist.group.WORLD).wait()
     assert recorder.counts() == {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-    assert {(event.ranks, event.nbytes, event.group) for event in recorder.events} == {
-        ((0,), 16, dist.group.WORLD.group_name)
-    }
+    assert {(event.ranks, event.nbytes) for event in recorder.events} == {((0,), 16)}
 
 
 @pytest.mark.usefixtures("two_fake_ranks")
@@ -78,7 +75,6 @@ def test_plain_collectives_have_plain_names_and_message_sizes():
         ("recv", 8),
         ("barrier", 0),
     ]
-    assert recorder.events[-1].dtype is None
 
 
 @pytest.mark.usefixtures("two_fake_ranks")
@@ -88,7 +84,6 @@ def test_the_group_is_that_of_the_call():
         dist.all_reduce(torch.ones(2), group=alone)
         dist.all_reduce(torch.ones(2))
     assert [event.ranks for event in recorder.events] == [(0,), (0, 1)]
-    assert recorder.events[0].group != recorder.events[1].group
 
 
 @pytest.mark.usefixtures("two_fake_ranks")

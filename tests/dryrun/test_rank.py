@@ -53,7 +53,7 @@ def measure(case: Case) -> tuple[Footprint, Counter[tuple[str, int]]]:
         tracker, collectives = StorageTracker(assembly.modules, [optimizer]), CollectiveRecorder()
         with tracker, collectives:
             step(tokens, targets)
-        peaks.append(tracker.peak)
+        peaks.append(tracker.ledger.peak)
     events = (event for event in collectives.events if len(event.ranks) > 1)
     return min(peaks, key=lambda peak: peak.total), Counter((event.name, event.nbytes) for event in events)
 

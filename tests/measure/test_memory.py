@@ -87,9 +87,9 @@ def test_a_step_has_the_bytes_worked_out_by_hand():
         optimizer.zero_grad(set_to_none=True)
     assert tracker.current == Footprint(parameter=PARAMETER_BYTES, other=DATA_BYTES, optimizer=state_bytes)
     # The loss comes while the output is still there; backward's seed when it is gone.
-    assert tracker.category_peaks.activation == HIDDEN_BYTES + OUTPUT_BYTES + 4
-    assert tracker.peak.total == tracker.peak_bytes
-    assert tracker.peak.optimizer == state_bytes  # although this was known only after the step
+    assert tracker.ledger.category_peaks.activation == HIDDEN_BYTES + OUTPUT_BYTES + 4
+    assert tracker.ledger.peak.total == tracker.ledger.peak_bytes
+    assert tracker.ledger.peak.optimizer == state_bytes  # although this was known only after the step
 
 
 def test_the_peak_is_the_largest_sum_of_what_was_alive():
@@ -100,8 +100,8 @@ def test_the_peak_is_the_largest_sum_of_what_was_alive():
         del first
         third = torch.empty(50)
         del second, third
-    assert tracker.curve_bytes == [0, 400, 1200, 800, 1000, 200, 0]
-    assert tracker.peak_bytes == 1200
+    assert tracker.ledger.curve_bytes == [0, 400, 1200, 800, 1000, 200, 0]
+    assert tracker.ledger.peak_bytes == 1200
     assert tracker.current.total == 0
 
 
@@ -126,7 +126,7 @@ def test_the_peak_is_that_of_the_allocator_to_the_byte():
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     allocator_peak_bytes = max(accumulate(event.nbytes() for event in events))
-    assert tracker.peak_bytes - before_bytes == allocator_peak_bytes
+    assert tracker.ledger.peak_bytes - before_bytes == allocator_peak_bytes
 
 
 def test_the_second_step_peaks_like_the_third():
@@ -136,12 +136,12 @@ def test_the_second_step_peaks_like_the_third():
     x = torch.randn(5, 8)
     peaks = []
     for _ in range(3):
-        tracker.reset_peak()
+        tracker.ledger.forget_peak()
         with tracker:
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        peaks.append((tracker.peak, tracker.category_peaks, tracker.current))
+        peaks.append((tracker.ledger.peak, tracker.ledger.category_peaks, tracker.current))
     assert peaks[1] == peaks[2]
 
 
@@ -167,7 +167,7 @@ def test_recomputation_lowers_the_activation_peak_exactly(recompute):
         tracker = StorageTracker([model])
         with tracker:
             model(x).sum().backward()
-        peaks_bytes[name] = tracker.category_peaks.activation
+        peaks_bytes[name] = tracker.ledger.category_peaks.activation
     # 8: the loss and backward's seed. Kept: 4 blocks of 2 results. Recomputed: 3 inputs and one block's 2 results.
     assert peaks_bytes == {"none": 8 * 512 + 8, recompute: (3 + 2) * 512 + 8}
 
@@ -181,10 +181,10 @@ def test_what_a_custom_function_saves_is_an_activation_also_when_recomputed():
         assert tracker.current.activation == 80  # 2x, saved, and the result
         y.sum().backward()
         del y
-        tracker.reset_peak()
+        tracker.ledger.forget_peak()
         assert tracker.current.activation == 0
         checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert tracker.category_peaks.activation == 40 + 8  # recomputed 2x, the loss and backward's seed
+    assert tracker.ledger.category_peaks.activation == 40 + 8  # recomputed 2x, the loss and backward's seed
 
 
 def test_temporaries_of_a_forward_are_not_activations():
@@ -198,7 +198,7 @@ def test_temporaries_of_a_forward_are_not_activations():
         loss = Temporary()(x)
         assert tracker.current == Footprint(activation=4, other=400)
     assert loss.nbytes == 4
-    assert tracker.peak == Footprint(activation=4, other=800)
+    assert tracker.ledger.peak == Footprint(activation=4, other=800)
 
 
 def test_a_forward_without_gradients_leaves_only_its_output():
@@ -283,13 +283,13 @@ def test_a_retained_tensor_raises_every_total_by_exactly_its_bytes():
     tracker = StorageTracker([model], [optimizer])
     retained, peaks_bytes, ends_bytes = [], [], []
     for num_elements in [0, 1000]:
-        tracker.reset_peak()
+        tracker.ledger.forget_peak()
         with tracker:
             retained.append(torch.zeros(num_elements))
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        peaks_bytes.append(tracker.peak_bytes)
+        peaks_bytes.append(tracker.ledger.peak_bytes)
         ends_bytes.append(tracker.current.total)
     assert peaks_bytes[1] - peaks_bytes[0] == ends_bytes[1] - ends_bytes[0] == 4000
 
@@ -314,7 +314,7 @@ def test_gradients_set_by_hand_are_gradients_by_the_optimizer_step():
         parameter.grad = torch.ones(10)
         optimizer.step()
         parameter.grad = None
-    assert tracker.category_peaks.gradient == 40
+    assert tracker.ledger.category_peaks.gradient == 40
 
 
 def test_gradients_and_states_from_before_count_on_entering():
@@ -341,13 +341,13 @@ def test_another_device_type_counts_nothing():
     with tracker:
         torch.zeros(100)
         torch.zeros(100, device="meta")
-    assert tracker.peak_bytes == 0
+    assert tracker.ledger.peak_bytes == 0
 
 
 def test_meta_tensors_never_count():
     with StorageTracker() as tracker:
         torch.zeros(100, device="meta") + 1
-    assert tracker.peak_bytes == 0
+    assert tracker.ledger.peak_bytes == 0
 
 
 def test_fake_tensors_have_the_footprint_of_real_ones():
@@ -359,7 +359,7 @@ def test_fake_tensors_have_the_footprint_of_real_ones():
         with tracker:
             model(x).sum().backward()
             optimizer.step()
-        return tracker.peak, tracker.current
+        return tracker.ledger.peak, tracker.current
 
     real = measure()
     with FakeTensorMode():
@@ -369,7 +369,7 @@ def test_fake_tensors_have_the_footprint_of_real_ones():
 def test_fake_tensors_of_someone_else_do_not_count():
     with StorageTracker() as tracker, FakeTensorMode():
         torch.zeros(100)
-    assert tracker.peak_bytes == 0
+    assert tracker.ledger.peak_bytes == 0
 
 
 def test_an_exception_leaves_nothing_patched():
@@ -397,7 +397,7 @@ def test_nested_trackers_agree_and_restore_in_order():
         assert "resize_" in vars(torch.UntypedStorage)
         x.untyped_storage().resize_(0)
         assert outer.current.total == 0
-    assert outer.peak_bytes == inner.peak_bytes == 400
+    assert outer.ledger.peak_bytes == inner.ledger.peak_bytes == 400
     assert "resize_" not in vars(torch.UntypedStorage)
 
 

@@ -52,9 +52,9 @@ def test_one_real_rank_holds_whole_shards_and_repeats_its_peak(reshard_after_for
     tracker = StorageTracker([model], [optimizer])
     peaks = []
     for _ in range(3):
-        tracker.reset_peak()
+        tracker.ledger.forget_peak()
         footprints = run_step(model, optimizer, tracker)
-        peaks.append((tracker.peak, tracker.category_peaks))
+        peaks.append((tracker.ledger.peak, tracker.ledger.category_peaks))
         assert {footprint.parameter for footprint in footprints} == {4 * UNIT_BYTES}
         assert [footprint.gradient for footprint in footprints[1:6:2]] == [4 * UNIT_BYTES] * 3
         assert [footprint.gathered for footprint in footprints[:6:2]] == [
@@ -76,7 +76,7 @@ def test_zero_3_holds_half_of_everything_and_gathers_two_units_at_most():
     # Each Linear's input is saved; the first one's is the batch, made inside the block.
     assert [footprint.activation for footprint in footprints[:6:2]] == [4 * OUTPUT_BYTES] * 3
     assert footprints[-1] == Footprint(parameter=sharded_bytes, optimizer=2 * sharded_bytes + 8 * 4)
-    assert UNIT_BYTES <= tracker.category_peaks.gathered <= 2 * UNIT_BYTES
+    assert UNIT_BYTES <= tracker.ledger.category_peaks.gathered <= 2 * UNIT_BYTES
 
 
 @pytest.mark.usefixtures("two_fake_ranks")
@@ -89,7 +89,7 @@ def test_unreduced_gradients_are_gradients_in_the_reduce_dtype(param_dtype):
     footprints = run_step(model, optimizer, tracker, reduce_each_microbatch=False)
     # All four units in fp32; and the one that backward has just made.
     newest_bytes = UNIT_BYTES * param_dtype.itemsize // 4
-    assert tracker.category_peaks.gradient == 4 * UNIT_BYTES + newest_bytes
+    assert tracker.ledger.category_peaks.gradient == 4 * UNIT_BYTES + newest_bytes
     assert footprints[5].gradient == 2 * UNIT_BYTES  # reduced
 
 

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dtlayout.data.documents import find_starts
+from dtlayout.data.samples import find_starts
 from dtlayout.kernels import Kernels
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.llama import Llama

@@ -151,5 +151,5 @@ def test_filling_a_tensor_takes_a_chunk_of_memory_more_than_the_tensor():
     tracker = StorageTracker()
     with tracker, torch.no_grad():
         init.fill_normal(tensor, 1.0, seed=0, name="w")
-    extra_bytes = tracker.peak_bytes - tensor.untyped_storage().nbytes()
+    extra_bytes = tracker.ledger.peak_bytes - tensor.untyped_storage().nbytes()
     assert extra_bytes < 8 * 8 * init.CHUNK

@@ -14,7 +14,7 @@ from outside import V_GPIPE, registered
 from torch import Tensor
 
 from dtlayout.batch import Batch
-from dtlayout.data.documents import find_starts
+from dtlayout.data.samples import find_starts
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.mesh.ranks import dp_rank

@@ -32,7 +32,7 @@ def measure_bytes(case: Case) -> tuple[Footprint, Footprint]:
     tracker = StorageTracker(assembly.modules, [step.optimizer])
     with tracker:
         assembly.runtime.step(rows, targets=targets, num_targets=1.0)
-    return tracker.current, tracker.category_peaks
+    return tracker.current, tracker.ledger.category_peaks
 
 
 def initial_weights(case: Case) -> dict[str, np.ndarray]:
