@@ -6,17 +6,17 @@ than the layout or the layout does not fit. If none fits, more GPUs are tried.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from operator import itemgetter
 from typing import Any, Literal
 
 from dtlayout.batch import Batch
 from dtlayout.costmodel.estimate import Estimate, Estimator
-from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.layout import Layout, show_value
 from dtlayout.model_shape import divisors
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, known_schedules
 
@@ -92,18 +92,10 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
 
 def find_limit(estimate: Estimate) -> Limit:
     """Memory where a rank has too little, else what the step is mostly spent on."""
-    if estimate.fits:
-        component, seconds = max(estimate.time.as_dict().items(), key=lambda item: item[1])
-        return Limit("time", component, seconds / estimate.step_time_s, None)
-    fullest = estimate.memory[estimate.busiest_rank]
-    component = largest_component(fullest)
-    return Limit("memory", component, fullest.as_dict()[component] / fullest.total, estimate.busiest_rank)
-
-
-def largest_component(memory: MemoryEstimate) -> str:
-    """The component that takes most of a rank's peak."""
-    parts = memory.as_dict()
-    return max(parts, key=lambda name: parts[name])
+    rank = None if estimate.fits else estimate.busiest_rank
+    whole = estimate.time if rank is None else estimate.memory[rank]
+    component, size = max(whole.as_dict().items(), key=itemgetter(1))
+    return Limit("time" if rank is None else "memory", component, size / whole.total, rank)
 
 
 def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
@@ -164,7 +156,13 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
 
 def find_overrides(old: tuple[Layout, Kernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
     """Arguments of train.py that run the new layout and kernels where the config has the old ones."""
-    return (*_find_differing("layout", old[0], new[0]), *_find_differing("kernels", old[1], new[1]))
+    before, after = ({"layout": asdict(layout), "kernels": asdict(kernels)} for layout, kernels in (old, new))
+    return tuple(
+        f"--{section}.{name}={show_value(value)}"
+        for section, values in after.items()
+        for name, value in values.items()
+        if value != before[section][name]
+    )
 
 
 def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
@@ -196,9 +194,9 @@ def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
 
 def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
     """Whether the engine runs it and it fits on each rank; time, which takes longer, is not looked at."""
-    if find_refusals(estimator.scenario, layout, kernels):
-        return False
-    return max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+    return not find_refusals(estimator.scenario, layout, kernels) and (
+        max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+    )
 
 
 def _other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
@@ -227,15 +225,3 @@ def _settle(layout: Layout, changes: dict[str, Any]) -> Layout:
     if changed.pp == 1:
         changed = replace(changed, schedule=DEFAULT_SCHEDULE, virtual_stages=1)
     return changed if changed.num_stages == layout.num_stages else replace(changed, stage_layers=())
-
-
-def _find_differing(section: str, old: Layout | Kernels, new: Layout | Kernels) -> tuple[str, ...]:
-    names = [f.name for f in fields(old) if getattr(old, f.name) != getattr(new, f.name)]
-    return tuple(f"--{section}.{name}={_show(getattr(new, name))}" for name in names)
-
-
-def _show(value: Any) -> str:
-    """As an override takes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)

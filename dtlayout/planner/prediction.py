@@ -13,7 +13,7 @@ from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.explain import Change, explain, largest_component
+from dtlayout.planner.explain import Change, explain
 from dtlayout.planner.runs import Predicted
 from dtlayout.text import GIB
 
@@ -53,14 +53,14 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     if predicted.peak_bytes <= HOPELESS_SHARE * predicted.capacity_bytes:
         return
     explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
-    largest = largest_component(predicted.memory[predicted.busiest_rank])
     ways = [_describe_change(change) for change in explanation.changes[:3]]
     if growth := explanation.growth:
         ways = [f"{growth.estimate.layout.world_size} GPUs with {_describe_change(growth)}"]
     raise InvalidLayout(
         f"layout {layout} is predicted to need {predicted.peak_bytes / GIB:.1f} GiB on pipeline rank "
         f"{predicted.busiest_rank} of the {predicted.capacity_bytes / GIB:.1f} GiB of {gpu.name}, most of it "
-        f"{largest}; use {' or '.join(ways) or 'a smaller model or sequence'}, or --train.force=true to try it anyway"
+        f"{explanation.limit.component}; use {' or '.join(ways) or 'a smaller model or sequence'}, "
+        f"or --train.force=true to try it anyway"
     )
 
 
