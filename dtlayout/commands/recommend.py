@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
         advice = "use a larger --top or a smaller --max-memory"
         problem = f"none of the {len(verified)} best fits when it is dry-run; {advice}"
         raise InvalidLayout([problem, *describe_dry_runs(verified)])
-    answer = Answer(space, search, result, options, verified)
+    answer = Answer(search, result, options, verified)
     if options.emit:
         from dtlayout.commands.emit import write_config  # only now: a search does without configs
 

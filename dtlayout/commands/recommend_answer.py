@@ -20,16 +20,15 @@ class Answer:
     """Everything that one search has to say."""
 
     def __init__(
-        self, space: Space, search: Search, result: SearchResult, options: argparse.Namespace,
-        verified: Sequence["Verified"],
-    ):  # fmt: skip
+        self, search: Search, result: SearchResult, options: argparse.Namespace, verified: Sequence["Verified"]
+    ):
         self.result, self.options, self.verified = result, options, verified
-        self.scenario, self.best = space.scenario, result.ranked[0]
+        self.scenario, self.best = search.space.scenario, result.ranked[0]
         following = zip(result.ranked, result.ranked[1:], range(2, len(result.ranked) + 1), strict=False)
         self.leads = [describe_lead(own, after, place) for own, after, place in following]
 
         def verdict(layout: Any, kernels: Any) -> Verdict:
-            return judge(space, search.estimator, layout, kernels, result.allowed_bytes, self.best)
+            return judge(search, layout, kernels, self.best)
 
         self.against = [(name, verdict(layout, kernels)) for name, layout, kernels in neighbours(search, self.best)]
         self.why_not: Verdict | None = None
@@ -37,9 +36,8 @@ class Answer:
         self.baseline: Baseline | None = None
         if options.why_not:
             choices = dict(parse_choice(text) for text in options.why_not.split(","))
-            self.why_not = verdict(*parse_layout(space, choices))
-            wanted = Space(self.scenario, {**space.fixed, **choices}, space.avoided)
+            self.why_not = verdict(*parse_layout(search.space, choices))
+            wanted = Space(self.scenario, {**search.space.fixed, **choices}, search.space.avoided)
             self.completed = next(iter(Search(wanted, options.max_memory).run(top=1).ranked), None)
         if options.baseline:
-            choose = BASELINES[options.baseline]
-            self.baseline = choose(Space(self.scenario), search.estimator, result.allowed_bytes)
+            self.baseline = BASELINES[options.baseline](Search(Space(self.scenario), options.max_memory))
