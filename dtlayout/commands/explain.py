@@ -125,7 +125,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
 
 def _row(change: Change, now: Estimate) -> list[str]:
     after = change.estimate
-    faster, peak = f"{change.saved_s / now.step_time_s:+.1%}", f"{after.peak_bytes / GIB:.2f}"
+    faster, peak = f"{(now.step_time_s - after.step_time_s) / now.step_time_s:+.1%}", f"{after.peak_bytes / GIB:.2f}"
     return [" ".join(change.overrides), f"{after.step_time_s:.3f}", faster, peak]
 
 
@@ -140,8 +140,9 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         }  # fmt: skip
 
     def describe(change: Change) -> dict[str, object]:
-        what = {"knob": change.knob, "overrides": list(change.overrides)}
-        return {**what, **list_numbers(change.estimate), "saved_s": change.saved_s, "saved_bytes": change.saved_bytes}
+        after, what = change.estimate, {"knob": change.knob, "overrides": list(change.overrides)}
+        saved = {"saved_s": now.step_time_s - after.step_time_s, "saved_bytes": now.peak_bytes - after.peak_bytes}
+        return {**what, **list_numbers(after), **saved}
 
     return {
         "ok": True, "gpu": gpu.name, "engine": scenario.engine.name, "calibrated": scenario.engine.is_calibrated,

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +76,21 @@ def _to_document(
     options: argparse.Namespace, predictions: Sequence[Prediction], left_out: dict[str, list[Prediction]], fits: Fits
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "tables": {table: score(rows).as_dict() for table, rows in by_table(predictions).items()},
-        "pooled": score(predictions).as_dict(),
+        "tables": {table: asdict(score(rows)) for table, rows in by_table(predictions).items()},
+        "pooled": asdict(score(predictions)),
     }
     if options.leave_one_out:
-        document["left_out"] = {model: score(rows).as_dict() for model, rows in left_out.items()}
+        document["left_out"] = {model: asdict(score(rows)) for model, rows in left_out.items()}
     if options.fit:
         document["fitted"] = {
             f.engine.gpu: {"engine": f.engine.name, "constants": list_constants(f.engine),
-                           "at_bounds": list(f.engine.at_bounds), "scores": score(f.predictions).as_dict()}
+                           "at_bounds": list(f.engine.at_bounds), "scores": asdict(score(f.predictions))}
             for f, _ in fits
         }  # fmt: skip
     if options.ablate:
         document["ablations"] = [
             {"engine": f.engine.name, "gpu": f.engine.gpu, "constant": a.constant, "neutral": a.neutral}
-            | a.scores.as_dict()
+            | asdict(a.scores)
             for f, ablations in fits
             for a in ablations
         ]

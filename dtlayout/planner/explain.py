@@ -8,6 +8,7 @@ than the layout or the layout does not fit. If none fits, more GPUs are tried.
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import inf
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -61,10 +62,6 @@ class Change:
     """Arguments of train.py that make the change."""
     estimate: Estimate
     """Memory and time of the changed layout."""
-    saved_s: float
-    """Seconds that a step gets shorter by."""
-    saved_bytes: float
-    """Bytes that the highest peak gets lower by."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,8 @@ def find_limit(estimate: Estimate) -> Limit:
 
 def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
     """The fastest setting of each knob that fits and gains, fastest first."""
-    fitting = _try_moves(estimator, now)
-    gaining = [c for c in fitting if not now.fits or c.saved_s > LEAST_GAIN * now.step_time_s]
+    least_s = LEAST_GAIN * now.step_time_s if now.fits else -inf
+    gaining = [c for c in _try_moves(estimator, now) if now.step_time_s - c.estimate.step_time_s > least_s]
     best: dict[str, Change] = {}
     for change in sorted(gaining, key=lambda c: c.estimate.step_time_s):
         best.setdefault(change.knob, change)
@@ -120,12 +117,11 @@ def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
         best: Change | None = None
         bounds = {layout: estimator.lower_bound_s(layout, now.kernels) for layout in grown}
         for layout, bound_s in sorted(bounds.items(), key=lambda item: (item[1], str(item[0]))):
-            if best is not None and bound_s >= best.estimate.step_time_s:
+            if best and bound_s >= best.estimate.step_time_s:
                 break
             change = _to_change(estimator, now, "GPUs", layout, now.kernels)
-            if best is None or change.estimate.step_time_s < best.estimate.step_time_s:
-                best = change
-        if best is not None:
+            best = min(best or change, change, key=lambda c: c.estimate.step_time_s)
+        if best:
             return best
         factor *= 2
     return None
@@ -180,9 +176,8 @@ def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
 
 def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
     """Legal layouts on `factor` (a power of 2) times the GPUs; tp stays inside a node."""
-    powers = [1 << i for i in range(factor.bit_length())]
     most_tp = max(layout.tp, scenario.cluster.gpus_per_node)
-    for tp, pp in product(powers, powers):
+    for tp, pp in product(divisors(factor), repeat=2):
         if factor % (tp * pp) or layout.tp * tp > most_tp:
             continue
         degrees = {"tp": layout.tp * tp, "pp": layout.pp * pp, "dp_shard": layout.dp_shard * (factor // (tp * pp))}
@@ -209,14 +204,8 @@ def _other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
 
 
 def _to_change(estimator: Estimator, now: Estimate, knob: str, layout: Layout, kernels: Kernels) -> Change:
-    after = estimator.estimate(layout, kernels)
-    return Change(
-        knob=knob,
-        overrides=find_overrides((now.layout, now.kernels), (layout, kernels)),
-        estimate=after,
-        saved_s=now.step_time_s - after.step_time_s,
-        saved_bytes=now.peak_bytes - after.peak_bytes,
-    )
+    overrides = find_overrides((now.layout, now.kernels), (layout, kernels))
+    return Change(knob, overrides, estimator.estimate(layout, kernels))
 
 
 def _settle(layout: Layout, changes: dict[str, Any]) -> Layout:

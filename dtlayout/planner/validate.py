@@ -8,6 +8,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from dtlayout.cluster import Cluster
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine, find_engine_on
@@ -28,11 +29,7 @@ def predict(runs: Iterable[Run]) -> list[Prediction]:
     MFU is over the tokens and the GPUs that the table gives, as the measured one is, whatever the layout leaves idle
     (over more GPUs only if the layout needs more).
     """
-    estimators: dict[Scenario, Estimator] = {}
-
-    def find(scenario: Scenario) -> Estimator:
-        return estimators.setdefault(scenario, Estimator(scenario))
-
+    find = cache(Estimator)
     return [Prediction(run, _estimate(run, find)) for run in runs]
 
 
@@ -204,15 +201,12 @@ def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line
     """
     from dtlayout.planner.fit import MEMORY_CONSTANTS
 
-    general = engine.features.kind_of_constants()
-    start_values = {name: getattr(without_fit(engine).constants, name) for name in engine.fitted}
-    set_by_hand = {
-        name: getattr(general, name)
-        for name in vars(general)
-        if name not in engine.fitted and getattr(engine.constants, name) != getattr(general, name)
-    }
+    own, start_values = vars(engine.constants), vars(without_fit(engine).constants)
+    general = vars(engine.features.kind_of_constants())
+    neutral = {name: start_values[name] for name in engine.fitted}
+    neutral |= {name: general[name] for name in general if name not in neutral and own[name] != general[name]}
     ablations = []
-    for name, value in (start_values | set_by_hand).items():
+    for name, value in neutral.items():
         progress(f"fitting {engine.name} on {engine.gpu} without {name}")
         is_memory = name in MEMORY_CONSTANTS
         kind = tuple(n for n in engine.fitted if n != name and (n in MEMORY_CONSTANTS) == is_memory)

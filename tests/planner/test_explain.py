@@ -79,8 +79,6 @@ def test_changes_are_legal_fit_keep_the_world_and_reach_what_is_promised(name, r
         assert after == estimate(scenario, after.layout, after.kernels)
         assert after.fits and after.layout.world_size == found.estimate.layout.world_size
         assert after.layout.is_legal(scenario.model, scenario.batch)
-        assert change.saved_s == found.estimate.step_time_s - after.step_time_s
-        assert change.saved_bytes == found.estimate.peak_bytes - after.peak_bytes
         assert (after.layout == found.estimate.layout) == (change.knob in KERNEL_NAMES)
 
 
@@ -88,7 +86,8 @@ def test_changes_come_fastest_first_and_where_a_layout_fits_all_are_faster(slow,
     for found in (slow, too_large):
         times = [change.estimate.step_time_s for change in found.changes]
         assert times == sorted(times)
-    assert all(change.saved_s > LEAST_GAIN * slow.estimate.step_time_s for change in slow.changes)
+    limit_s = (1 - LEAST_GAIN) * slow.estimate.step_time_s
+    assert all(change.estimate.step_time_s < limit_s for change in slow.changes)
     assert {"recompute", "tp"} <= {change.knob for change in slow.changes}
     assert {"micro_batch", "recompute"} <= {change.knob for change in too_large.changes}
 
