@@ -54,7 +54,10 @@ def run(options: argparse.Namespace) -> int:
     left_out = leave_one_out(runs, tell) if options.leave_one_out else {}
     wanted = [g for g in groups.values() if options.fit or (options.ablate and g[0].scenario.engine.is_calibrated)]
     fitted = [fit_group(group, tell) for group in wanted]
-    fits = [(each, ablate(each.runs, each.engine, tell) if options.ablate else []) for each in fitted]
+    fits = [
+        (each, ablate([p.run for p in each.predictions], each.engine, tell) if options.ablate else [])
+        for each in fitted
+    ]
     if options.out:
         options.out.write_text("\n".join(map(format_fragment, fitted)), encoding="utf-8")
     lines = list(describe(options, predictions, left_out, fits))

@@ -124,14 +124,14 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
 def format_fragment(fitted: Fitted) -> str:
     """Fitted constants as the engine's file has them, with what is left of the errors as comments."""
     engine, scores = fitted.engine, score(fitted.predictions)
-    ran = [run for run in fitted.runs if run.ran]
+    ran = [p.run for p in fitted.predictions if p.run.ran]
     models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
     forms = {
         "fit": _plain, "mape": percent, "median_ape": percent, "tau": _plain, "top1": _plain, "memory": percent,
         "false_oom": percent,
     }  # fmt: skip
     cells = [[name, form(getattr(fitted.before, name)), form(getattr(scores, name))] for name, form in forms.items()]
-    summary = [f"{engine.name}: scores of the {len(fitted.runs)} rows before and after this fit"]
+    summary = [f"{engine.name}: scores of the {scores.rows} rows before and after this fit"]
     summary += align(cells, ("<16", ">6", ">8"))
     errors = [100 * p.speed_error for p in fitted.predictions if p.is_scored]
     if len(errors) > 1:

@@ -11,7 +11,7 @@ Both try micro-batches from the largest on and take the first layout that is leg
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -34,7 +34,6 @@ class Baseline:
     """A layout and how a procedure came to it."""
 
     estimate: Estimate
-    """Memory and time of the layout."""
     steps: tuple[str, ...]
     """The procedure's steps, one line each."""
 
@@ -105,28 +104,27 @@ def _fit_by_size(space: Space) -> Iterator[dict[str, Any]]:
     yield from ({**pipeline, "recompute": "full"} for pipeline in pipelines)
 
 
-def _try(search: Search, choice: dict[str, Any]) -> Estimate | None:
+def _try(search: Search, layout: Layout) -> Estimate | None:
     """The layout with data parallelism over all GPUs that are left; None if it is illegal or does not fit."""
     scenario = search.space.scenario
-    layout = spread(Layout(**choice), scenario.cluster.num_gpus)
-    if layout is None or not layout.is_legal(scenario.model, scenario.batch):
+    whole = spread(layout, scenario.cluster.num_gpus)
+    if whole is None or not whole.is_legal(scenario.model, scenario.batch):
         return None
     kernels = next(filter(search.space.allows_kernels, search.space.kernels), Kernels())
-    found = search.estimator.estimate(layout, kernels)
+    found = search.estimator.estimate(whole, kernels)
     return found if needed_bytes(found) <= search.allowed_bytes else None
 
 
 def _find_first(search: Search, choices: Iterable[dict[str, Any]]) -> Estimate | None:
     """The first that works, each with the largest micro-batch that does."""
-    tried = (_try(search, {**choice, "micro_batch": n}) for choice in choices for n in _MICRO_BATCHES)
+    tried = (_try(search, Layout(**choice, micro_batch=n)) for choice in choices for n in _MICRO_BATCHES)
     return next(filter(None, tried), None)
 
 
 def _improve(search: Search, best: Estimate, changes: Iterable[dict[str, Any]]) -> Estimate:
     """Take each change as long as the step gets shorter."""
     for change in changes:
-        base = {name: getattr(best.layout, name) for name in ("tp", "pp", "zero", "recompute", "micro_batch")}
-        found = _try(search, {**base, **change})
+        found = _try(search, replace(best.layout, **change))
         if found and found.step_time_s < best.step_time_s * (1 - _GAIN):
             best = found
     return best

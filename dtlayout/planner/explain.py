@@ -61,7 +61,6 @@ class Change:
     overrides: tuple[str, ...]
     """Arguments of train.py that make the change."""
     estimate: Estimate
-    """Memory and time of the changed layout."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,7 @@ class Explanation:
     """An estimate, what binds it and what would help."""
 
     estimate: Estimate
-    """Memory and time of the layout as it is."""
     limit: Limit
-    """The memory or time that binds it."""
     changes: tuple[Change, ...]
     """Single changes that help, fastest first."""
     growth: Change | None

@@ -48,12 +48,12 @@ def refit(runs: Sequence[Run], start: Engine) -> Engine:
             f"of dtlayout calibrate"
         )
     runs = [run for run in runs if run.scenario.engine.name == name and run.scenario.cluster.gpu.name == gpu]
-    if not any(run.ran for run in runs):
+    ran = [run for run in runs if run.ran]
+    if not ran:
         raise DtlayoutError(f"no run of engine {name} on {gpu} to fit to")
     memory_names = [name for name in start.fitted if name in MEMORY_CONSTANTS]
     time_names = [name for name in start.fitted if name not in MEMORY_CONSTANTS]
     engine = minimise(start, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
-    ran = [run for run in runs if run.ran]
     peaks = [estimator.memory(run.layout, run.kernels) for run, estimator in _with_estimators(ran, engine)]
     return minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
 

@@ -6,7 +6,7 @@ same refusal, without a word between them.
 
 from dtlayout.cluster import Cluster, Gpu
 from dtlayout.config import Config
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.device import device_of
@@ -18,19 +18,14 @@ from dtlayout.planner.runs import Predicted
 from dtlayout.text import GIB
 
 
-def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:
-    """The scenario of a config on so many GPUs of a type."""
+def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
+    """The scenario of a config with this trainer, on so many GPUs of a type."""
     per_node = gpu.gpus_per_node if gpu.device_type == "cpu" else config.cluster.ranks_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
     return Scenario(
-        model=config.model, batch=config.batch, cluster=cluster, engine=engine, precision=config.precision,
-        optimizer=config.optimizer, document_mask=config.data.document_mask,
+        model=config.model, batch=config.batch, cluster=cluster, engine=find_engine_on(OWN_ENGINE, gpu),
+        precision=config.precision, optimizer=config.optimizer, document_mask=config.data.document_mask,
     )  # fmt: skip
-
-
-def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
-    """The scenario of a config with this trainer, on so many GPUs of a type."""
-    return make_scenario(config, gpu, num_gpus, find_engine_on(OWN_ENGINE, gpu))
 
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:

@@ -94,13 +94,10 @@ class Fitted:
     """An engine that was fitted to runs."""
 
     engine: Engine
-    """The engine with constants that are fitted to these runs."""
-    runs: Sequence[Run]
-    """The runs of a group."""
     before: Scores
     """Scores of the runs with the constants that the engine had."""
     predictions: Sequence[Prediction]
-    """Predictions for the runs with the fitted constants."""
+    """Predictions for the runs, those of a group, with the fitted constants."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,6 @@ class Ablation:
     """The predictions without one constant."""
 
     constant: str
-    """Name of the constant."""
     neutral: float
     """The value that it has where nothing was measured, and has now."""
     scores: Scores
@@ -158,7 +154,7 @@ def fit_group(runs: Sequence[Run], progress: Progress = lambda line: None) -> Fi
     start = runs[0].scenario.engine
     progress(f"fitting {start.name} on {start.gpu}")
     engine = fit_engine(runs, start)
-    return Fitted(engine, runs, score(predict(runs)), predict(with_engine(runs, engine)))
+    return Fitted(engine, score(predict(runs)), predict(with_engine(runs, engine)))
 
 
 def without_fit(engine: Engine) -> Engine:
