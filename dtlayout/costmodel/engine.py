@@ -286,10 +286,9 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
 
     InvalidConfig if what was measured is no constant, or outside its bounds.
     """
-    engine = find_engine(name, gpu.name)
-    if name != OWN_ENGINE or not gpu.achieved:
+    engine, measured = find_engine(name, gpu.name), dict(gpu.achieved)
+    if name != OWN_ENGINE or not measured:
         return engine
-    measured = dict(gpu.achieved)
     if problems := _problems(measured, "achieved", engine.features):
         raise InvalidConfig(problems)
     return replace(

@@ -58,10 +58,7 @@ def _read_memory(p: Prediction) -> tuple[float, float] | None:
 
 
 def _draw(points: dict[str, list[tuple[float, float]]], title: str, unit: str, path: Path) -> None:
-    """A square of each table's measured and predicted values with the legend below it.
-
-    Sizes are in inches, so that a long legend takes nothing from the square.
-    """
+    """A square of (measured, predicted) by table, above its legend, which takes nothing from it: sizes are inches."""
     values = np.array([value for pairs in points.values() for pair in pairs for value in pair])
     low, high = float(values.min()) / 1.15, float(values.max()) * 1.15
     below = 0.75 + 0.175 * (min(len(points), _MOST_NAMED) + 2)
