@@ -206,12 +206,12 @@ def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: Mode
             works.append(repair)
         if len(works) == 3:
             break
-    alternatives = [" with ".join(f"{name}={_show(value)}" for name, value in repair.items()) for repair in works]
+    alternatives = [" with ".join(f"{name}={show_value(value)}" for name, value in repair.items()) for repair in works]
     return f"use {' or '.join(alternatives)}" if works else "no change of one setting mends it"
 
 
-def _show(value: Any) -> str:
-    """A value as TOML writes it."""
+def show_value(value: Any) -> str:
+    """A field's value as an override takes it: true, [3, 4], full."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,7 +1,7 @@
 """dtlayout explain: a layout's memory and time by component, what binds it, and what would make it fit or faster."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu, show
@@ -13,7 +13,7 @@ from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
-from dtlayout.planner.prediction import make_scenario, predicted_kernels
+from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.text import GIB, align, choose_unit
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     engine = find_engine_on(options.engine, gpu)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
     layout = _check(config, world_size, engine, gpu)
-    scenario = make_scenario(config, gpu, world_size, engine)
+    scenario = replace(own_scenario(config, world_size, gpu), engine=engine)
     explanation = explain(scenario, layout, predicted_kernels(config, gpu))
     return show(options, _to_document(scenario, explanation), _describe(scenario, explanation))
 
@@ -125,7 +125,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
 
 def _row(change: Change, now: Estimate) -> list[str]:
     after = change.estimate
-    faster, peak = f"{change.saved_s / now.step_time_s:+.1%}", f"{after.peak_bytes / GIB:.2f}"
+    faster, peak = f"{(now.step_time_s - after.step_time_s) / now.step_time_s:+.1%}", f"{after.peak_bytes / GIB:.2f}"
     return [" ".join(change.overrides), f"{after.step_time_s:.3f}", faster, peak]
 
 
@@ -140,8 +140,9 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
         }  # fmt: skip
 
     def describe(change: Change) -> dict[str, object]:
-        what = {"knob": change.knob, "overrides": list(change.overrides)}
-        return {**what, **list_numbers(change.estimate), "saved_s": change.saved_s, "saved_bytes": change.saved_bytes}
+        after, what = change.estimate, {"knob": change.knob, "overrides": list(change.overrides)}
+        saved = {"saved_s": now.step_time_s - after.step_time_s, "saved_bytes": now.peak_bytes - after.peak_bytes}
+        return {**what, **list_numbers(after), **saved}
 
     return {
         "ok": True, "gpu": gpu.name, "engine": scenario.engine.name, "calibrated": scenario.engine.is_calibrated,

@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
     verified = verify(space.scenario, result, options.verify) if options.verify else []
     ooms = {v.estimate.layout for v in verified if not v.fits}
     result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in ooms))
-    answer = Answer(space, search, result, options, verified)
+    answer = Answer(search, result, options, verified)
     if options.emit:
         from dtlayout.commands.emit import write_config  # only now: a search does without configs
 

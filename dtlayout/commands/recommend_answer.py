@@ -73,17 +73,14 @@ def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verifi
 class Answer:
     """Everything that one search has to say."""
 
-    def __init__(
-        self, space: Space, search: Search, result: SearchResult, options: argparse.Namespace,
-        verified: Sequence[Verified],
-    ):  # fmt: skip
+    def __init__(self, search: Search, result: SearchResult, options: argparse.Namespace, verified: Sequence[Verified]):
         self.result, self.options, self.verified = result, options, verified
-        self.scenario, self.best = space.scenario, result.ranked[0]
+        self.scenario, self.best = search.space.scenario, result.ranked[0]
         pairs = enumerate(pairwise(result.ranked), start=2)
         self.leads = [reasons.describe_lead(own, following, place) for place, (own, following) in pairs]
 
         def verdict(layout: Layout, kernels: Kernels) -> reasons.Verdict:
-            return reasons.judge(space, search.estimator, layout, kernels, result.allowed_bytes, self.best)
+            return reasons.judge(search, layout, kernels, self.best)
 
         others = reasons.neighbours(search, self.best)
         self.against = [(name, verdict(layout, kernels)) for name, layout, kernels in others]
@@ -92,12 +89,11 @@ class Answer:
         self.baseline: Baseline | None = None
         if options.why_not:
             choices = dict(parse_choice(text) for text in options.why_not.split(","))
-            self.why_not = verdict(*reasons.parse_layout(space, choices))
-            wanted = Space(self.scenario, {**space.fixed, **choices}, space.avoided)
+            self.why_not = verdict(*reasons.parse_layout(search.space, choices))
+            wanted = Space(self.scenario, {**search.space.fixed, **choices}, search.space.avoided)
             self.completed = next(iter(Search(wanted, options.max_memory).run(top=1).ranked), None)
         if options.baseline:
-            choose = BASELINES[options.baseline]
-            self.baseline = choose(Space(self.scenario), search.estimator, result.allowed_bytes)
+            self.baseline = BASELINES[options.baseline](Search(Space(self.scenario), options.max_memory))
 
     def to_document(self) -> dict[str, Any]:
         """The document of it all, for `--json`."""

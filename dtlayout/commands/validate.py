@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -67,7 +68,10 @@ def run(options: argparse.Namespace) -> int:
     left_out = validate.leave_one_out(runs, tell) if options.leave_one_out else {}
     wanted = [g for g in groups.values() if options.fit or (options.ablate and g[0].scenario.engine.is_calibrated)]
     fitted = [validate.fit_group(group, tell) for group in wanted]
-    fits = [(each, validate.ablate(each.runs, each.engine, tell) if options.ablate else []) for each in fitted]
+    fits = [
+        (each, validate.ablate([p.run for p in each.predictions], each.engine, tell) if options.ablate else [])
+        for each in fitted
+    ]
     if options.out:
         options.out.write_text("\n".join(map(_format_fragment, fitted)), encoding="utf-8")
     lines = list(_describe(options, predictions, left_out, fits))
@@ -89,21 +93,21 @@ def _to_document(
     options: argparse.Namespace, predictions: Sequence[Prediction], left_out: dict[str, list[Prediction]], fits: Fits
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "tables": {table: score(rows).as_dict() for table, rows in by_table(predictions).items()},
-        "pooled": score(predictions).as_dict(),
+        "tables": {table: asdict(score(rows)) for table, rows in by_table(predictions).items()},
+        "pooled": asdict(score(predictions)),
     }
     if options.leave_one_out:
-        document["left_out"] = {model: score(rows).as_dict() for model, rows in left_out.items()}
+        document["left_out"] = {model: asdict(score(rows)) for model, rows in left_out.items()}
     if options.fit:
         document["fitted"] = {
             f.engine.gpu: {"engine": f.engine.name, "constants": _list_constants(f.engine),
-                           "at_bounds": list(f.engine.at_bounds), "scores": score(f.predictions).as_dict()}
+                           "at_bounds": list(f.engine.at_bounds), "scores": asdict(score(f.predictions))}
             for f, _ in fits
         }  # fmt: skip
     if options.ablate:
         document["ablations"] = [
             {"engine": f.engine.name, "gpu": f.engine.gpu, "constant": a.constant, "neutral": a.neutral}
-            | a.scores.as_dict()
+            | asdict(a.scores)
             for f, ablations in fits
             for a in ablations
         ]
@@ -205,10 +209,10 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
 def _format_fragment(fitted: validate.Fitted) -> str:
     """Fitted constants as the engine's file has them, with what is left of the errors as comments."""
     engine, scores = fitted.engine, score(fitted.predictions)
-    ran = [run for run in fitted.runs if run.ran]
+    ran = [p.run for p in fitted.predictions if p.run.ran]
     models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
     cells = [[name, _show(fitted.before, name), _show(scores, name)] for name in _SCORES]
-    summary = [f"{engine.name}: scores of the {len(fitted.runs)} rows before and after this fit"]
+    summary = [f"{engine.name}: scores of the {scores.rows} rows before and after this fit"]
     summary += align(cells, ("<16", ">6", ">8"))
     errors = [100 * p.speed_error for p in fitted.predictions if p.is_scored]
     if len(errors) > 1:

@@ -23,10 +23,9 @@ OWN_ENGINE = "dtlayout"
 """The engine whose features are this trainer's."""
 
 
-def _constant(default: float, low: float, high: float, unit: str) -> float:
+def _constant(default: float, low: float, high: float, unit: str) -> Any:
     """A constant: its value where nothing was measured, and the bounds that a measured one keeps."""
-    value: float = field(default=default, metadata={"bounds": (low, high), "unit": unit})
-    return value
+    return field(default=default, metadata={"bounds": (low, high), "unit": unit})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,12 +231,9 @@ class Engine:
 
     def recompute_problems(self, recompute: str) -> list[str]:
         """A line for a kind of recomputation that the engine does not have."""
-        if self.has_recompute(recompute):
-            return []
-        return [
-            f"layout.recompute={recompute} is nothing that {self.name} has; "
-            f"use selective, which computes attention alone again, or full"
-        ]
+        advice = "use selective, which computes attention alone again, or full"
+        problem = f"layout.recompute={recompute} is nothing that {self.name} has; {advice}"
+        return [] if self.has_recompute(recompute) else [problem]
 
     def schedule_problems(self, schedule: str) -> list[str]:
         """A line for a schedule that is known not to run: our own trainer's runtime does not have all."""
@@ -246,9 +242,8 @@ class Engine:
     @property
     def at_bounds(self) -> tuple[str, ...]:
         """The fitted constants that stand at a bound: the runs don't determine them, or the formula is wrong."""
-        values = {name: getattr(self.constants, name) for name in self.fitted}
-        bounds = ((value, *BOUNDS[name], name) for name, value in values.items())
-        return tuple(name for value, low, high, name in bounds if min(value - low, high - value) < 1e-3 * (high - low))
+        values = ((name, getattr(self.constants, name), *BOUNDS[name]) for name in self.fitted)
+        return tuple(name for name, value, low, high in values if min(value - low, high - value) < 1e-3 * (high - low))
 
     def with_constants(self, **values: float) -> "Engine":
         """This engine with other constants; InvalidConfig if one is outside its bounds."""
@@ -296,10 +291,9 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
 
     InvalidConfig if what was measured is no constant, or outside its bounds.
     """
-    engine = find_engine(name, gpu.name)
-    if name != OWN_ENGINE or not gpu.achieved:
+    engine, measured = find_engine(name, gpu.name), dict(gpu.achieved)
+    if name != OWN_ENGINE or not measured:
         return engine
-    measured = dict(gpu.achieved)
     if problems := _problems(measured, "achieved", engine.features):
         raise InvalidConfig(problems)
     return replace(

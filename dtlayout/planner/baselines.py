@@ -12,14 +12,16 @@ Both try micro-batches from the largest on and take the first layout that is leg
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
-from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.costmodel.estimate import Estimate
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
 from dtlayout.models.counting import count_parameters
-from dtlayout.planner.search import needed_bytes
+from dtlayout.planner.reasons import spread
+from dtlayout.planner.search import Search, needed_bytes
 from dtlayout.planner.space import Space
 
 _MICRO_BATCHES = (8, 4, 2, 1)
@@ -32,73 +34,40 @@ class Baseline:
     """A layout and how a procedure came to it."""
 
     estimate: Estimate
-    """Memory and time of the layout."""
     steps: tuple[str, ...]
     """The procedure's steps, one line each."""
 
 
-@dataclass(frozen=True)
-class _Chooser:
-    """Estimates the layouts that a procedure tries; None for one that is illegal or does not fit."""
-
-    space: Space
-    estimator: Estimator
-    allowed_bytes: float
-
-    def spread(self, **fields: Any) -> Layout | None:
-        """The layout with data parallelism over all GPUs that are left, or None where they don't come out even."""
-        layout, num_gpus = Layout(**fields), self.space.scenario.cluster.num_gpus
-        return replace(layout, dp_shard=num_gpus // layout.world_size) if num_gpus % layout.world_size == 0 else None
-
-    def try_(self, layout: Layout | None) -> Estimate | None:
-        scenario = self.space.scenario
-        if layout is None or not layout.is_legal(scenario.model, scenario.batch):
-            return None
-        kernels = next((k for k in self.space.kernels if self.space.allows_kernels(k)), Kernels())
-        found = self.estimator.estimate(layout, kernels)
-        return found if needed_bytes(found) <= self.allowed_bytes else None
-
-    def first(self, candidates: Iterable[dict[str, Any]]) -> Estimate | None:
-        """The first that works, each with the largest micro-batch that does."""
-        for fields in candidates:
-            for micro_batch in _MICRO_BATCHES:
-                if found := self.try_(self.spread(**fields, micro_batch=micro_batch)):
-                    return found
-        return None
-
-
-def choose_by_thumb(space: Space, estimator: Estimator, allowed_bytes: float) -> Baseline | None:
+def choose_by_thumb(search: Search) -> Baseline | None:
     """Data parallel; else tp with sequence parallelism in a node; else pp; else recompute everything as well."""
-    chooser = _Chooser(space, estimator, allowed_bytes)
-    cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
+    cluster, layers = search.space.scenario.cluster, search.space.scenario.model.num_layers
     in_node = divisors(min(cluster.gpus_per_node, cluster.num_gpus))
     stages = [pp for pp in divisors(cluster.num_gpus) if 1 < pp <= layers]
-    for recompute in ("none", "full"):
-        steps = [f"recompute {recompute}"] * (recompute != "none")
-        found = chooser.first([{"recompute": recompute}])
-        if found:
-            return Baseline(found, (*steps, "data parallel with a distributed optimizer fits"))
-        if found := chooser.first({"tp": tp, "recompute": recompute} for tp in in_node[1:]):
-            return Baseline(found, (*steps, f"data parallel alone does not fit; tp={found.layout.tp} in a node does"))
-        pairs = ({"tp": tp, "pp": pp, "recompute": recompute} for pp in stages for tp in reversed(in_node))
-        if found := chooser.first(pairs):
-            layout = found.layout
-            return Baseline(found, (*steps, f"no tp in a node fits; tp={layout.tp} with pp={layout.pp} does"))
+    attempts: dict[str, list[dict[str, Any]]] = {
+        "data parallel with a distributed optimizer fits": [{}],
+        "data parallel alone does not fit; tp={tp} in a node does": [{"tp": tp} for tp in in_node[1:]],
+        "no tp in a node fits; tp={tp} with pp={pp} does": [
+            {"tp": tp, "pp": pp} for pp in stages for tp in reversed(in_node)
+        ],
+    }
+    for recompute, (text, choices) in product(("none", "full"), attempts.items()):
+        if found := _find_first(search, ({**choice, "recompute": recompute} for choice in choices)):
+            before = [f"recompute {recompute}"] * (recompute != "none")
+            return Baseline(found, (*before, text.format_map(vars(found.layout))))
     return None
 
 
-def choose_by_playbook(space: Space, estimator: Estimator, allowed_bytes: float) -> Baseline | None:
+def choose_by_playbook(search: Search) -> Baseline | None:
     """Fit in memory, reach the batch, raise the throughput."""
-    chooser = _Chooser(space, estimator, allowed_bytes)
-    started = chooser.first(_fit_by_size(space))
-    if not started:
+    space = search.space
+    best = _find_first(search, _fit_by_size(space))
+    if not best:
         return None
-    m, layout = started.layout.num_microbatches(space.scenario.batch), started.layout
+    m, layout = best.layout.num_microbatches(space.scenario.batch), best.layout
     batch = f"{layout.dp} dp ranks times {m} microbatches of {layout.micro_batch}"
     steps = [f"1. a step fits with {layout}", f"2. the global batch is {batch}"]
-    best = started
     for name in ("tp", "dp", "pp", "micro_batch"):
-        improved = _improve(chooser, best, _changes(name, space, best.layout))
+        improved = _improve(search, best, _changes(name, space, best.layout))
         if improved is not best:
             gain = best.step_time_s / improved.step_time_s - 1
             steps.append(f"3. {name}: {improved.layout} is {gain:.1%} faster")
@@ -135,11 +104,27 @@ def _fit_by_size(space: Space) -> Iterator[dict[str, Any]]:
     yield from ({**pipeline, "recompute": "full"} for pipeline in pipelines)
 
 
-def _improve(chooser: _Chooser, best: Estimate, changes: Iterable[dict[str, Any]]) -> Estimate:
+def _try(search: Search, layout: Layout) -> Estimate | None:
+    """The layout with data parallelism over all GPUs that are left; None if it is illegal or does not fit."""
+    scenario = search.space.scenario
+    whole = spread(layout, scenario.cluster.num_gpus)
+    if whole is None or not whole.is_legal(scenario.model, scenario.batch):
+        return None
+    kernels = next(filter(search.space.allows_kernels, search.space.kernels), Kernels())
+    found = search.estimator.estimate(whole, kernels)
+    return found if needed_bytes(found) <= search.allowed_bytes else None
+
+
+def _find_first(search: Search, choices: Iterable[dict[str, Any]]) -> Estimate | None:
+    """The first that works, each with the largest micro-batch that does."""
+    tried = (_try(search, Layout(**choice, micro_batch=n)) for choice in choices for n in _MICRO_BATCHES)
+    return next(filter(None, tried), None)
+
+
+def _improve(search: Search, best: Estimate, changes: Iterable[dict[str, Any]]) -> Estimate:
     """Take each change as long as the step gets shorter."""
     for change in changes:
-        base = {name: getattr(best.layout, name) for name in ("tp", "pp", "zero", "recompute", "micro_batch")}
-        found = chooser.try_(chooser.spread(**{**base, **change}))
+        found = _try(search, replace(best.layout, **change))
         if found and found.step_time_s < best.step_time_s * (1 - _GAIN):
             best = found
     return best

@@ -6,17 +6,18 @@ than the layout or the layout does not fit. If none fits, more GPUs are tried.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import inf
+from operator import itemgetter
 from typing import Any, Literal
 
 from dtlayout.batch import Batch
 from dtlayout.costmodel.estimate import Estimate, Estimator
-from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.layout import Layout, show_value
 from dtlayout.model_shape import divisors
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, known_schedules
 
@@ -60,11 +61,6 @@ class Change:
     overrides: tuple[str, ...]
     """Arguments of train.py that make the change."""
     estimate: Estimate
-    """Memory and time of the changed layout."""
-    saved_s: float
-    """Seconds that a step gets shorter by."""
-    saved_bytes: float
-    """Bytes that the highest peak gets lower by."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,7 @@ class Explanation:
     """An estimate, what binds it and what would help."""
 
     estimate: Estimate
-    """Memory and time of the layout as it is."""
     limit: Limit
-    """The memory or time that binds it."""
     changes: tuple[Change, ...]
     """Single changes that help, fastest first."""
     growth: Change | None
@@ -92,24 +86,16 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
 
 def find_limit(estimate: Estimate) -> Limit:
     """Memory where a rank has too little, else what the step is mostly spent on."""
-    if estimate.fits:
-        component, seconds = max(estimate.time.as_dict().items(), key=lambda item: item[1])
-        return Limit("time", component, seconds / estimate.step_time_s, None)
-    fullest = estimate.memory[estimate.busiest_rank]
-    component = largest_component(fullest)
-    return Limit("memory", component, fullest.as_dict()[component] / fullest.total, estimate.busiest_rank)
-
-
-def largest_component(memory: MemoryEstimate) -> str:
-    """The component that takes most of a rank's peak."""
-    parts = memory.as_dict()
-    return max(parts, key=lambda name: parts[name])
+    rank = None if estimate.fits else estimate.busiest_rank
+    whole = estimate.time if rank is None else estimate.memory[rank]
+    component, size = max(whole.as_dict().items(), key=itemgetter(1))
+    return Limit("time" if rank is None else "memory", component, size / whole.total, rank)
 
 
 def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
     """The fastest setting of each knob that fits and gains, fastest first."""
-    fitting = _try_moves(estimator, now)
-    gaining = [c for c in fitting if not now.fits or c.saved_s > LEAST_GAIN * now.step_time_s]
+    least_s = LEAST_GAIN * now.step_time_s if now.fits else -inf
+    gaining = [c for c in _try_moves(estimator, now) if now.step_time_s - c.estimate.step_time_s > least_s]
     best: dict[str, Change] = {}
     for change in sorted(gaining, key=lambda c: c.estimate.step_time_s):
         best.setdefault(change.knob, change)
@@ -128,12 +114,11 @@ def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
         best: Change | None = None
         bounds = {layout: estimator.lower_bound_s(layout, now.kernels) for layout in grown}
         for layout, bound_s in sorted(bounds.items(), key=lambda item: (item[1], str(item[0]))):
-            if best is not None and bound_s >= best.estimate.step_time_s:
+            if best and bound_s >= best.estimate.step_time_s:
                 break
             change = _to_change(estimator, now, "GPUs", layout, now.kernels)
-            if best is None or change.estimate.step_time_s < best.estimate.step_time_s:
-                best = change
-        if best is not None:
+            best = min(best or change, change, key=lambda c: c.estimate.step_time_s)
+        if best:
             return best
         factor *= 2
     return None
@@ -164,7 +149,13 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
 
 def find_overrides(old: tuple[Layout, Kernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
     """Arguments of train.py that run the new layout and kernels where the config has the old ones."""
-    return (*_find_differing("layout", old[0], new[0]), *_find_differing("kernels", old[1], new[1]))
+    before, after = ({"layout": asdict(layout), "kernels": asdict(kernels)} for layout, kernels in (old, new))
+    return tuple(
+        f"--{section}.{name}={show_value(value)}"
+        for section, values in after.items()
+        for name, value in values.items()
+        if value != before[section][name]
+    )
 
 
 def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
@@ -182,9 +173,8 @@ def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
 
 def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
     """Legal layouts on `factor` (a power of 2) times the GPUs; tp stays inside a node."""
-    powers = [1 << i for i in range(factor.bit_length())]
     most_tp = max(layout.tp, scenario.cluster.gpus_per_node)
-    for tp, pp in product(powers, powers):
+    for tp, pp in product(divisors(factor), repeat=2):
         if factor % (tp * pp) or layout.tp * tp > most_tp:
             continue
         degrees = {"tp": layout.tp * tp, "pp": layout.pp * pp, "dp_shard": layout.dp_shard * (factor // (tp * pp))}
@@ -196,9 +186,9 @@ def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
 
 def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
     """Whether the engine runs it and it fits on each rank; time, which takes longer, is not looked at."""
-    if find_refusals(estimator.scenario, layout, kernels):
-        return False
-    return max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+    return not find_refusals(estimator.scenario, layout, kernels) and (
+        max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+    )
 
 
 def _other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
@@ -211,14 +201,8 @@ def _other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
 
 
 def _to_change(estimator: Estimator, now: Estimate, knob: str, layout: Layout, kernels: Kernels) -> Change:
-    after = estimator.estimate(layout, kernels)
-    return Change(
-        knob=knob,
-        overrides=find_overrides((now.layout, now.kernels), (layout, kernels)),
-        estimate=after,
-        saved_s=now.step_time_s - after.step_time_s,
-        saved_bytes=now.peak_bytes - after.peak_bytes,
-    )
+    overrides = find_overrides((now.layout, now.kernels), (layout, kernels))
+    return Change(knob, overrides, estimator.estimate(layout, kernels))
 
 
 def _settle(layout: Layout, changes: dict[str, Any]) -> Layout:
@@ -227,15 +211,3 @@ def _settle(layout: Layout, changes: dict[str, Any]) -> Layout:
     if changed.pp == 1:
         changed = replace(changed, schedule=DEFAULT_SCHEDULE, virtual_stages=1)
     return changed if changed.num_stages == layout.num_stages else replace(changed, stage_layers=())
-
-
-def _find_differing(section: str, old: Layout | Kernels, new: Layout | Kernels) -> tuple[str, ...]:
-    names = [f.name for f in fields(old) if getattr(old, f.name) != getattr(new, f.name)]
-    return tuple(f"--{section}.{name}={_show(getattr(new, name))}" for name in names)
-
-
-def _show(value: Any) -> str:
-    """As an override takes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)

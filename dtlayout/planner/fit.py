@@ -7,8 +7,9 @@ followed those would move with every run that is left out. Every constant stays 
 (`costmodel.engine.Constants`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -47,13 +48,13 @@ def refit(runs: Sequence[Run], start: Engine) -> Engine:
             f"of dtlayout calibrate"
         )
     runs = [run for run in runs if run.scenario.engine.name == name and run.scenario.cluster.gpu.name == gpu]
-    if not any(run.ran for run in runs):
+    ran = [run for run in runs if run.ran]
+    if not ran:
         raise DtlayoutError(f"no run of engine {name} on {gpu} to fit to")
     memory_names = [name for name in start.fitted if name in MEMORY_CONSTANTS]
     time_names = [name for name in start.fitted if name not in MEMORY_CONSTANTS]
     engine = minimise(start, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
-    ran = [run for run in runs if run.ran]
-    peaks = _predict_memory(ran, engine)
+    peaks = [estimator.memory(run.layout, run.kernels) for run, estimator in _with_estimators(ran, engine)]
     return minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
 
 
@@ -85,16 +86,15 @@ def minimise(
 
 def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:
     """Logarithms of predicted over measured peaks; for outcomes alone, the root of their logistic loss."""
-    memory = _predict_memory(runs, engine)
     outcomes = [run.outcome for run in runs if not run.peak_bytes]
     weights = {s: 1 / max(1, outcomes.count(s)) for s in ("ok", "oom")}
     residuals = []
-    for run, ranks in zip(runs, memory, strict=True):
+    for run, estimator in _with_estimators(runs, engine):
+        ranks = estimator.memory(run.layout, run.kernels)
         if run.peak_bytes:
             residuals.append(np.log(ranks[0].total / run.peak_bytes))
         elif run.outcome in weights:
-            capacity = run.scenario.cluster.gpu.memory_bytes - engine.constants.context_bytes
-            distance = np.log(max(rank.total for rank in ranks) / capacity) / _MARGIN
+            distance = np.log(max(rank.total for rank in ranks) / estimator.capacity_bytes) / _MARGIN
             side = distance if run.outcome == "ok" else -distance
             residuals.append(np.sqrt(weights[run.outcome] * np.logaddexp(0, side)))
     return np.array(residuals)
@@ -102,7 +102,7 @@ def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:
 
 def _time_residuals(runs: Sequence[Run], memory: Sequence[tuple[MemoryEstimate, ...]], engine: Engine) -> np.ndarray:
     residuals = []
-    for run, ranks, estimator in zip(runs, memory, _estimators(runs, engine), strict=True):
+    for (run, estimator), ranks in zip(_with_estimators(runs, engine), memory, strict=True):
         step_time_s = estimator.time(run.layout, run.kernels, ranks).total
         predicted = 1 / step_time_s if run.mfu is None else estimator.mfu(step_time_s, run.layout.world_size)
         assert run.speed is not None, "only runs with a speed"
@@ -111,12 +111,7 @@ def _time_residuals(runs: Sequence[Run], memory: Sequence[tuple[MemoryEstimate, 
     return np.array(residuals)
 
 
-def _predict_memory(runs: Sequence[Run], engine: Engine) -> list[tuple[MemoryEstimate, ...]]:
-    estimators = _estimators(runs, engine)
-    return [estimator.memory(run.layout, run.kernels) for run, estimator in zip(runs, estimators, strict=True)]
-
-
-def _estimators(runs: Sequence[Run], engine: Engine) -> list[Estimator]:
-    """For each run an estimator of its scenario with the engine's constants; runs of one scenario share it."""
-    known = {scenario: Estimator(replace(scenario, engine=engine)) for scenario in {run.scenario for run in runs}}
-    return [known[run.scenario] for run in runs]
+def _with_estimators(runs: Sequence[Run], engine: Engine) -> Iterator[tuple[Run, Estimator]]:
+    """Each run with an estimator of its scenario with the engine's constants; runs of one scenario share it."""
+    find = cache(lambda scenario: Estimator(replace(scenario, engine=engine)))
+    return ((run, find(run.scenario)) for run in runs)

@@ -29,9 +29,6 @@ _COLOURS = [colour for shade in (0, 1) for colour in plt.get_cmap("tab20").color
 _LEFT, _SIDE = 0.75, 6.0
 """Inches: room for the numbers, and the square."""
 
-Points = dict[str, list[tuple[float, float]]]
-"""Table → measured and predicted."""
-
 
 def write_plots(predictions: Sequence[Prediction], folder: str | Path) -> list[Path]:
     """Write mfu.png and memory.png, each only if some row has its number; the files that were written."""
@@ -40,39 +37,38 @@ def write_plots(predictions: Sequence[Prediction], folder: str | Path) -> list[P
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidConfig(f"--plots={folder} cannot be made a folder: {error.strerror}") from None
-    mfu: Points = {}
-    memory: Points = {}
-    for table, rows in by_table(predictions).items():
-        mfu[table] = [(100 * p.run.mfu, 100 * p.estimate.mfu) for p in rows if p.run.ran and p.run.mfu]
-        memory[table] = [
-            (measured / GIB, p.estimate.memory[0].total / GIB)
-            for p in rows
-            if p.run.has_peak and (measured := p.run.peak_bytes)
-        ]
     written = []
-    for name, title, unit, points in (
-        ("mfu", "MFU", "%", mfu),
-        ("memory", "Peak memory of pipeline rank 0", "GiB", memory),
+    for name, title, unit, read in (
+        ("mfu", "MFU", "%", _read_mfu),
+        ("memory", "Peak memory of pipeline rank 0", "GiB", _read_memory),
     ):
-        if any(points.values()):
+        tables = {table: list(filter(None, map(read, rows))) for table, rows in by_table(predictions).items()}
+        if points := {table: pairs for table, pairs in tables.items() if pairs}:
             written.append(folder / f"{name}.png")
             _draw(points, title, unit, written[-1])
     return written
 
 
-def _draw(points: Points, title: str, unit: str, path: Path) -> None:
-    """A square with the legend below it; sizes are in inches, so that a long legend takes nothing from the square."""
-    drawn = {table: pairs for table, pairs in points.items() if pairs}
-    values = np.array([value for pairs in drawn.values() for pair in pairs for value in pair])
+def _read_mfu(p: Prediction) -> tuple[float, float] | None:
+    return (100 * p.run.mfu, 100 * p.estimate.mfu) if p.run.ran and p.run.mfu else None
+
+
+def _read_memory(p: Prediction) -> tuple[float, float] | None:
+    return (p.run.peak_bytes / GIB, p.estimate.memory[0].total / GIB) if p.run.has_peak and p.run.peak_bytes else None
+
+
+def _draw(points: dict[str, list[tuple[float, float]]], title: str, unit: str, path: Path) -> None:
+    """A square of (measured, predicted) by table, above its legend, which takes nothing from it: sizes are inches."""
+    values = np.array([value for pairs in points.values() for pair in pairs for value in pair])
     low, high = float(values.min()) / 1.15, float(values.max()) * 1.15
-    below = 0.75 + 0.175 * (min(len(drawn), _MOST_NAMED) + 2)
+    below = 0.75 + 0.175 * (min(len(points), _MOST_NAMED) + 2)
     figure = plt.figure(figsize=(_LEFT + _SIDE + 0.2, below + _SIDE + 0.4))
     width, height = figure.get_size_inches()
     axes = figure.add_axes((_LEFT / width, below / height, _SIDE / width, _SIDE / height))
     ends = np.array([low, high])
     axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
     axes.plot(ends, ends, color="0.35", linewidth=1, label="predicted = measured")
-    for i, (table, pairs) in enumerate(drawn.items()):
+    for i, (table, pairs) in enumerate(points.items()):
         measured, predicted = zip(*pairs, strict=True)
         colour = _COLOURS[min(i, _MOST_NAMED - 1)]
         label = f"{table}, {len(pairs)} rows" if i < _MOST_NAMED else None

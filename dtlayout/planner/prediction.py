@@ -6,31 +6,26 @@ same refusal, without a word between them.
 
 from dtlayout.cluster import Cluster, Gpu
 from dtlayout.config import Config
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.explain import Change, explain, largest_component
+from dtlayout.planner.explain import Change, explain
 from dtlayout.planner.runs import Predicted
 from dtlayout.text import GIB
 
 
-def make_scenario(config: Config, gpu: Gpu, num_gpus: int, engine: Engine) -> Scenario:
-    """The scenario of a config on so many GPUs of a type."""
+def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
+    """The scenario of a config with this trainer, on so many GPUs of a type."""
     per_node = gpu.gpus_per_node if gpu.device_type == "cpu" else config.cluster.ranks_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
     return Scenario(
-        model=config.model, batch=config.batch, cluster=cluster, engine=engine, precision=config.precision,
-        optimizer=config.optimizer, document_mask=config.data.document_mask,
+        model=config.model, batch=config.batch, cluster=cluster, engine=find_engine_on(OWN_ENGINE, gpu),
+        precision=config.precision, optimizer=config.optimizer, document_mask=config.data.document_mask,
     )  # fmt: skip
-
-
-def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
-    """The scenario of a config with this trainer, on so many GPUs of a type."""
-    return make_scenario(config, gpu, num_gpus, find_engine_on(OWN_ENGINE, gpu))
 
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
@@ -53,14 +48,14 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     if predicted.peak_bytes <= HOPELESS_SHARE * predicted.capacity_bytes:
         return
     explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
-    largest = largest_component(predicted.memory[predicted.busiest_rank])
     ways = [_describe_change(change) for change in explanation.changes[:3]]
     if growth := explanation.growth:
         ways = [f"{growth.estimate.layout.world_size} GPUs with {_describe_change(growth)}"]
     raise InvalidLayout(
         f"layout {layout} is predicted to need {predicted.peak_bytes / GIB:.1f} GiB on pipeline rank "
         f"{predicted.busiest_rank} of the {predicted.capacity_bytes / GIB:.1f} GiB of {gpu.name}, most of it "
-        f"{largest}; use {' or '.join(ways) or 'a smaller model or sequence'}, or --train.force=true to try it anyway"
+        f"{explanation.limit.component}; use {' or '.join(ways) or 'a smaller model or sequence'}, "
+        f"or --train.force=true to try it anyway"
     )
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.layout import Layout, show_value
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
 from dtlayout.planner.search import TIE, Search, needed_bytes
-from dtlayout.planner.space import CHOICES, KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
+from dtlayout.planner.space import KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
 from dtlayout.text import GIB
 
 _PARTS = {
@@ -37,35 +37,34 @@ class Verdict:
     """Memory and time; None where it is not legal."""
 
 
-def judge(
-    space: Space, estimator: Estimator, layout: Layout, kernels: Kernels, allowed_bytes: float, best: Estimate | None
-) -> Verdict:
-    """Judge a layout in comparison with `best`."""
-    if problems := find_problems(space, layout, kernels):
+def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> Verdict:
+    """Judge a layout in comparison with the best one of a search."""
+    if problems := find_problems(search.space, layout, kernels):
         return Verdict(layout, kernels, "not legal", tuple(problems), None)
-    found = estimator.estimate(layout, kernels)
-    if needed_bytes(found) > allowed_bytes:
-        return Verdict(layout, kernels, "does not fit", (describe_shortage(found, allowed_bytes),), found)
-    if best is None or abs(found.step_time_s / best.step_time_s - 1) <= TIE:
-        text = "it is legal and fits" if best is None else f"as fast: {describe_difference(best, found)}"
-        return Verdict(layout, kernels, "as fast", (text,), found)
-    outcome: Literal["slower", "faster"] = "slower" if found.step_time_s > best.step_time_s else "faster"
-    return Verdict(layout, kernels, outcome, (describe_difference(best, found),), found)
+    found = search.estimator.estimate(layout, kernels)
+    if needed_bytes(found) > search.allowed_bytes:
+        return Verdict(layout, kernels, "does not fit", (describe_shortage(found, search.allowed_bytes),), found)
+    change, text = found.step_time_s / best.step_time_s - 1, describe_difference(best, found)
+    if abs(change) <= TIE:
+        return Verdict(layout, kernels, "as fast", (f"as fast: {text}",), found)
+    return Verdict(layout, kernels, "slower" if change > 0 else "faster", (text,), found)
 
 
 def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the trainer from running it on this cluster."""
-    scenario, problems = space.scenario, []
-    if layout.world_size != scenario.cluster.num_gpus:
-        problems.append(f"{layout} needs {layout.world_size} GPUs, the cluster has {scenario.cluster.num_gpus}")
-    return problems + layout.problems(scenario.model, scenario.batch) + find_refusals(scenario, layout, kernels)
+    scenario, num_gpus = space.scenario, space.scenario.cluster.num_gpus
+    needs = f"{layout} needs {layout.world_size} GPUs, the cluster has {num_gpus}"
+    return (
+        [needs] * (layout.world_size != num_gpus)
+        + layout.problems(scenario.model, scenario.batch)
+        + find_refusals(scenario, layout, kernels)
+    )
 
 
 def describe_shortage(estimate: Estimate, allowed_bytes: float) -> str:
     """Which rank holds too much, how much too much, and what it mostly is."""
-    needed = needed_bytes(estimate)
-    rank = next(i for i, rank in enumerate(estimate.memory) if rank.needed == needed)
-    parts = sorted(estimate.memory[rank].as_dict().items(), key=lambda part: -part[1])
+    rank, fullest = max(enumerate(estimate.memory), key=lambda each: each[1].needed)
+    parts, needed = sorted(fullest.as_dict().items(), key=lambda part: -part[1]), fullest.needed
     named = [f"{name} {size / GIB:.1f}" for name, size in parts if name != "run_ahead" and size >= 0.05 * GIB]
     return (
         f"pipeline rank {rank} needs {needed / GIB:.1f} GiB of {allowed_bytes / GIB:.1f}, "
@@ -102,15 +101,19 @@ def describe_lead(own: Estimate, following: Estimate, place: int) -> str:
 def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels]:
     """The layout that some choices name: every other field at its default, dp_shard as the GPUs that are left."""
     named = {**space.fixed, **choices}
-    layout = {name: value for name, value in named.items() if name in CHOICES and name not in KERNEL_NAMES}
-    asked = Kernels(**{name: value for name, value in named.items() if name in KERNEL_NAMES})
+    asked = Kernels(**{name: named.pop(name) for name in KERNEL_NAMES if name in named})
     kernels, _ = asked.resolve(space.scenario.precision, space.scenario.device)
-    if layout.get("virtual_stages", 1) > 1:
-        layout.setdefault("schedule", schedule_with(layout["virtual_stages"]))
-    if "dp_shard" not in layout:
-        degree = Layout(**layout).world_size
-        layout["dp_shard"] = max(1, space.scenario.cluster.num_gpus // degree)
-    return Layout(**layout), kernels
+    if named.get("virtual_stages", 1) > 1:
+        named.setdefault("schedule", schedule_with(named["virtual_stages"]))
+    named.setdefault("dp_shard", max(1, space.scenario.cluster.num_gpus // Layout(**named).world_size))
+    return Layout(**named), kernels
+
+
+def spread(layout: Layout, num_gpus: int) -> Layout | None:
+    """The layout with data parallelism over all GPUs that its other axes leave; None where they don't come out even."""
+    alone = replace(layout, dp_shard=1, dp_replicate=1)
+    dp, left = divmod(num_gpus, alone.world_size)
+    return None if left else replace(alone, dp_shard=dp)
 
 
 def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Kernels]]:
@@ -119,40 +122,37 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
     Data parallelism takes up the GPUs, and shares the state in the best way that there is then, unless that is the
     choice.
     """
-    space = search.space
-    layout, kernels, num_gpus = best.layout, best.kernels, space.scenario.cluster.num_gpus
-    plain = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
+    layout, num_gpus = best.layout, search.space.scenario.cluster.num_gpus
+    plain: dict[str, Any] = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
 
-    def spread(**changes: Any) -> Layout | None:
-        wanted = replace(layout, dp_shard=1, dp_replicate=1, **changes)
-        return replace(wanted, dp_shard=num_gpus // wanted.world_size) if num_gpus % wanted.world_size == 0 else None
+    def around(name: str) -> list[dict[str, Any]]:
+        value = getattr(layout, name)
+        return [{name: value // 2}] * (value % 2 == 0) + [{name: 2 * value}]
 
-    def around(value: int) -> list[int]:
-        return [value // 2] * (value % 2 == 0) + [2 * value]
-
-    found: list[tuple[str, Layout | None, Kernels]] = []
-    found += [(f"tp={tp}", spread(tp=tp), kernels) for tp in around(layout.tp)]
-    found += [(f"pp={pp}", spread(pp=pp, **(plain if pp == 1 else {})), kernels) for pp in around(layout.pp)]
-    found += [(f"micro_batch={n}", replace(layout, micro_batch=n), kernels) for n in around(layout.micro_batch)]
+    choices = around("tp")
+    choices += [choice | (plain if choice["pp"] == 1 else {}) for choice in around("pp")]
+    choices += around("micro_batch")
     if layout.virtual_stages > 1:
-        found.append((f"schedule={DEFAULT_SCHEDULE}", replace(layout, **plain), kernels))  # type: ignore[arg-type]
+        choices.append(plain)
     elif layout.pp > 1:
-        found.append(("virtual_stages=2", replace(layout, schedule=schedule_with(2), virtual_stages=2), kernels))
+        choices.append({"virtual_stages": 2, "schedule": schedule_with(2)})
     if layout.dp > 1:
-        found += [(f"zero={zero}", replace(layout, zero=zero), kernels) for zero in (1, 2, 3) if zero != layout.zero]
-    found += [(f"recompute={r}", replace(layout, recompute=r), kernels) for r in RECOMPUTE[:4] if r != layout.recompute]
+        choices += [{"zero": zero} for zero in (1, 2, 3) if zero != layout.zero]
+    choices += [{"recompute": r} for r in RECOMPUTE[:4] if r != layout.recompute]
     if layout.tp > 1:
-        off = not layout.sequence_parallel
-        found.append((f"sequence_parallel={str(off).lower()}", replace(layout, sequence_parallel=off), kernels))
+        choices.append({"sequence_parallel": not layout.sequence_parallel})
     for name, values in searched_kernels().items():
-        other = next(value for value in values if value != getattr(kernels, name))
-        found.append((f"{name}={other}", layout, replace(kernels, **{name: other})))  # type: ignore[arg-type]
-    for name, other_layout, other_kernels in found:
-        if other_layout is None:
+        choices.append({name: next(value for value in values if value != getattr(best.kernels, name))})
+    for choice in choices:
+        name, value = next(iter(choice.items()))
+        kernels = replace(best.kernels, **choice) if name in KERNEL_NAMES else best.kernels
+        changed = layout if name in KERNEL_NAMES else replace(layout, **choice)
+        other = spread(changed, num_gpus) if name in ("tp", "pp") else changed
+        if other is None:
             continue
-        if not name.startswith("zero=") and not find_problems(space, other_layout, other_kernels):
-            other_layout = search.reshard(other_layout, other_kernels)
-        yield name, other_layout, other_kernels
+        if name != "zero" and not find_problems(search.space, other, kernels):
+            other = search.reshard(other, kernels)
+        yield f"{name}={show_value(value)}", other, kernels
 
 
 def _seconds(seconds: float) -> str:

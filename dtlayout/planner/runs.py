@@ -85,7 +85,6 @@ class Run:
     """Not always one that our trainer takes."""
     kernels: Kernels
     outcome: Outcome
-    """How it ended."""
     predicted: Predicted | None = None
     """Predicted before it ran; None where nobody did."""
     measured: Performance = Performance()
@@ -141,11 +140,9 @@ class Run:
         plain = vars(gpu_named(gpu.name))
         measured = {name: value for name, value in vars(gpu).items() if value != plain[name]}
         measured |= {"achieved": dict(gpu.achieved)} if gpu.achieved else {}
-        machines = {"gpu": gpu.name, "measured": measured, "num_gpus": cluster.num_gpus}
+        machines = _Machines(gpu.name, measured, cluster.num_gpus, cluster.gpus_per_node)
         document = asdict(self)
-        scenario = document.pop("scenario") | {
-            "cluster": machines | {"gpus_per_node": cluster.gpus_per_node}, "engine": self.scenario.engine.name,
-        }  # fmt: skip
+        scenario = document.pop("scenario") | {"cluster": asdict(machines), "engine": self.scenario.engine.name}
         return {"format": FORMAT, **scenario, **document}
 
     @classmethod
@@ -163,14 +160,14 @@ class Run:
         values = toml.read_keys(document, types, required, "run", problems)
         if problems:
             raise InvalidConfig(problems)
-        cluster = values.pop("cluster").to_cluster()
-        scenario = {f.name: values.pop(f.name) for f in fields(Scenario) if f.name in values}
-        scenario |= {"cluster": cluster, "engine": find_engine_on(scenario["engine"], cluster.gpu)}
         del values["format"]
-        return cls(scenario=Scenario(**scenario), **values)
+        cluster = values["cluster"].to_cluster()
+        values |= {"cluster": cluster, "engine": find_engine_on(values["engine"], cluster.gpu)}
+        scenario = Scenario(**{f.name: values.pop(f.name) for f in fields(Scenario) if f.name in values})
+        return cls(scenario=scenario, **values)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Machines:
     """A cluster in JSON."""
 

@@ -12,8 +12,8 @@
 On a CPU, which has no MFU, all of it is said of steps a second.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import mean, median
 
@@ -68,27 +68,20 @@ class Scores:
     false_oom: float | None
     rows: int
 
-    def as_dict(self) -> dict[str, float | int | None]:
-        """As JSON has them."""
-        return asdict(self)
-
 
 def score(predictions: Sequence[Prediction]) -> Scores:
     """The scores of one table, or pooled over several."""
     tables = list(by_table(predictions).values())
     ran = [p for p in predictions if p.run.ran]
     errors = [abs(p.speed_error) for p in predictions if p.is_scored]
-    peaks = [abs(p.memory_error) for p in predictions if p.run.has_peak]
-    taus = [tau for table in tables if (tau := _score_ranking(table)) is not None]
-    top = [found for table in tables if (found := _score_best(table)) is not None]
     return Scores(
         fit=_score_fit(predictions),
-        mape=mean(errors) if errors else None,
-        median_ape=median(errors) if errors else None,
-        tau=mean(taus) if taus else None,
-        top1=mean(top) if top else None,
-        memory=median(peaks) if peaks else None,
-        false_oom=mean(not p.estimate.fits for p in ran) if ran else None,
+        mape=_over(mean, errors),
+        median_ape=_over(median, errors),
+        tau=_over(mean, map(_score_ranking, tables)),
+        top1=_over(mean, map(_score_best, tables)),
+        memory=_over(median, (abs(p.memory_error) for p in predictions if p.run.has_peak)),
+        false_oom=_over(mean, (not p.estimate.fits for p in ran)),
         rows=len(predictions),
     )
 
@@ -109,10 +102,16 @@ def kendall_tau_b(x: Sequence[float], y: Sequence[float]) -> float | None:
     """
     agreeing = pairs_x = pairs_y = 0
     for (x1, y1), (x2, y2) in combinations(zip(x, y, strict=True), 2):
-        agreeing += _sign(x1 - x2) * _sign(y1 - y2)
+        agreeing += ((x1 > x2) - (x1 < x2)) * ((y1 > y2) - (y1 < y2))
         pairs_x += x1 != x2
         pairs_y += y1 != y2
     return float(agreeing / (pairs_x * pairs_y) ** 0.5) if pairs_x and pairs_y else None
+
+
+def _over(average: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """The average of those that are known; None if there are none."""
+    known = [value for value in values if value is not None]
+    return average(known) if known else None
 
 
 def _score_fit(predictions: Iterable[Prediction]) -> float | None:
@@ -133,7 +132,3 @@ def _score_best(table: Sequence[Prediction]) -> float | None:
         return None
     picked = max(candidates, key=lambda p: p.speed)
     return (picked.run.speed or 0.0) / best if picked.run.ran else 0.0
-
-
-def _sign(difference: float) -> int:
-    return (difference > 0) - (difference < 0)

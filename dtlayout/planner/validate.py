@@ -8,6 +8,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from dtlayout.cluster import Cluster
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine, find_engine_on
@@ -28,11 +29,7 @@ def predict(runs: Iterable[Run]) -> list[Prediction]:
     MFU is over the tokens and the GPUs that the table gives, as the measured one is, whatever the layout leaves idle
     (over more GPUs only if the layout needs more).
     """
-    estimators: dict[Scenario, Estimator] = {}
-
-    def find(scenario: Scenario) -> Estimator:
-        return estimators.setdefault(scenario, Estimator(scenario))
-
+    find = cache(Estimator)
     return [Prediction(run, _estimate(run, find)) for run in runs]
 
 
@@ -97,13 +94,10 @@ class Fitted:
     """An engine that was fitted to runs."""
 
     engine: Engine
-    """The engine with constants that are fitted to these runs."""
-    runs: Sequence[Run]
-    """The runs of a group."""
     before: Scores
     """Scores of the runs with the constants that the engine had."""
     predictions: Sequence[Prediction]
-    """Predictions for the runs with the fitted constants."""
+    """Predictions for the runs, those of a group, with the fitted constants."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,6 @@ class Ablation:
     """The predictions without one constant."""
 
     constant: str
-    """Name of the constant."""
     neutral: float
     """The value that it has where nothing was measured, and has now."""
     scores: Scores
@@ -161,7 +154,7 @@ def fit_group(runs: Sequence[Run], progress: Progress = lambda line: None) -> Fi
     start = runs[0].scenario.engine
     progress(f"fitting {start.name} on {start.gpu}")
     engine = fit_engine(runs, start)
-    return Fitted(engine, runs, score(predict(runs)), predict(with_engine(runs, engine)))
+    return Fitted(engine, score(predict(runs)), predict(with_engine(runs, engine)))
 
 
 def without_fit(engine: Engine) -> Engine:
@@ -204,15 +197,12 @@ def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line
     """
     from dtlayout.planner.fit import MEMORY_CONSTANTS
 
-    general = engine.features.kind_of_constants()
-    start_values = {name: getattr(without_fit(engine).constants, name) for name in engine.fitted}
-    set_by_hand = {
-        name: getattr(general, name)
-        for name in vars(general)
-        if name not in engine.fitted and getattr(engine.constants, name) != getattr(general, name)
-    }
+    own, start_values = vars(engine.constants), vars(without_fit(engine).constants)
+    general = vars(engine.features.kind_of_constants())
+    neutral = {name: start_values[name] for name in engine.fitted}
+    neutral |= {name: general[name] for name in general if name not in neutral and own[name] != general[name]}
     ablations = []
-    for name, value in (start_values | set_by_hand).items():
+    for name, value in neutral.items():
         progress(f"fitting {engine.name} on {engine.gpu} without {name}")
         is_memory = name in MEMORY_CONSTANTS
         kind = tuple(n for n in engine.fitted if n != name and (n in MEMORY_CONSTANTS) == is_memory)

@@ -53,6 +53,7 @@ def test_each_change_is_an_override_that_explains_to_what_was_promised(capsys):
         for key in ("layout", "kernels", "step_time_s", "mfu", "peak_memory_bytes", "fits"):
             assert after[key] == change[key]
         assert change["saved_s"] == pytest.approx(document["step_time_s"] - after["step_time_s"])
+        assert change["saved_bytes"] == document["peak_memory_bytes"] - after["peak_memory_bytes"]
 
 
 def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):

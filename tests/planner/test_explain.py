@@ -21,7 +21,6 @@ from dtlayout.planner.explain import (
     explain,
     find_moves,
     find_overrides,
-    largest_component,
 )
 from dtlayout.planner.space import KERNEL_NAMES
 from dtlayout.precision import Precision
@@ -66,7 +65,7 @@ def test_a_layout_that_does_not_fit_is_bound_by_the_largest_component_of_the_ful
     fullest = too_large.estimate.memory[too_large.limit.pipeline_rank]
     assert not too_large.estimate.fits and too_large.limit.kind == "memory"
     assert fullest.total == too_large.estimate.peak_bytes
-    assert too_large.limit.component == largest_component(fullest) == "activations"
+    assert too_large.limit.component == "activations" == max(vars(fullest), key=vars(fullest).__getitem__)
     assert too_large.limit.share == pytest.approx(fullest.activations / fullest.total)
 
 
@@ -80,8 +79,6 @@ def test_changes_are_legal_fit_keep_the_world_and_reach_what_is_promised(name, r
         assert after == estimate(scenario, after.layout, after.kernels)
         assert after.fits and after.layout.world_size == found.estimate.layout.world_size
         assert after.layout.is_legal(scenario.model, scenario.batch)
-        assert change.saved_s == found.estimate.step_time_s - after.step_time_s
-        assert change.saved_bytes == found.estimate.peak_bytes - after.peak_bytes
         assert (after.layout == found.estimate.layout) == (change.knob in KERNEL_NAMES)
 
 
@@ -89,7 +86,8 @@ def test_changes_come_fastest_first_and_where_a_layout_fits_all_are_faster(slow,
     for found in (slow, too_large):
         times = [change.estimate.step_time_s for change in found.changes]
         assert times == sorted(times)
-    assert all(change.saved_s > LEAST_GAIN * slow.estimate.step_time_s for change in slow.changes)
+    limit_s = (1 - LEAST_GAIN) * slow.estimate.step_time_s
+    assert all(change.estimate.step_time_s < limit_s for change in slow.changes)
     assert {"recompute", "tp"} <= {change.knob for change in slow.changes}
     assert {"micro_batch", "recompute"} <= {change.knob for change in too_large.changes}
 

@@ -13,13 +13,14 @@ from tiny import SHAPE
 from dtlayout.batch import Batch
 from dtlayout.cluster import find_gpu, gpu_named, known_gpus
 from dtlayout.config import ClusterConfig, Config, DataConfig, TrainConfig, parse_config
-from dtlayout.costmodel.estimate import HOPELESS_SHARE
+from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate
+from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
 from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
-from dtlayout.planner.runs import Run
+from dtlayout.planner.runs import Predicted, Run
 from dtlayout.precision import Precision
 
 A100 = find_gpu("a100-80g-sxm")
@@ -80,15 +81,15 @@ def test_every_legal_layout_has_a_prediction_of_finite_positive_numbers(run, gpu
     recorded = to_predicted(found, scenario)
     assert recorded.peak_memory_bytes == tuple(round(rank.total) for rank in found.memory)
     assert (recorded.memory, recorded.time) == (found.memory, None if gpu.name == "cpu" else found.time)
+    assert_json_holds(scenario, found, recorded)
+
+
+def assert_json_holds(scenario: Scenario, found: Estimate, recorded: Predicted) -> None:
+    """A run's JSON gives back the run, with its prediction and whatever was measured of the machine."""
     run = Run(
-        table="t",
-        row="0",
-        scenario=scenario,
-        layout=layout,
-        kernels=found.kernels,
-        outcome="skipped",
+        table="t", row="0", scenario=scenario, layout=found.layout, kernels=found.kernels, outcome="skipped",
         predicted=recorded,
-    )
+    )  # fmt: skip
     assert Run.from_dict(json.loads(json.dumps(run.to_dict(), allow_nan=False))) == run
 
 
@@ -162,16 +163,7 @@ def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
         recorded = to_predicted(found, scenario)
         assert re.fullmatch(line, describe(found, scenario))
         assert (recorded.step_time_s, recorded.mfu) == (found.step_time_s if gpu is measured else None, None)
-        run = Run(
-            table="t",
-            row="0",
-            scenario=scenario,
-            layout=layout,
-            kernels=found.kernels,
-            outcome="ok",
-            predicted=recorded,
-        )
-        assert Run.from_dict(json.loads(json.dumps(run.to_dict()))) == run, "with what was measured of the machine"
+        assert_json_holds(scenario, found, recorded)
 
 
 def test_documents_that_do_not_see_each_other_are_part_of_what_is_predicted():

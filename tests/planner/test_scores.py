@@ -1,7 +1,7 @@
 """Each score against a value computed by hand, and Kendall's tau-b against scipy's."""
 
 import random
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import pytest
 from scipy.stats import kendalltau
@@ -109,7 +109,7 @@ def test_false_oom_is_the_share_of_what_ran_that_is_predicted_not_to_fit():
 
 
 def test_no_rows_have_no_scores():
-    assert score([]).as_dict() == {
+    assert asdict(score([])) == {
         "fit": None, "mape": None, "median_ape": None, "tau": None, "top1": None, "memory": None, "false_oom": None,
         "rows": 0,
     }  # fmt: skip
