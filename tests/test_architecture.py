@@ -25,7 +25,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "models.operations",
     ],
     "planning": [
-        "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
+        "mesh.axes", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
         "pipelining.timing", "pipelining.sharing",
     ],
     "configuration": ["config"],

@@ -10,7 +10,6 @@ from typing import Any
 from dtlayout.errors import InvalidConfig
 from dtlayout.model_shape import ModelShape, RopeScaling
 
-
 _ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
 _LLAMA1 = {"vocab_size": 32_000, "norm_eps": 1e-6}
 _LLAMA2 = {"vocab_size": 32_000}
@@ -19,13 +18,8 @@ _LLAMA32 = _LLAMA31 | {"rope_scaling": replace(_ROPE, factor=32.0), "tied_embedd
 _QWEN25 = {"family": "qwen2", "vocab_size": 152_064, "qkv_bias": True, "rope_theta": 1e6}
 _QWEN25_SMALL = _QWEN25 | {"vocab_size": 151_936, "norm_eps": 1e-6, "tied_embeddings": True}
 _QWEN3 = {
-    "family": "qwen3",
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "qk_norm": True,
-    "rope_theta": 1e6,
-    "norm_eps": 1e-6,
-}
+    "family": "qwen3", "head_dim": 128, "vocab_size": 151_936, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6,
+}  # fmt: skip
 _QWEN3_SMALL = _QWEN3 | {"tied_embeddings": True}
 
 _SIZES: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
