@@ -83,7 +83,7 @@ class TrainStep:
     def _split(self, starts: Tensor) -> list[Documents]:
         """The documents of each microbatch."""
         parts = [Documents.from_starts(part) for part in starts.chunk(self.runtime.schedule.num_microbatches)]
-        return [part.pinned() for part in parts] if self.runtime.device_type == "cuda" else parts
+        return [part.pinned() for part in parts] if self.mesh.device_type == "cuda" else parts
 
     def _count_targets(self, targets: Tensor) -> Tensor:
         """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""
