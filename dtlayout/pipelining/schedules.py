@@ -13,7 +13,7 @@ from math import inf
 from dtlayout.errors import InvalidConfig
 from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.placement import Looped, Placement
-from dtlayout.pipelining.waves import GPIPE_FAST, INTERLEAVED_1F1B_FAST, ONE_F_ONE_B_FAST, FastPath
+from dtlayout.pipelining.waves import StageTimes, finish_1f1b, finish_gpipe, finish_interleaved_1f1b
 
 DEFAULT_SCHEDULE = "1f1b"
 """What a layout has that names none, and one whose pipeline is off."""
@@ -44,8 +44,8 @@ class PipelineSchedule:
     """
     is_breadth_first: bool = False
     """Whether a rank does all microbatches of a stage in a row, so that a longer step only has longer rows."""
-    fast: FastPath | None = None
-    """What spares playing the actions one by one."""
+    fast: Callable[[int, int, int, StageTimes], list[float]] | None = None
+    """p, v, m and the stages' seconds → the end of each rank's last action, without playing them one by one."""
 
     def takes(self, pp: int, virtual_stages: int) -> bool:
         """Whether it goes with so many ranks and virtual stages."""
@@ -111,13 +111,13 @@ def _three_rounds(p: int, v: int) -> int:
 _SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        PipelineSchedule(name="gpipe", order=_order_gpipe, is_breadth_first=True, fast=GPIPE_FAST),
+        PipelineSchedule(name="gpipe", order=_order_gpipe, is_breadth_first=True, fast=finish_gpipe),
         PipelineSchedule(
-            name="1f1b", order=_order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=ONE_F_ONE_B_FAST
+            name="1f1b", order=_order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=finish_1f1b
         ),
         PipelineSchedule(
             name="interleaved-1f1b", order=_order_interleaved_1f1b, least_virtual_stages=2, most_virtual_stages=inf,
-            whole_rounds=True, enough=_three_rounds, fast=INTERLEAVED_1F1B_FAST,
+            whole_rounds=True, enough=_three_rounds, fast=finish_interleaved_1f1b,
         ),
     )
 }  # fmt: skip

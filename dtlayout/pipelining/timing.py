@@ -1,20 +1,24 @@
 """Timing: how long the pipeline of one training step takes, from the seconds of each stage. Pure Python.
 
 p pipeline ranks, v virtual stages on each, m microbatches. `simulate` plays the actions that the runtime executes: a
-rank does its own in order, each waits for its input and for the message between them. `time_pipeline` and
-`in_flight_peaks` play them too, or take the schedule's fast path, which gives the same; `lower_bound` plays nothing.
+rank does its own in order, each waits for its input and for the message between them. `time_pipeline` does so too, or
+takes the schedule's fast path, which gives the same; `lower_bound` plays nothing.
 Left out: that messages share a link, and that a rank's kernels slow down while it sends.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import le
 
 from dtlayout.pipelining.actions import RELEASE, Action, Kind, Result, input_of, result_of
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
-from dtlayout.pipelining.waves import Moment, StageTimes, to_moment
+from dtlayout.pipelining.waves import StageTimes
+
+Moment = tuple[tuple[int, int], ...]
+"""Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ def time_pipeline(
     p, v, m = num_ranks, virtual_stages, num_microbatches
     played = _check(schedule, p, v, m, times)
     placement = played.place(p, v)
-    finished_s = played.fast.finish(p, v, m, times) if played.fast else play_actions(played, placement, m, times)
+    finished_s = played.fast(p, v, m, times) if played.fast else play_actions(played, placement, m, times)
     busy_s = _busy(placement, m, times)
     return PipelineTime(total_s=max(finished_s), busy_s=busy_s, finished_s=tuple(finished_s))
 
@@ -130,14 +134,15 @@ def in_flight_peaks(
 
     A microbatch is held from the start of its forward to the end of its backward, of both parts of it. Whatever one of
     them takes in each chunk, the most that is ever held is the largest of `weigh_moments`; no moment is below another.
-    Moments that are a mix of two others, and so never hold more than both, may be left out.
 
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
     (((4, 1), (1, 1)), ((3, 1), (2, 1)))
     """
     played = _check_sizes(schedule, num_ranks, virtual_stages, num_microbatches)
     placement = played.place(num_ranks, virtual_stages)
-    return _in_flight_peaks(played, placement, played.shorten(placement, num_microbatches), rank)
+    if played.is_breadth_first:  # it holds a row of microbatches or none
+        return _count_in_flight(played, placement, 1, rank, each=num_microbatches)
+    return _count_in_flight(played, placement, played.shorten(placement, num_microbatches), rank)
 
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
@@ -158,31 +163,25 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
 
 
 @lru_cache(maxsize=1024)
-def _in_flight_peaks(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> tuple[Moment, ...]:
-    if schedule.fast:
-        return schedule.fast.in_flight(placement.num_ranks, placement.virtual_stages, m, rank)
-    return count_in_flight(schedule, placement, m, rank)
-
-
-def count_in_flight(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> tuple[Moment, ...]:
-    """The moments at which a rank holds most, `in_flight_peaks`, by playing its actions."""
+def _count_in_flight(
+    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1
+) -> tuple[Moment, ...]:
     counts, grows = [0] * placement.virtual_stages, False
-    moments = set()
+    moments: set[tuple[int, ...]] = set()
     for action in schedule.order(placement, rank, m):
         if action.kind is Kind.FORWARD:
-            counts[placement.chunk_of(action.stage)] += 1
+            counts[placement.chunk_of(action.stage)] += each
             grows = True
         elif action.kind in RELEASE:
             if grows:
                 moments.add(tuple(counts))
-            counts[placement.chunk_of(action.stage)] -= 1
+            counts[placement.chunk_of(action.stage)] -= each
             grows = False
 
-    def is_below(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-        return one != other and all(x <= y for x, y in zip(one, other, strict=True))
-
-    largest = [one for one in moments if not any(is_below(one, other) for other in moments)]
-    return tuple(map(to_moment, sorted(largest, reverse=True)))
+    largest: list[tuple[int, ...]] = []
+    for _, alike in groupby(sorted(moments, key=sum, reverse=True), key=sum):
+        largest += [one for one in alike if not any(all(map(le, one, other)) for other in largest)]
+    return tuple(tuple((n, len(list(run))) for n, run in groupby(moment)) for moment in sorted(largest, reverse=True))
 
 
 def _check_sizes(name: str, p: int, v: int, m: int) -> PipelineSchedule:
