@@ -73,9 +73,7 @@ class Kernel:
 
     def load(self) -> Callable[..., Any]:
         """What computes it, imported."""
-        function: Callable[..., Any]
-        function = pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
-        return function
+        return pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
 
 
 @dataclass(frozen=True, kw_only=True)

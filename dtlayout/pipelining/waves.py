@@ -131,15 +131,9 @@ def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
 
 
 def _play(
-    p: int,
-    v: int,
-    m: int,
-    times: StageTimes,
-    advance: _Advance,
-    ends: list[float],
-    starts: list[tuple[int, int]],
+    p: int, v: int, m: int, times: StageTimes, advance: _Advance, ends: list[float], starts: list[tuple[int, int]],
     period: int,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """The last p ends after all waves, of which those of the steady part repeat with `period`.
 
     `starts` has for each rank the waves of its first forward and of its first backward.

@@ -5,6 +5,7 @@ recomputation goes inside the FSDP unit, so that a unit gathers once for its bac
 recomputation; FSDP2's hooks stay outside of what is compiled.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -67,16 +68,18 @@ def apply_plan(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
 
 def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism; parameters that were tied stay tied."""
-    ties = _find_ties(module)
+    names_of = defaultdict[int, list[str]](list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of[id(parameter)].append(name)
     names = [name for name, _ in module.named_modules()]
     found: dict[str, ParallelStyle] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, names):
             found.setdefault(name, STYLES[style]())  # the first pattern that matches decides
     parallelize_module(module, tp_mesh, found)
-    for first, second in ties:  # parallelize_module splits each on its own, and so unties them
-        owner, _, attribute = second.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+    for first, *others in names_of.values():  # parallelize_module splits each on its own, and so unties them
+        for owner, _, attribute in (other.rpartition(".") for other in others):
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
 def prepare_blocks(module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool) -> None:
@@ -130,17 +133,6 @@ def _prepare_first_input(placement: Replicate | Shard) -> PrepareModuleInput:
     One DTensor for all the matmuls that read it: their gradients add up before one collective.
     """
     return PrepareModuleInput(input_layouts=(placement,), desired_input_layouts=(Replicate(),), use_local_output=False)
-
-
-def _find_ties(module: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of names of one parameter: (the first, another)."""
-    first_names: dict[int, str] = {}
-    ties = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
-        if first != name:
-            ties.append((first, name))
-    return ties
 
 
 _MATMULS = {"aten.mm.default", "aten.addmm.default"}

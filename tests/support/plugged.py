@@ -38,7 +38,7 @@ def plugged_in(name: str) -> Iterator[ModuleType]:
     module = f"extending.plugins.{name}"
     registries: list[dict[str, Any]] = [
         cluster._read_constants(), engine._read_engines(), *kernel._TABLE.values(), schedules._SCHEDULES,
-        families.FAMILIES, presets.PRESETS, optimizers._OPTIMIZERS,
+        families.FAMILIES, presets.PRESETS, optimizers.OPTIMIZERS,
     ]  # fmt: skip
     with ExitStack() as stack:
         for registry in registries:
