@@ -5,7 +5,7 @@ lists everything that is wrong with a layout at once, each problem in one line w
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd, inf
 from typing import Any, Literal
@@ -141,22 +141,22 @@ class OpenLayout(Layout):
 
     def __post_init__(self) -> None:
         if self.dp_shard == -1:
-            Layout(**self._values(dp_shard=1))  # refuses what the other fields say wrongly
+            Layout(**vars(self) | {"dp_shard": 1})  # refuses what the other fields say wrongly
         else:
             super().__post_init__()
 
     @property
     def smallest_world_size(self) -> int:
         """Ranks that the layout needs at least."""
-        return Layout(**self._values(dp_shard=max(1, self.dp_shard))).world_size
+        return Layout(**vars(self) | {"dp_shard": max(1, self.dp_shard)}).world_size
 
     def resolve(self, world_size: int) -> Layout:
         """The layout on `world_size` ranks; InvalidLayout if the degrees don't multiply to it."""
         smallest = self.smallest_world_size
         if self.dp_shard == -1 and world_size > 0 and world_size % smallest == 0:
-            return Layout(**self._values(dp_shard=world_size // smallest))
+            return Layout(**vars(self) | {"dp_shard": world_size // smallest})
         if world_size == smallest:
-            return Layout(**self._values())
+            return Layout(**vars(self))
         works = [smallest]
         if self.dp_shard == -1:
             works = sorted({max(1, n) * smallest for n in (world_size // smallest, world_size // smallest + 1)})
@@ -170,9 +170,6 @@ class OpenLayout(Layout):
             f"{'a multiple of ' if self.dp_shard == -1 else ''}{self.smallest_world_size} ranks; "
             f"start {' or '.join(map(str, works))}, or change the degrees"
         )
-
-    def _values(self, **changes: int) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Layout)} | changes
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,12 @@ from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.families import FAMILIES
 from dtlayout.models.presets import PRESETS
 
-_HF_NAMES = {
-    "hidden_size": "hidden_size",
+_HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
     "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
     "tied_embeddings": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
 """Field of ModelShape → key of config.json."""

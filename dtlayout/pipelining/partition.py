@@ -33,8 +33,6 @@ class LayerCosts:
 class StageSlice:
     """The part of a model that one pipeline stage holds."""
 
-    stage: int
-    """Index of the stage, 0 first."""
     layers: range
     """Blocks, counted over the whole model."""
     embedding: bool
@@ -59,7 +57,7 @@ def to_slices(counts: Sequence[int]) -> list[StageSlice]:
     ends = list(accumulate(counts))
     last = len(counts) - 1
     return [
-        StageSlice(stage=i, layers=range(end - count, end), embedding=i == 0, head=i == last)
+        StageSlice(layers=range(end - count, end), embedding=i == 0, head=i == last)
         for i, (count, end) in enumerate(zip(counts, ends, strict=True))
     ]
 

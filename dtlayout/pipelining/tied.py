@@ -45,11 +45,6 @@ def sum_tied_gradients(
         gradient += other
 
 
-def parameters_counted_once(modules: Sequence[nn.Module], aliases: Mapping[str, str]) -> list[nn.Parameter]:
-    """This rank's parameters without second copies; where one stage holds both, they are one parameter."""
-    return [p for module in modules for name, p in module.named_parameters() if name not in aliases]
-
-
 def _local_gradient(modules: Sequence[nn.Module], name: str) -> torch.Tensor:
     found = [p for module in modules for n, p in module.named_parameters() if n == name]
     assert len(found) == 1, f"one stage of this rank holds {name}"

@@ -195,7 +195,7 @@ def in_flight_peaks(
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
     (((4, 1), (1, 1)), ((3, 1), (2, 1)))
     """
-    played = _check_sizes(schedule, num_ranks, virtual_stages, num_microbatches)
+    played = _check(schedule, num_ranks, virtual_stages, num_microbatches)
     placement = played.place(num_ranks, virtual_stages)
     if played.is_breadth_first:  # it holds a row of microbatches or none
         return _count_in_flight(played, placement, 1, rank, each=num_microbatches)
@@ -241,25 +241,22 @@ def _count_in_flight(
     return tuple(tuple((n, len(list(run))) for n, run in groupby(moment)) for moment in sorted(largest, reverse=True))
 
 
-def _check_sizes(name: str, p: int, v: int, m: int) -> PipelineSchedule:
-    played = find_schedule(name)
+def _check(schedule: str, p: int, v: int, m: int, times: StageTimes | None = None) -> PipelineSchedule:
+    played = find_schedule(schedule)
     assert p > 0 and v > 0 and m > 0, f"a pipeline of {p} ranks, {v} virtual stages and {m} microbatches does nothing"
     most = played.most_virtual_stages
-    assert v <= most, f"{name} has at most {most} stages on each rank, not {v}"
-    assert not played.whole_rounds or m % p == 0, f"{name} goes in rounds of {p} microbatches, which do not divide {m}"
-    return played
-
-
-def _check(schedule: str, p: int, v: int, m: int, times: StageTimes) -> PipelineSchedule:
-    played = _check_sizes(schedule, p, v, m)
-    lengths = len(times.forward_s), len(times.backward_s), len(times.message_s)
-    expected = p * v, p * v, p * v - 1
-    assert lengths == expected, f"{p * v} stages take {expected} forwards, backwards and messages, not {lengths}"
-    assert not played.splits_backward or len(times.backward_weight_s) == p * v, f"{schedule} splits backwards in two"
+    assert v <= most, f"{schedule} has at most {most} stages on each rank, not {v}"
+    fits = not played.whole_rounds or m % p == 0
+    assert fits, f"{schedule} goes in rounds of {p} microbatches, which do not divide {m}"
+    if times:
+        lengths = len(times.forward_s), len(times.backward_s), len(times.message_s)
+        expected = p * v, p * v, p * v - 1
+        assert lengths == expected, f"{p * v} stages take {expected} forwards, backwards and messages, not {lengths}"
+        are_split = len(times.backward_weight_s) == p * v or not played.splits_backward
+        assert are_split, f"{schedule} splits backwards in two"
     return played
 
 
 def _busy(placement: Placement, m: int, times: StageTimes) -> tuple[float, ...]:
-    forward_s, backward_s = times.forward_s, times.backward_s
-    ranks = range(placement.num_ranks)
-    return tuple([m * (sum(placement.take(forward_s, r)) + sum(placement.take(backward_s, r))) for r in ranks])
+    of_ranks = [[placement.take(s, r) for s in (times.forward_s, times.backward_s)] for r in range(placement.num_ranks)]
+    return tuple([m * (sum(forward_s) + sum(backward_s)) for forward_s, backward_s in of_ranks])

@@ -82,7 +82,6 @@ def test_slices_are_contiguous_and_complete_and_the_ends_hold_embedding_and_head
     costs, num_stages = split
     counts = balance_stages(costs, num_stages)[::-1] if is_chosen else ()
     slices = partition(costs, Layout(pp=num_stages, stage_layers=counts))
-    assert [s.stage for s in slices] == list(range(num_stages))
     assert [layer for s in slices for layer in s.layers] == list(range(costs.num_blocks))
     assert [s.embedding for s in slices] == [True] + [False] * (num_stages - 1)
     assert [s.head for s in slices] == [False] * (num_stages - 1) + [True]
