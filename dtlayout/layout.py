@@ -14,7 +14,7 @@ from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.pipelining.placement import Placement
-from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, PipelineSchedule, find_schedule, known_schedules
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, find_schedule
 from dtlayout.recompute import Recompute
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -58,7 +58,7 @@ class Layout:
         problems += [f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks"] * (
             min(self.stage_layers, default=1) < 1
         )
-        choices: dict[str, Collection[Any]] = {"schedule": known_schedules(), "zero": (1, 2, 3)}
+        choices: dict[str, Collection[Any]] = {"schedule": SCHEDULES, "zero": (1, 2, 3)}
         for name, allowed in choices.items():
             if values[name] not in allowed:
                 problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {list(allowed)}")
@@ -260,7 +260,7 @@ def _check_virtual_stages(layout: Layout, schedule: PipelineSchedule) -> list[_B
     if schedule.takes(pp, v):
         return []
     if most == 1:
-        others = [{"schedule": name} for name, other in known_schedules().items() if other.takes(pp, v)]
+        others = [{"schedule": name} for name, other in SCHEDULES.items() if other.takes(pp, v)]
         what = f"virtual_stages={v} has no meaning for schedule={layout.schedule}"
         return [_Broken("virtual", what, [{"virtual_stages": 1}, *others])]
     number = f"= {least}" if least == most else f"> {least - 1}" if most == inf else f"from {least} to {most}"

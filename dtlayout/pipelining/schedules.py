@@ -5,7 +5,7 @@ stages on each, m microbatches. A schedule of one's own is a `PipelineSchedule` 
 layouts, search, timing, memory, dry run and runtime then know it by its name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -108,7 +108,7 @@ def _three_rounds(p: int, v: int) -> int:
     return 3 * p
 
 
-_SCHEDULES = {
+SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
     for schedule in (
         PipelineSchedule(name="gpipe", order=_order_gpipe, is_breadth_first=True, fast=finish_gpipe),
@@ -125,25 +125,20 @@ _SCHEDULES = {
 
 def register_schedule(schedule: PipelineSchedule) -> None:
     """Make a schedule known to everything in this process; InvalidConfig if its name is taken."""
-    if schedule.name in _SCHEDULES:
+    if schedule.name in SCHEDULES:
         raise InvalidConfig(f"schedule {schedule.name!r} is registered already; give yours another name")
-    _SCHEDULES[schedule.name] = schedule
-
-
-def known_schedules() -> Mapping[str, PipelineSchedule]:
-    """Name → schedule, shipped ones first."""
-    return _SCHEDULES
+    SCHEDULES[schedule.name] = schedule
 
 
 def find_schedule(name: str) -> PipelineSchedule:
     """The schedule of this name; InvalidConfig names the known ones."""
-    if name not in _SCHEDULES:
-        raise InvalidConfig(f"schedule={name!r} is unknown; use one of {list(_SCHEDULES)}")
-    return _SCHEDULES[name]
+    if name not in SCHEDULES:
+        raise InvalidConfig(f"schedule={name!r} is unknown; use one of {list(SCHEDULES)}")
+    return SCHEDULES[name]
 
 
 def schedule_with(virtual_stages: int) -> str:
     """The name of the schedule for somebody who says no more than how many virtual stages there are."""
     if virtual_stages == 1:
         return DEFAULT_SCHEDULE
-    return next(name for name, schedule in _SCHEDULES.items() if schedule.takes(2, virtual_stages))
+    return next(name for name, schedule in SCHEDULES.items() if schedule.takes(2, virtual_stages))
