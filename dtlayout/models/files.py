@@ -74,9 +74,8 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
             values["rope_scaling"] = {ours: rope[theirs] for ours, theirs in names.items()}
     elif kind != "default":
         problems.append(f"rope_scaling of type {kind!r} is not known; use default or llama3")
-    missing = [_HF_NAMES[f.name] for f in fields(ModelShape) if f.name in _HF_NAMES and f.default is MISSING
-               and values.get(f.name) is None]  # fmt: skip
-    problems += [f"{key} is missing" for key in missing]
+    required = [f.name for f in fields(ModelShape) if f.name in _HF_NAMES and f.default is MISSING]
+    problems += [f"{_HF_NAMES[name]} is missing" for name in required if values.get(name) is None]
     if problems:
         raise InvalidConfig(problems)
     values = {"name": name or "own", "family": family, **FAMILIES[family].traits, **values}

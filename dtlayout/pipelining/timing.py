@@ -8,7 +8,7 @@ Left out: that messages share a link, and that a rank's kernels slow down while 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, groupby
 from math import inf
 from operator import le
@@ -80,7 +80,7 @@ def simulate(
     return spans
 
 
-def message_delay_s(needed: Result, action: Action, placement: Placement, times: StageTimes) -> float:
+def _message_delay_s(placement: Placement, times: StageTimes, needed: Result, action: Action) -> float:
     """Seconds of the message that brings its input to an action; none comes from the same rank."""
     if placement.rank_of(needed.stage) == placement.rank_of(action.stage):
         return 0.0
@@ -134,7 +134,7 @@ def time_shared_pipeline(
         needed = input_of(action, placement.num_stages)
         if needed is None:
             return 0.0
-        return end_of[needed] + message_delay_s(needed, action, placement, times) if needed in end_of else inf
+        return end_of[needed] + _message_delay_s(placement, times, needed, action) if needed in end_of else inf
 
     while True:
         waiting = {rank: ready_s(rank) for rank in range(num_ranks) if rank not in working}
@@ -161,12 +161,8 @@ def time_shared_pipeline(
 
 def play_actions(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[float]:
     """The end of each rank's last action, every action played."""
-    spans = simulate(
-        schedule.orders(placement, m),
-        placement,
-        times.seconds,
-        lambda needed, action: message_delay_s(needed, action, placement, times),
-    )
+    delay_s = partial(_message_delay_s, placement, times)
+    spans = simulate(schedule.orders(placement, m), placement, times.seconds, delay_s)
     return [rank[-1].end for rank in spans]
 
 
