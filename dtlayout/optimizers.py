@@ -148,6 +148,6 @@ def register_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
 
 def find_optimizer(name: str) -> type[Optimizer]:
     """The optimizer called `name`; InvalidConfig names them all if there is none."""
-    if name not in OPTIMIZERS:
+    if name not in list(OPTIMIZERS):  # what a file says may be no key of a table
         raise InvalidConfig(f"optimizer.name={name!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
