@@ -7,7 +7,7 @@ Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T t
 """
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -73,9 +73,7 @@ class Kernel:
 
     def load(self) -> Callable[..., Any]:
         """What computes it, imported."""
-        function: Callable[..., Any]
-        function = pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
-        return function
+        return pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,20 +175,15 @@ K = TypeVar("K", bound=Kernel)
 
 def find_kernel(operation: type[K], name: str) -> K:
     """The kernel of an operation that has this name."""
-    kernel = _TABLE[operation.operation].get(name)
+    kernel = KERNELS[operation.operation].get(name)
     assert isinstance(kernel, operation), f"{operation.operation}={name} is resolved and checked before it is looked at"
     return kernel
 
 
 def list_kernels(operation: type[K]) -> list[K]:
     """All kernels of an operation; of `Kernel`, those of every one."""
-    everything = (kernel for known in _TABLE.values() for kernel in known.values())
+    everything = (kernel for known in KERNELS.values() for kernel in known.values())
     return [kernel for kernel in everything if isinstance(kernel, operation)]
-
-
-def known_kernels(operation: str) -> Mapping[str, Kernel]:
-    """Name → kernel of all that a key of `[kernels]` may name."""
-    return _TABLE[operation]
 
 
 def find_packages() -> frozenset[str]:
@@ -208,21 +201,21 @@ def _is_installed(module: str) -> bool:
 
 def register_kernel(kernel: Kernel) -> None:
     """Make a kernel of your own a choice of `[kernels]`; InvalidConfig if its name is taken."""
-    if kernel.name in (*_TABLE[kernel.operation], "auto"):
+    if kernel.name in (*KERNELS[kernel.operation], "auto"):
         raise InvalidConfig(f"kernels.{kernel.operation}={kernel.name} is there already; give yours another name")
-    _TABLE[kernel.operation][kernel.name] = kernel
+    KERNELS[kernel.operation][kernel.name] = kernel
 
 
 @contextmanager
 def kernels_replaced(*kernels: Kernel) -> Iterator[None]:
     """Inside, these stand in the places of those of their names, or beside them where there is none."""
-    before = {operation: dict(known) for operation, known in _TABLE.items()}
+    before = {operation: dict(known) for operation, known in KERNELS.items()}
     for kernel in kernels:
-        _TABLE[kernel.operation][kernel.name] = kernel
+        KERNELS[kernel.operation][kernel.name] = kernel
     try:
         yield
     finally:
-        _TABLE.update(before)
+        KERNELS.update(before)
 
 
 _BF16: tuple[Format, ...] = ("bfloat16",)
@@ -302,6 +295,7 @@ _KERNELS: tuple[Kernel, ...] = (
     LossKernel(name="chunked", function="dtlayout.ops.loss:chunked_loss"),
     LossKernel(name="linear", function="dtlayout.ops.loss:linear_loss", joins_matmul=True),
 )  # fmt: skip
-_TABLE: dict[str, dict[str, Kernel]] = {}
+KERNELS: dict[str, dict[str, Kernel]] = {}
+"""Key of `[kernels]` → name → kernel of all that it may name."""
 for _each in _KERNELS:
-    _TABLE.setdefault(_each.operation, {})[_each.name] = _each
+    KERNELS.setdefault(_each.operation, {})[_each.name] = _each

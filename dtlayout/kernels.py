@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import AttentionKernel, Kernel, Package, find_kernel, known_kernels
+from dtlayout.kernel import KERNELS, AttentionKernel, Kernel, Package, find_kernel
 from dtlayout.precision import Precision
 
 Compile = Literal["none", "blocks", "loss", "model"]
@@ -35,7 +35,7 @@ class Kernels:
     def __post_init__(self) -> None:
         problems = []
         for name, value in vars(self).items():
-            known = list(get_args(Compile) if name == "compile" else known_kernels(name))
+            known = list(get_args(Compile) if name == "compile" else KERNELS[name])
             known = ["auto", *known] if name == "attention" else known
             if value not in known:
                 problems.append(f"kernels.{name}={value!r} is unknown; use one of {known}")
@@ -51,7 +51,7 @@ class Kernels:
     def records(self) -> list[Kernel]:
         """What is known of each of them; nothing of an auto."""
         chosen = ((name, value) for name, value in vars(self).items() if name != "compile" and value != "auto")
-        return [known_kernels(name)[value] for name, value in chosen]
+        return [KERNELS[name][value] for name, value in chosen]
 
     def resolve(self, precision: Precision, device: Device) -> tuple["Kernels", str]:
         """The choices with attention's auto replaced by the fastest kernel that runs there, and why it is that one.
@@ -112,7 +112,7 @@ class Kernels:
 
 def find_alternative(kernel: Kernel, precision: Precision, device: Device) -> str:
     """What could run there instead: the default, or else the first that needs no package."""
-    known = known_kernels(kernel.operation)
+    known = KERNELS[kernel.operation]
     default = known[getattr(Kernels(), kernel.operation)]
     own = [each for each in (default, *known.values()) if each.package is None]
     return next(each.name for each in own if each.suits(device, precision.compute))

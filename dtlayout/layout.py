@@ -5,7 +5,7 @@ lists everything that is wrong with a layout at once, each problem in one line w
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd, inf
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.pipelining.placement import Placement
-from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, PipelineSchedule, find_schedule, known_schedules
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, find_schedule
 from dtlayout.recompute import Recompute
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -58,7 +58,7 @@ class Layout:
         problems += [f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks"] * (
             min(self.stage_layers, default=1) < 1
         )
-        choices: dict[str, Collection[Any]] = {"schedule": known_schedules(), "zero": (1, 2, 3)}
+        choices: dict[str, Collection[Any]] = {"schedule": SCHEDULES, "zero": (1, 2, 3)}
         for name, allowed in choices.items():
             if values[name] not in allowed:
                 problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {list(allowed)}")
@@ -141,22 +141,22 @@ class OpenLayout(Layout):
 
     def __post_init__(self) -> None:
         if self.dp_shard == -1:
-            Layout(**self._values(dp_shard=1))  # refuses what the other fields say wrongly
+            Layout(**vars(self) | {"dp_shard": 1})  # refuses what the other fields say wrongly
         else:
             super().__post_init__()
 
     @property
     def smallest_world_size(self) -> int:
         """Ranks that the layout needs at least."""
-        return Layout(**self._values(dp_shard=max(1, self.dp_shard))).world_size
+        return Layout(**vars(self) | {"dp_shard": max(1, self.dp_shard)}).world_size
 
     def resolve(self, world_size: int) -> Layout:
         """The layout on `world_size` ranks; InvalidLayout if the degrees don't multiply to it."""
         smallest = self.smallest_world_size
         if self.dp_shard == -1 and world_size > 0 and world_size % smallest == 0:
-            return Layout(**self._values(dp_shard=world_size // smallest))
+            return Layout(**vars(self) | {"dp_shard": world_size // smallest})
         if world_size == smallest:
-            return Layout(**self._values())
+            return Layout(**vars(self))
         works = [smallest]
         if self.dp_shard == -1:
             works = sorted({max(1, n) * smallest for n in (world_size // smallest, world_size // smallest + 1)})
@@ -170,9 +170,6 @@ class OpenLayout(Layout):
             f"{'a multiple of ' if self.dp_shard == -1 else ''}{self.smallest_world_size} ranks; "
             f"start {' or '.join(map(str, works))}, or change the degrees"
         )
-
-    def _values(self, **changes: int) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Layout)} | changes
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ def _check_virtual_stages(layout: Layout, schedule: PipelineSchedule) -> list[_B
     if schedule.takes(pp, v):
         return []
     if most == 1:
-        others = [{"schedule": name} for name, other in known_schedules().items() if other.takes(pp, v)]
+        others = [{"schedule": name} for name, other in SCHEDULES.items() if other.takes(pp, v)]
         what = f"virtual_stages={v} has no meaning for schedule={layout.schedule}"
         return [_Broken("virtual", what, [{"virtual_stages": 1}, *others])]
     number = f"= {least}" if least == most else f"> {least - 1}" if most == inf else f"from {least} to {most}"

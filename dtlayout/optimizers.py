@@ -128,28 +128,23 @@ class SGD(Optimizer):
 def _name_owner(problem: str, keys: Collection[str], name: str) -> str:
     """What is wrong with a table, said better of a key that another optimizer has."""
     key = next((key for key in keys if problem.startswith(f"{name}.{key} is unknown;")), None)
-    owners = [owner for owner, kind in _OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
+    owners = [owner for owner, kind in OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
     return f"{name}.{key} is a key of {name}.name={owners[0]}; name that, or leave {key} out" if owners else problem
 
 
-_OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD}
+OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD}
 
 
 def register_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
     """Let configs and commands name this optimizer; may be used as a decorator. InvalidConfig if its name is taken."""
-    if optimizer.name in _OPTIMIZERS:
+    if optimizer.name in OPTIMIZERS:
         raise InvalidConfig(f"an optimizer called {optimizer.name!r} is there already; register it under another name")
-    _OPTIMIZERS[optimizer.name] = optimizer
+    OPTIMIZERS[optimizer.name] = optimizer
     return optimizer
-
-
-def known_optimizers() -> list[str]:
-    """Names of all optimizers."""
-    return list(_OPTIMIZERS)
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
     """The optimizer called `name`; InvalidConfig names them all if there is none."""
-    if name not in known_optimizers():
-        raise InvalidConfig(f"optimizer.name={name!r} is unknown; use one of {', '.join(_OPTIMIZERS)}")
-    return _OPTIMIZERS[name]
+    if name not in list(OPTIMIZERS):  # what a file says may be no key of a table
+        raise InvalidConfig(f"optimizer.name={name!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]

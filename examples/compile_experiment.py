@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 import dtlayout as dl
 from dtlayout.kernels import Compile
 from dtlayout.layout import OpenLayout
-from dtlayout.mesh.ranks import dp_rank
+from dtlayout.mesh.axes import dp_rank
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import join_ranks, open_device
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dtlayout import Layout, build_mesh
-from dtlayout.mesh.ranks import coordinate, ranks_along
+from dtlayout.mesh.axes import coordinate, ranks_along
 
 layout = Layout(dp_shard=2, tp=2)
 mesh = build_mesh(layout, "cpu")

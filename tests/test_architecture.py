@@ -25,15 +25,15 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "models.operations",
     ],
     "planning": [
-        "mesh.axes", "mesh.ranks", "plans.plan", "plans.tensor", "pipelining.partition", "pipelining.schedule",
-        "pipelining.timing", "pipelining.sharing",
+        "mesh.axes", "plans.plan", "pipelining.partition", "pipelining.schedule",
+        "pipelining.timing",
     ],
     "configuration": ["config"],
     "cost model": ["costmodel.*"],
     "planner": ["planner.*"],
     "one device": ["ops.*", "models.llama", "measure.*"],
     "many devices": [
-        "mesh.build", "plans.apply", "plans.fsdp", "plans.init", "plans.local_norm", "plans.vocab_parallel",
+        "mesh.build", "plans.apply", "plans.fsdp", "plans.init", "plans.styles",
         "pipelining.stage", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],

@@ -29,7 +29,7 @@ from dtlayout.config import (
     parse_config,
 )
 from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.kernel import known_kernels
+from dtlayout.kernel import KERNELS
 from dtlayout.kernels import Kernels
 from dtlayout.layout import OpenLayout
 from dtlayout.model_shape import ModelShape, RopeScaling
@@ -382,7 +382,7 @@ def choices(of: Any) -> Any:
 
 
 def names(operation: str) -> Any:
-    return st.sampled_from(list(known_kernels(operation)))
+    return st.sampled_from(list(KERNELS[operation]))
 
 
 degrees = st.integers(1, 64)

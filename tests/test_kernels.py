@@ -12,6 +12,7 @@ from dtlayout.costmodel.engine import BOUNDS
 from dtlayout.device import Device, device_of
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import (
+    KERNELS,
     AttentionKernel,
     Kernel,
     NormKernel,
@@ -19,7 +20,6 @@ from dtlayout.kernel import (
     find_kernel,
     find_packages,
     kernels_replaced,
-    known_kernels,
     list_kernels,
     register_kernel,
 )
@@ -193,7 +193,7 @@ def test_every_kernel_that_docs_kernels_names_is_there_and_runs_where_the_table_
         operations = [name.strip("` ") for name in key.split(",")] if key else operations
         for operation, name in ((o, n.strip("` ")) for o in operations for n in value.split(",") if n != "auto"):
             documented.add((operation, name))
-            kernel = known_kernels(operation)[name]
+            kernel = KERNELS[operation][name]
             for cell, formats in ((cpu, kernel.cpu), (cuda, kernel.cuda)):
                 if cell == "every format":
                     assert len(formats) == 3, name

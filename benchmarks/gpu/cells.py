@@ -125,7 +125,7 @@ class Training:
     def stage(self) -> StageSlice:
         """All its layers, with embedding and head if it is a whole model."""
         is_whole = self.num_blocks is None
-        return StageSlice(stage=0, layers=range(self.shape.num_layers), embedding=is_whole, head=is_whole)
+        return StageSlice(layers=range(self.shape.num_layers), embedding=is_whole, head=is_whole)
 
     @property
     def flops_per_token(self) -> float:

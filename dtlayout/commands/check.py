@@ -7,7 +7,7 @@ from dtlayout.commands.arguments import add_config, show
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.kernel import find_packages
 from dtlayout.layout import Layout
-from dtlayout.mesh.ranks import crosses_node
+from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan

@@ -20,8 +20,7 @@ from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.pipelining.sharing import time_shared_pipeline
-from dtlayout.pipelining.timing import PipelineTime, time_pipeline
+from dtlayout.pipelining.timing import PipelineTime, time_pipeline, time_shared_pipeline
 from dtlayout.pipelining.waves import StageTimes
 from dtlayout.recompute import Recompute
 

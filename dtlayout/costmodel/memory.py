@@ -25,8 +25,7 @@ from dtlayout.models.description import Activation, Linear, Norm, Rotary, SelfAt
 from dtlayout.models.families import describe
 from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
-from dtlayout.pipelining.waves import Moment
+from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 

@@ -105,7 +105,7 @@ class StageClass(NamedTuple):
     @property
     def example(self) -> StageSlice:
         """A stage with as many blocks and the same ends; its blocks are counted from 0."""
-        return StageSlice(0, range(self.num_layers), self.embedding, self.head)
+        return StageSlice(range(self.num_layers), self.embedding, self.head)
 
 
 P = TypeVar("P", BlockLayout, StageLayout, CutLayout, StateLayout)

@@ -16,10 +16,10 @@ def fill_from_front(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     DeepSpeed's rule (runtime/utils, partition_balanced). Embedding and head count as layers of their own, so a stage
     may hold one of them alone, and the last stages may be small.
 
-    >>> fill_from_front(LayerCosts(blocks=(1.0,) * 10, embedding=1.5, head=1.5), 3)
+    >>> fill_from_front(LayerCosts(block=1.0, num_blocks=10, embedding=1.5, head=1.5), 3)
     (3, 4, 3)
     """
-    layers = [costs.embedding, *costs.blocks, costs.head]
+    layers = [costs.embedding, *[costs.block] * costs.num_blocks, costs.head]
     prefix = [0.0, *accumulate(layers)]
     too_low, cap = 0.0, prefix[-1]
     while cap - too_low > 1e-12 * cap:
@@ -48,24 +48,23 @@ def fill_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
 
     nanotron's rule (pipeline_parallel/engine, 2024). The last stages may have no block.
 
-    >>> fill_by_threshold(LayerCosts(blocks=(1.0,) * 16, head=4.0), 4)
+    >>> fill_by_threshold(LayerCosts(block=1.0, num_blocks=16, head=4.0), 4)
     (5, 5, 5, 1)
     """
-    total = costs.embedding + sum(costs.blocks) + costs.head
+    total = costs.embedding + costs.num_blocks * costs.block + costs.head
     counts, reached = [0] * num_stages, costs.embedding
     stage = 0
-    for block in costs.blocks:
+    for _ in range(costs.num_blocks):
         counts[stage] += 1
-        reached += block
+        reached += costs.block
         while stage < num_stages - 1 and reached >= total * (stage + 1) / num_stages * (1 - 1e-12):
             stage += 1
     return tuple(counts)
 
 
 def _parameter_costs(model: ModelShape, *, with_embedding: bool) -> LayerCosts:
-    ends = float(count_embedding_parameters(model))
-    blocks = (float(count_block_parameters(model)),) * model.num_layers
-    return LayerCosts(blocks=blocks, embedding=ends * with_embedding, head=ends)
+    block, end = count_block_parameters(model), count_embedding_parameters(model)
+    return LayerCosts(block=block, num_blocks=model.num_layers, embedding=end * with_embedding, head=end)
 
 
 STAGE_SPLITS: dict[str, Callable[[ModelShape, Batch, int], tuple[int, ...]]] = {

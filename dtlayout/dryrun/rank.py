@@ -35,8 +35,7 @@ from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.places import PlaceRecorder
 from dtlayout.measure.work import WorkCounter
-from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides
-from dtlayout.mesh.ranks import coordinate
+from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides, coordinate
 from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.schedules import find_schedule

@@ -14,7 +14,7 @@ from dtlayout.kernel import Kernel, kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.families import FAMILIES, Family, find_family, register_family
-from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule, known_schedules, register_schedule
+from dtlayout.pipelining.schedules import SCHEDULES, PipelineSchedule, find_schedule, register_schedule
 
 _LOOK_EVERY_S = 0.5
 """Between two looks at how far the processes are."""
@@ -65,7 +65,7 @@ def _begin(shares: MutableSequence[float], schedule: PipelineSchedule, family: F
     """What a process of the pool takes over: where to note how far it is, and what is not shipped."""
     global _shares
     _shares = shares
-    if schedule.name not in known_schedules():
+    if schedule.name not in SCHEDULES:
         register_schedule(schedule)
     if family.name not in FAMILIES:
         register_family(family)

@@ -1,7 +1,9 @@
-"""The axes of the mesh and the names of their views; no torch.
+"""The axes of the mesh, where a rank sits along each, and which of them cross a node; no torch.
 
 Outermost first: pp, dp_replicate, dp_shard, cp, tp. The outer axes talk least, so they are the ones that cross nodes.
 """
+
+from math import prod
 
 from dtlayout.layout import AXES, Layout
 
@@ -19,8 +21,34 @@ def axis_strides(layout: Layout) -> dict[str, int]:
     >>> axis_strides(Layout(pp=2, dp_shard=2, tp=4))["dp_shard"]
     4
     """
-    strides, stride = {}, 1
-    for axis, size in reversed(axis_sizes(layout).items()):
-        strides[axis] = stride
-        stride *= size
-    return {axis: strides[axis] for axis in AXES}
+    sizes = [*axis_sizes(layout).values()]
+    return {axis: prod(sizes[i + 1 :]) for i, axis in enumerate(AXES)}
+
+
+def coordinate(rank: int, layout: Layout) -> dict[str, int]:
+    """Where a rank sits along each axis.
+
+    >>> coordinate(5, Layout(pp=2, dp_shard=2, tp=2))
+    {'pp': 1, 'dp_replicate': 0, 'dp_shard': 0, 'cp': 0, 'tp': 1}
+    """
+    strides = axis_strides(layout)
+    return {axis: rank // strides[axis] % size for axis, size in axis_sizes(layout).items()}
+
+
+def ranks_along(axis: str, rank: int, layout: Layout) -> list[int]:
+    """The ranks that share every coordinate of `rank` but the one on `axis`, in order."""
+    stride = axis_strides(layout)[axis]
+    first = rank - coordinate(rank, layout)[axis] * stride
+    return [first + i * stride for i in range(axis_sizes(layout)[axis])]
+
+
+def dp_rank(rank: int, layout: Layout) -> int:
+    """A rank's place over dp_replicate and dp_shard together, which decides what it reads of the global batch."""
+    place = coordinate(rank, layout)
+    return place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
+
+
+def crosses_node(axis: str, layout: Layout, gpus_per_node: int) -> bool:
+    """Whether any group along `axis` has ranks in more than one node."""
+    first_ranks = (r for r in range(layout.world_size) if coordinate(r, layout)[axis] == 0)
+    return any(len({r // gpus_per_node for r in ranks_along(axis, rank, layout)}) > 1 for rank in first_ranks)

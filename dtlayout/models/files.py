@@ -16,16 +16,12 @@ from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.families import FAMILIES
 from dtlayout.models.presets import PRESETS
 
-_HF_NAMES = {
-    "hidden_size": "hidden_size",
+_HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
     "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
     "tied_embeddings": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
 """Field of ModelShape → key of config.json."""
@@ -78,9 +74,8 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
             values["rope_scaling"] = {ours: rope[theirs] for ours, theirs in names.items()}
     elif kind != "default":
         problems.append(f"rope_scaling of type {kind!r} is not known; use default or llama3")
-    missing = [_HF_NAMES[f.name] for f in fields(ModelShape) if f.name in _HF_NAMES and f.default is MISSING
-               and values.get(f.name) is None]  # fmt: skip
-    problems += [f"{key} is missing" for key in missing]
+    required = [f.name for f in fields(ModelShape) if f.name in _HF_NAMES and f.default is MISSING]
+    problems += [f"{_HF_NAMES[name]} is missing" for name in required if values.get(name) is None]
     if problems:
         raise InvalidConfig(problems)
     values = {"name": name or "own", "family": family, **FAMILIES[family].traits, **values}

@@ -61,11 +61,7 @@ class Llama(nn.Module):
         document predicts the first of the next.
         """
         h_BSD = self.model(x, documents)
-        if self.lm_head is None:
-            return h_BSD
-        if targets is None:
-            return self.lm_head(h_BSD)
-        return self.lm_head(h_BSD, targets, num_targets)
+        return h_BSD if self.lm_head is None else self.lm_head(h_BSD, targets, num_targets)
 
 
 class Decoder(nn.Module):

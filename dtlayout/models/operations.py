@@ -1,6 +1,7 @@
 """What an operator does that takes a device time: a matmul, attention, or moving bytes. Plain values, no torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,8 @@ class Pass:
 
     moved_bytes: int
     """What the kernel reads and writes."""
-
-    @property
-    def flops(self) -> int:
-        """No FLOPs that MFU counts."""
-        return 0
+    flops: ClassVar[int] = 0
+    """None that MFU counts."""
 
 
 Operation = Matmul | Attention | Pass

@@ -20,9 +20,9 @@ from torch.nn.attention import (
 from dtlayout.errors import KernelError
 from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.ops.documents import Documents, make_mask
-from dtlayout.ops.flash_attn import override_flash
+from dtlayout.ops.flash_attn import FlashAttn
 
-register_flash_attention_impl("flash-attn", register_fn=override_flash)
+register_flash_attention_impl("flash-attn", register_fn=FlashAttn)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Queries, keys, values and what keeps documents apart → attention's result."""
 _WIDEST_FLASH = 256

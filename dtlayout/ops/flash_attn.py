@@ -6,7 +6,6 @@ them stay PyTorch's own; K is a multiple of 8 when it comes here. Written for fl
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T tokens of all documents.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,36 +14,24 @@ from torch import Tensor
 from torch.library import Library
 
 
-@dataclass
-class Overrides:
-    """Keeps the overrides alive."""
+class FlashAttn:
+    """flash-attn put under aten's flash attention, forward and backward, for a dispatch key; ImportError without it.
 
-    library: Library | None
+    Its methods have the signatures of aten, around the package's functions, which want [B, S, H, K]. The dispatcher
+    leaves out arguments at the end that have their default; only those of `forward` have any.
+    """
+
+    def __init__(self, dispatch_key: str = "CUDA"):
+        self.interface: Any = import_module("flash_attn.flash_attn_interface")
+        self.library: Library | None = Library("aten", "IMPL")
+        self.library.impl("_scaled_dot_product_flash_attention", self.forward, dispatch_key)
+        self.library.impl("_scaled_dot_product_flash_attention_backward", self.backward, dispatch_key)
+        self.library.impl("_flash_attention_forward", self.forward_by_document, dispatch_key)
+        self.library.impl("_flash_attention_backward", self.backward_by_document, dispatch_key)
 
     def remove(self) -> None:
         """The operators are PyTorch's own again."""
         self.library = None
-
-
-def override_flash(dispatch_key: str = "CUDA") -> Overrides:
-    """Put flash-attn under aten's flash attention, forward and backward, for a dispatch key; ImportError without it."""
-    kernels = _Kernels(import_module("flash_attn.flash_attn_interface"))
-    library = Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention", kernels.forward, dispatch_key)
-    library.impl("_scaled_dot_product_flash_attention_backward", kernels.backward, dispatch_key)
-    library.impl("_flash_attention_forward", kernels.forward_by_document, dispatch_key)
-    library.impl("_flash_attention_backward", kernels.backward_by_document, dispatch_key)
-    return Overrides(library)
-
-
-class _Kernels:
-    """The signatures of aten around the package's functions, which want [B, S, H, K].
-
-    The dispatcher leaves out arguments at the end that have their default; only those of `forward` have any.
-    """
-
-    def __init__(self, interface: Any):
-        self.interface = interface
 
     def forward(
         self,

@@ -85,27 +85,22 @@ class Head(nn.Linear):
         weight_VD = self.columns.local(self.weight)
         if targets_BS is None:
             return F.linear(h_BSD, weight_VD)
-        targets_T = targets_BS.flatten()
-        loss: Tensor = self.function(h_BSD.flatten(0, 1), weight_VD, targets_T, self, 1 / num_targets)
-        return loss
+        return self.function(h_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self, 1 / num_targets)
 
 
 def eager_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
     """Cross-entropy of all logits at once."""
-    loss: Tensor = _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, 1)
-    return loss
+    return _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, 1)
 
 
 def chunked_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
     """Cross-entropy of logits that are all there, their exact softmax chunk by chunk."""
-    loss: Tensor = _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, count_loss_chunks(len(h_TD)))
-    return loss
+    return _CrossEntropy.apply(F.linear(h_TD, weight_VD), targets_T, head, scale, count_loss_chunks(len(h_TD)))
 
 
 def linear_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, head: Head, scale: Tensor | float) -> Tensor:
     """Cross-entropy of which no more than a chunk of logits is ever there."""
-    loss: Tensor = _LinearCrossEntropy.apply(h_TD, weight_VD, targets_T, head, scale)
-    return loss
+    return _LinearCrossEntropy.apply(h_TD, weight_VD, targets_T, head, scale)
 
 
 class _CrossEntropy(torch.autograd.Function):

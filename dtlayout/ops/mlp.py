@@ -13,5 +13,4 @@ def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """liger-kernel's SwiGLU; backward writes the gradients over `gate` and `up`, so it can run only once."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    result: Tensor = LigerSiLUMulFunction.apply(gate, up)
-    return result
+    return LigerSiLUMulFunction.apply(gate, up)

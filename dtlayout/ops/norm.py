@@ -18,8 +18,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.function(x, self.weight, self.eps)
-        return result
+        return self.function(x, self.weight, self.eps)
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,5 +44,4 @@ def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         )
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    result: Tensor = LigerRMSNormFunction.apply(ready, weight, eps, 0.0, "llama", False)
-    return result
+    return LigerRMSNormFunction.apply(ready, weight, eps, 0.0, "llama", False)

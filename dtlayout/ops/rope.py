@@ -51,8 +51,7 @@ def rotary_frequencies(shape: ModelShape) -> Tensor:
 def stretch_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3's rule: long wavelengths become `factor` times longer, short ones stay, in between a linear blend."""
     turns = scaling.original_context * frequencies / (2 * math.pi)  # turns within the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
@@ -78,7 +77,4 @@ def liger_rope(q_BHSK: Tensor, k_BGSK: Tensor, cos: Tensor, sin: Tensor) -> tupl
     from liger_kernel.ops.rope import LigerRopeFunction
 
     seq_len = q_BHSK.shape[-2]
-    result: tuple[Tensor, Tensor] = LigerRopeFunction.apply(
-        q_BHSK.clone(), k_BGSK.clone(), cos[None, :seq_len], sin[None, :seq_len]
-    )
-    return result
+    return LigerRopeFunction.apply(q_BHSK.clone(), k_BGSK.clone(), cos[None, :seq_len], sin[None, :seq_len])

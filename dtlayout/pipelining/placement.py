@@ -35,9 +35,9 @@ class Placement(ABC):
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
 
-    @abstractmethod
     def stages_of(self, rank: int) -> Sequence[int]:
         """The stages that a rank holds, chunk by chunk."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def chunk_of(self, stage: int) -> int:
         """Which of its rank's stages a stage is."""
@@ -79,8 +79,3 @@ class VShaped(Placement):
         """The rank that holds a stage: down in even laps, up in odd ones."""
         lap, place = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - place if lap % 2 else place
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank: one of each lap."""
-        p = self.num_ranks
-        return tuple(lap * p + (p - 1 - rank if lap % 2 else rank) for lap in range(self.virtual_stages))

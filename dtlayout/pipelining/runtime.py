@@ -6,8 +6,9 @@ Gradients add up in the parameters; when they are summed over data-parallel rank
 that comes with each stage.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +32,6 @@ class BackwardHook(Protocol):
     def before_backward(self, *, is_last: bool) -> None: ...
 
 
-class NothingToSync:
-    """The hook of a stage whose gradients stay on this rank."""
-
-    def before_backward(self, *, is_last: bool) -> None:
-        """Do nothing."""
-
-
 def build_runtime(
     modules: Sequence[nn.Module], schedule: Schedule, sync: Sequence[BackwardHook], mesh: DeviceMesh, boundary: Boundary
 ) -> "Runtime":
@@ -54,39 +48,33 @@ def build_runtime(
         )
     rank = mesh[PP].get_local_rank()
     stages = schedule.placement.stages_of(rank)
-    sync = sync or [NothingToSync()] * len(stages)
-    if not len(modules) == len(sync) == len(stages):
+    if len(modules) != len(stages) or len(sync) not in (0, len(stages)):
         raise DtlayoutError(
             f"pipeline rank {rank} of schedule {schedule.name} holds stages {list(stages)}, but {len(modules)} modules "
             f"and {len(sync)} gradient syncs came; give one of each for each stage"
         )
-    return Runtime(
-        dict(zip(stages, modules, strict=True)), dict(zip(stages, sync, strict=True)), schedule, mesh, boundary
-    )
+    by_stage = dict(zip(stages, modules, strict=True))
+    return Runtime(by_stage, dict(zip(stages, sync, strict=False)), schedule, mesh, boundary)
 
 
+@dataclass
 class Runtime:
     """Runs steps; holds nothing from one step to the next."""
 
-    def __init__(
-        self,
-        modules: dict[int, nn.Module],
-        sync: dict[int, BackwardHook],
-        schedule: Schedule,
-        mesh: DeviceMesh,
-        boundary: Boundary,
-    ):
-        self.modules = modules
-        self.sync = sync
-        self.schedule = schedule
-        self.group = mesh[PP].get_group()
-        self.device_type = mesh.device_type
-        self.boundary = boundary
-        self.actions = schedule.ranks[mesh[PP].get_local_rank()]
-        last = {a.stage: a for a in self.actions if a.kind is Kind.BACKWARD}
-        self.last_backwards = set(last.values())
-        self.before_action: Callable[[Action | None], None] = lambda action: None
-        """Called with each action before it is executed, and with None after the last; for those who measure."""
+    modules: dict[int, nn.Module]
+    """This rank's stages."""
+    sync: dict[int, BackwardHook]
+    """Their hooks, if they have any."""
+    schedule: Schedule
+    mesh: DeviceMesh
+    boundary: Boundary
+    before_action: Callable[[Action | None], None] = lambda action: None
+    """Called with each action before it is executed, and with None after the last; for those who measure."""
+
+    def __post_init__(self) -> None:
+        self.group = self.mesh[PP].get_group()
+        self.actions = self.schedule.ranks[self.mesh[PP].get_local_rank()]
+        self.last_backwards = set({a.stage: a for a in self.actions if a.kind is Kind.BACKWARD}.values())
 
     def step(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
         """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
@@ -116,21 +104,19 @@ class Runtime:
         return loss
 
 
+@dataclass
 class _Step:
     """The tensors that are alive during one step."""
 
-    def __init__(
-        self, runtime: Runtime, inputs: Sequence[Tensor], contexts: Sequence[Any], targets: Sequence[dict[str, Any]]
-    ):
-        self.runtime = runtime
-        self.inputs = inputs
-        self.contexts = contexts
-        self.targets = targets
-        self.received: dict[Action, tuple[Tensor, dist.Work | None]] = {}
-        self.to_send: dict[Action, Tensor] = {}
-        self.sending: dict[int, deque[tuple[Tensor, dist.Work]]] = {}
-        self.pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
-        self.loss: Tensor | None = None
+    runtime: Runtime
+    inputs: Sequence[Tensor]
+    contexts: Sequence[Any]
+    targets: Sequence[dict[str, Any]]
+    received: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
+    to_send: dict[Action, Tensor] = field(default_factory=dict)
+    sending: dict[int, deque[tuple[Tensor, dist.Work]]] = field(default_factory=lambda: defaultdict(deque))
+    pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
+    loss: Tensor | None = None
 
     def execute(self, action: Action) -> None:
         match action.kind:
@@ -140,10 +126,8 @@ class _Step:
                 self._backward(action)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 self._send(action)
-            case Kind.RECEIVE_FORWARD:
-                self._receive(action, from_stage=action.stage - 1)
-            case Kind.RECEIVE_BACKWARD:
-                self._receive(action, from_stage=action.stage + 1)
+            case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
+                self._receive(action)
 
     def finish(self) -> Tensor | None:
         """Wait for the last messages."""
@@ -155,11 +139,8 @@ class _Step:
 
     def _forward(self, action: Action) -> None:
         stage, i = action.stage, action.microbatch
-        is_first, is_last = stage == 0, stage == self.runtime.schedule.placement.num_stages - 1
-        if is_first:
-            x = self.inputs[i]
-        else:
-            x = self._take(Action(Kind.RECEIVE_FORWARD, stage, i)).requires_grad_()
+        is_last = stage == self.runtime.schedule.placement.num_stages - 1
+        x = self._take(Action(Kind.RECEIVE_FORWARD, stage, i)).requires_grad_() if stage > 0 else self.inputs[i]
         context = self.contexts[i : i + 1]  # none where there are none
         output = self.runtime.modules[stage](x, *context, **(self.targets[i] if is_last else {}))
         if is_last:
@@ -175,8 +156,9 @@ class _Step:
         x, edge = self.pending_backward.pop((stage, i))
         is_last = stage == self.runtime.schedule.placement.num_stages - 1
         gradient = None if is_last else self._take(Action(Kind.RECEIVE_BACKWARD, stage, i))
-        self.runtime.sync[stage].before_backward(is_last=action in self.runtime.last_backwards)
-        torch.autograd.backward((edge,), (gradient,) if gradient is not None else None)
+        if stage in self.runtime.sync:
+            self.runtime.sync[stage].before_backward(is_last=action in self.runtime.last_backwards)
+        torch.autograd.backward((edge,), None if gradient is None else (gradient,))
         if stage > 0:
             assert x.grad is not None, "a stage's output depends on its input"
             self._hand_on(Action(Kind.SEND_BACKWARD, stage, i), x.grad)
@@ -192,15 +174,16 @@ class _Step:
     def _send(self, action: Action) -> None:
         tensor = self.to_send.pop(action).contiguous()
         peer = self.runtime.schedule.placement.rank_of(receive_of(action).stage)
-        queue = self.sending.setdefault(peer, deque())
+        queue = self.sending[peer]
         while len(queue) >= SENDS_IN_FLIGHT:
             queue.popleft()[1].wait()
         queue.append((tensor, _started(dist.isend(tensor, group=self.runtime.group, group_dst=peer))))
 
-    def _receive(self, action: Action, from_stage: int) -> None:
+    def _receive(self, action: Action) -> None:
         boundary = self.runtime.boundary
-        tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.runtime.device_type)
-        peer = self.runtime.schedule.placement.rank_of(from_stage)
+        tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.runtime.mesh.device_type)
+        sender = action.stage + (1 if action.kind is Kind.RECEIVE_BACKWARD else -1)
+        peer = self.runtime.schedule.placement.rank_of(sender)
         self.received[action] = (tensor, _started(dist.irecv(tensor, group=self.runtime.group, group_src=peer)))
 
     def _take(self, action: Action) -> Tensor:

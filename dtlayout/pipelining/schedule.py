@@ -39,8 +39,7 @@ class Schedule:
         return [a for a in self.ranks[rank] if a.kind in COMPUTE]
 
     def __str__(self) -> str:
-        rows = (f"rank {r}: " + " ".join(map(str, self.compute_actions(r))) for r in range(len(self.ranks)))
-        return "\n".join(rows)
+        return "\n".join(f"rank {r}: {' '.join(map(str, self.compute_actions(r)))}" for r in range(len(self.ranks)))
 
 
 def make_schedule(layout: Layout, batch: Batch) -> Schedule:

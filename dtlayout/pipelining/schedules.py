@@ -5,7 +5,7 @@ stages on each, m microbatches. A schedule of one's own is a `PipelineSchedule` 
 layouts, search, timing, memory, dry run and runtime then know it by its name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -13,7 +13,7 @@ from math import inf
 from dtlayout.errors import InvalidConfig
 from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.placement import Looped, Placement
-from dtlayout.pipelining.waves import GPIPE_FAST, INTERLEAVED_1F1B_FAST, ONE_F_ONE_B_FAST, FastPath
+from dtlayout.pipelining.waves import StageTimes, finish_1f1b, finish_gpipe, finish_interleaved_1f1b
 
 DEFAULT_SCHEDULE = "1f1b"
 """What a layout has that names none, and one whose pipeline is off."""
@@ -44,8 +44,8 @@ class PipelineSchedule:
     """
     is_breadth_first: bool = False
     """Whether a rank does all microbatches of a stage in a row, so that a longer step only has longer rows."""
-    fast: FastPath | None = None
-    """What spares playing the actions one by one."""
+    fast: Callable[[int, int, int, StageTimes], list[float]] | None = None
+    """p, v, m and the stages' seconds → the end of each rank's last action, without playing them one by one."""
 
     def takes(self, pp: int, virtual_stages: int) -> bool:
         """Whether it goes with so many ranks and virtual stages."""
@@ -108,16 +108,16 @@ def _three_rounds(p: int, v: int) -> int:
     return 3 * p
 
 
-_SCHEDULES = {
+SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
     for schedule in (
-        PipelineSchedule(name="gpipe", order=_order_gpipe, is_breadth_first=True, fast=GPIPE_FAST),
+        PipelineSchedule(name="gpipe", order=_order_gpipe, is_breadth_first=True, fast=finish_gpipe),
         PipelineSchedule(
-            name="1f1b", order=_order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=ONE_F_ONE_B_FAST
+            name="1f1b", order=_order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=finish_1f1b
         ),
         PipelineSchedule(
             name="interleaved-1f1b", order=_order_interleaved_1f1b, least_virtual_stages=2, most_virtual_stages=inf,
-            whole_rounds=True, enough=_three_rounds, fast=INTERLEAVED_1F1B_FAST,
+            whole_rounds=True, enough=_three_rounds, fast=finish_interleaved_1f1b,
         ),
     )
 }  # fmt: skip
@@ -125,21 +125,16 @@ _SCHEDULES = {
 
 def register_schedule(schedule: PipelineSchedule) -> None:
     """Make a schedule known to everything in this process; InvalidConfig if its name is taken."""
-    if schedule.name in _SCHEDULES:
+    if schedule.name in SCHEDULES:
         raise InvalidConfig(f"schedule {schedule.name!r} is registered already; give yours another name")
-    _SCHEDULES[schedule.name] = schedule
-
-
-def known_schedules() -> Mapping[str, PipelineSchedule]:
-    """Name → schedule, shipped ones first."""
-    return _SCHEDULES
+    SCHEDULES[schedule.name] = schedule
 
 
 def find_schedule(name: str) -> PipelineSchedule:
     """The schedule of this name; InvalidConfig names the known ones."""
-    if name not in _SCHEDULES:
-        raise InvalidConfig(f"schedule={name!r} is unknown; use one of {list(_SCHEDULES)}")
-    return _SCHEDULES[name]
+    if name not in SCHEDULES:
+        raise InvalidConfig(f"schedule={name!r} is unknown; use one of {list(SCHEDULES)}")
+    return SCHEDULES[name]
 
 
 def schedule_problems(name: str) -> list[str]:
@@ -153,4 +148,4 @@ def schedule_with(virtual_stages: int) -> str:
     """The name of the schedule for somebody who says no more than how many virtual stages there are."""
     if virtual_stages == 1:
         return DEFAULT_SCHEDULE
-    return next(name for name, schedule in _SCHEDULES.items() if schedule.takes(2, virtual_stages))
+    return next(name for name, schedule in SCHEDULES.items() if schedule.takes(2, virtual_stages))

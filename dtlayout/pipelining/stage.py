@@ -30,11 +30,10 @@ def build_stage(
     module = find_family(model.family).module
     build = pkgutil.resolve_name(module) if isinstance(module, str) else module
     with torch.device("meta"):
-        part: nn.Module = build(
+        return build(
             model, kernels, batch.seq_len, layers=stage.layers, embedding=stage.embedding, head=stage.head,
             dtype=getattr(torch, precision.params),
         )  # fmt: skip
-    return part
 
 
 def stage_boundary(model: ModelShape, layout: Layout, batch: Batch, precision: Precision) -> Boundary:

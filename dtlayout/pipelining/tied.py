@@ -26,15 +26,12 @@ def sum_tied_gradients(
     rank, ends = group.rank(), (placement.rank_of(0), placement.rank_of(placement.num_stages - 1))
     if placement.num_stages == 1 or rank not in ends:
         return
-    if ends[0] == ends[1]:
-        for second, first in aliases.items():
-            gradient = _local_gradient(modules, first)
-            gradient += _local_gradient(modules, second)
-            _local_gradient(modules, second).copy_(gradient)
-        return
     peer = ends[rank == ends[0]]
     for second, first in aliases.items():
         gradient = _local_gradient(modules, first if rank == ends[0] else second)
+        if peer == rank:  # both ends are here
+            _local_gradient(modules, second).copy_(gradient.add_(_local_gradient(modules, second)))
+            continue
         other = torch.empty_like(gradient)
         operations = [
             dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
@@ -43,11 +40,6 @@ def sum_tied_gradients(
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         gradient += other
-
-
-def parameters_counted_once(modules: Sequence[nn.Module], aliases: Mapping[str, str]) -> list[nn.Parameter]:
-    """This rank's parameters without second copies; where one stage holds both, they are one parameter."""
-    return [p for module in modules for name, p in module.named_parameters() if name not in aliases]
 
 
 def _local_gradient(modules: Sequence[nn.Module], name: str) -> torch.Tensor:

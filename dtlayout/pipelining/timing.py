@@ -1,20 +1,25 @@
 """Timing: how long the pipeline of one training step takes, from the seconds of each stage. Pure Python.
 
 p pipeline ranks, v virtual stages on each, m microbatches. `simulate` plays the actions that the runtime executes: a
-rank does its own in order, each waits for its input and for the message between them. `time_pipeline` and
-`in_flight_peaks` play them too, or take the schedule's fast path, which gives the same; `lower_bound` plays nothing.
+rank does its own in order, each waits for its input and for the message between them. `time_pipeline` does so too, or
+takes the schedule's fast path, which gives the same; `lower_bound` plays nothing.
 Left out: that messages share a link, and that a rank's kernels slow down while it sends.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, groupby
+from math import inf
+from operator import le
 
 from dtlayout.pipelining.actions import RELEASE, Action, Kind, Result, input_of, result_of
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
-from dtlayout.pipelining.waves import Moment, StageTimes, to_moment
+from dtlayout.pipelining.waves import StageTimes
+
+Moment = tuple[tuple[int, int], ...]
+"""Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ def simulate(
     return spans
 
 
-def message_delay_s(needed: Result, action: Action, placement: Placement, times: StageTimes) -> float:
+def _message_delay_s(placement: Placement, times: StageTimes, needed: Result, action: Action) -> float:
     """Seconds of the message that brings its input to an action; none comes from the same rank."""
     if placement.rank_of(needed.stage) == placement.rank_of(action.stage):
         return 0.0
@@ -93,19 +98,71 @@ def time_pipeline(
     p, v, m = num_ranks, virtual_stages, num_microbatches
     played = _check(schedule, p, v, m, times)
     placement = played.place(p, v)
-    finished_s = played.fast.finish(p, v, m, times) if played.fast else play_actions(played, placement, m, times)
+    finished_s = played.fast(p, v, m, times) if played.fast else play_actions(played, placement, m, times)
     busy_s = _busy(placement, m, times)
     return PipelineTime(total_s=max(finished_s), busy_s=busy_s, finished_s=tuple(finished_s))
 
 
+def time_shared_pipeline(
+    schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, times: StageTimes, at_once: float
+) -> PipelineTime:
+    """Play a schedule on ranks that share cores, of which `at_once` have their full speed at the same time.
+
+    While n ranks compute, each has `at_once`/n of its speed, and all of it as long as n is no more than `at_once`. So a
+    rank that waits speeds up the others, and a bubble costs little. `times` are those of a rank alone; `busy_s` is how
+    long one is at work, at whatever speed. Every action is played, which is meant for the few ranks of one machine.
+
+    >>> time_shared_pipeline("1f1b", 2, 1, 4, StageTimes((1.0, 1.0), (2.0, 2.0), (0.5,)), at_once=2).total_s
+    17.0
+    >>> time_shared_pipeline("1f1b", 2, 1, 4, StageTimes((1.0, 1.0), (2.0, 2.0), (0.0,)), at_once=1).total_s
+    24.0
+    """
+    played = find_schedule(schedule)
+    placement = played.place(num_ranks, virtual_stages)
+    orders = played.orders(placement, num_microbatches)
+    next_of, left_s = [0] * num_ranks, [0.0] * num_ranks  # of each rank: the action that it does or waits for
+    end_of: dict[Result, float] = {}
+    working: set[int] = set()
+    busy_s, finished_s = [0.0] * num_ranks, [0.0] * num_ranks
+    now = 0.0
+
+    def ready_s(rank: int) -> float:
+        """When the next action of a rank has what it needs."""
+        if next_of[rank] == len(orders[rank]):
+            return inf
+        action = orders[rank][next_of[rank]]
+        needed = input_of(action, placement.num_stages)
+        if needed is None:
+            return 0.0
+        return end_of[needed] + _message_delay_s(placement, times, needed, action) if needed in end_of else inf
+
+    while True:
+        waiting = {rank: ready_s(rank) for rank in range(num_ranks) if rank not in working}
+        for rank in (rank for rank, ready in waiting.items() if ready <= now):
+            left_s[rank] = times.seconds(orders[rank][next_of[rank]])
+            working.add(rank)
+        coming = min((ready for ready in waiting.values() if ready > now), default=inf)
+        if not working and coming == inf:
+            return PipelineTime(total_s=max(finished_s), busy_s=tuple(busy_s), finished_s=tuple(finished_s))
+        speed = min(1.0, at_once / len(working)) if working else 1.0
+        ending = min((now + left_s[rank] / speed for rank in working), default=inf)
+        until = min(coming, ending)
+        for rank in sorted(working):
+            busy_s[rank] += until - now
+            left_s[rank] = 0.0 if now + left_s[rank] / speed <= until else left_s[rank] - (until - now) * speed
+            if left_s[rank] == 0.0:
+                if (result := result_of(orders[rank][next_of[rank]])) is not None:
+                    end_of[result] = until
+                finished_s[rank] = until
+                next_of[rank] += 1
+                working.discard(rank)
+        now = until
+
+
 def play_actions(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[float]:
     """The end of each rank's last action, every action played."""
-    spans = simulate(
-        schedule.orders(placement, m),
-        placement,
-        times.seconds,
-        lambda needed, action: message_delay_s(needed, action, placement, times),
-    )
+    delay_s = partial(_message_delay_s, placement, times)
+    spans = simulate(schedule.orders(placement, m), placement, times.seconds, delay_s)
     return [rank[-1].end for rank in spans]
 
 
@@ -130,14 +187,15 @@ def in_flight_peaks(
 
     A microbatch is held from the start of its forward to the end of its backward, of both parts of it. Whatever one of
     them takes in each chunk, the most that is ever held is the largest of `weigh_moments`; no moment is below another.
-    Moments that are a mix of two others, and so never hold more than both, may be left out.
 
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
     (((4, 1), (1, 1)), ((3, 1), (2, 1)))
     """
-    played = _check_sizes(schedule, num_ranks, virtual_stages, num_microbatches)
+    played = _check(schedule, num_ranks, virtual_stages, num_microbatches)
     placement = played.place(num_ranks, virtual_stages)
-    return _in_flight_peaks(played, placement, played.shorten(placement, num_microbatches), rank)
+    if played.is_breadth_first:  # it holds a row of microbatches or none
+        return _count_in_flight(played, placement, 1, rank, each=num_microbatches)
+    return _count_in_flight(played, placement, played.shorten(placement, num_microbatches), rank)
 
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
@@ -158,52 +216,43 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
 
 
 @lru_cache(maxsize=1024)
-def _in_flight_peaks(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> tuple[Moment, ...]:
-    if schedule.fast:
-        return schedule.fast.in_flight(placement.num_ranks, placement.virtual_stages, m, rank)
-    return count_in_flight(schedule, placement, m, rank)
-
-
-def count_in_flight(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> tuple[Moment, ...]:
-    """The moments at which a rank holds most, `in_flight_peaks`, by playing its actions."""
+def _count_in_flight(
+    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1
+) -> tuple[Moment, ...]:
     counts, grows = [0] * placement.virtual_stages, False
-    moments = set()
+    moments: set[tuple[int, ...]] = set()
     for action in schedule.order(placement, rank, m):
         if action.kind is Kind.FORWARD:
-            counts[placement.chunk_of(action.stage)] += 1
+            counts[placement.chunk_of(action.stage)] += each
             grows = True
         elif action.kind in RELEASE:
             if grows:
                 moments.add(tuple(counts))
-            counts[placement.chunk_of(action.stage)] -= 1
+            counts[placement.chunk_of(action.stage)] -= each
             grows = False
 
-    def is_below(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-        return one != other and all(x <= y for x, y in zip(one, other, strict=True))
+    largest: list[tuple[int, ...]] = []
+    for _, alike in groupby(sorted(moments, key=sum, reverse=True), key=sum):
+        largest += [one for one in alike if not any(all(map(le, one, other)) for other in largest)]
+    return tuple(tuple((n, len(list(run))) for n, run in groupby(moment)) for moment in sorted(largest, reverse=True))
 
-    largest = [one for one in moments if not any(is_below(one, other) for other in moments)]
-    return tuple(map(to_moment, sorted(largest, reverse=True)))
 
-
-def _check_sizes(name: str, p: int, v: int, m: int) -> PipelineSchedule:
-    played = find_schedule(name)
+def _check(schedule: str, p: int, v: int, m: int, times: StageTimes | None = None) -> PipelineSchedule:
+    played = find_schedule(schedule)
     assert p > 0 and v > 0 and m > 0, f"a pipeline of {p} ranks, {v} virtual stages and {m} microbatches does nothing"
     most = played.most_virtual_stages
-    assert v <= most, f"{name} has at most {most} stages on each rank, not {v}"
-    assert not played.whole_rounds or m % p == 0, f"{name} goes in rounds of {p} microbatches, which do not divide {m}"
-    return played
-
-
-def _check(schedule: str, p: int, v: int, m: int, times: StageTimes) -> PipelineSchedule:
-    played = _check_sizes(schedule, p, v, m)
-    lengths = len(times.forward_s), len(times.backward_s), len(times.message_s)
-    expected = p * v, p * v, p * v - 1
-    assert lengths == expected, f"{p * v} stages take {expected} forwards, backwards and messages, not {lengths}"
-    assert not played.splits_backward or len(times.backward_weight_s) == p * v, f"{schedule} splits backwards in two"
+    assert v <= most, f"{schedule} has at most {most} stages on each rank, not {v}"
+    fits = not played.whole_rounds or m % p == 0
+    assert fits, f"{schedule} goes in rounds of {p} microbatches, which do not divide {m}"
+    if times:
+        lengths = len(times.forward_s), len(times.backward_s), len(times.message_s)
+        expected = p * v, p * v, p * v - 1
+        assert lengths == expected, f"{p * v} stages take {expected} forwards, backwards and messages, not {lengths}"
+        are_split = len(times.backward_weight_s) == p * v or not played.splits_backward
+        assert are_split, f"{schedule} splits backwards in two"
     return played
 
 
 def _busy(placement: Placement, m: int, times: StageTimes) -> tuple[float, ...]:
-    forward_s, backward_s = times.forward_s, times.backward_s
-    ranks = range(placement.num_ranks)
-    return tuple([m * (sum(placement.take(forward_s, r)) + sum(placement.take(backward_s, r))) for r in ranks])
+    of_ranks = [[placement.take(s, r) for s in (times.forward_s, times.backward_s)] for r in range(placement.num_ranks)]
+    return tuple([m * (sum(forward_s) + sum(backward_s)) for forward_s, backward_s in of_ranks])

@@ -26,20 +26,17 @@ repeats only every L waves; so x is compared with a mark whose distance doubles 
 which finds any c. Ends that agree up to e each give an error up to e per skip, since A never widens a difference.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate
 from math import inf
-from operator import itemgetter, sub
+from operator import sub
 
 from dtlayout.pipelining.actions import Action, Kind
 
 _TOLERANCE = 1e-11
 """Ends that differ by this fraction of a period's growth are equal; it bounds the relative error of the total."""
-
-Moment = tuple[tuple[int, int], ...]
-"""Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +69,7 @@ class StageTimes:
         return self.backward_weight_s[action.stage]
 
 
-@dataclass(frozen=True)
-class FastPath:
-    """What is known of a schedule without playing its actions, and equal to what playing them gives."""
-
-    finish: Callable[[int, int, int, StageTimes], list[float]]
-    """p, v, m and the stages' seconds → the end of each rank's last action."""
-    in_flight: Callable[[int, int, int, int], tuple[Moment, ...]]
-    """p, v, m and a rank → the moments at which it can hold most, as `timing.in_flight_peaks` gives them."""
-
-
-def to_moment(counts: Iterable[int]) -> Moment:
-    """Microbatches in flight of each chunk, equal neighbours together.
-
-    >>> to_moment([4, 2, 2])
-    ((4, 1), (2, 2))
-    """
-    return tuple((count, len(list(run))) for count, run in groupby(counts))
-
-
-def _finish_gpipe(p: int, v: int, m: int, times: StageTimes) -> list[float]:
+def finish_gpipe(p: int, v: int, m: int, times: StageTimes) -> list[float]:
     """All forwards flow to the last rank, then all backwards flow back: the first one's way, then the slowest's pace.
 
     No rank is still at its forwards when its first backward comes.
@@ -105,25 +83,13 @@ def _finish_gpipe(p: int, v: int, m: int, times: StageTimes) -> list[float]:
 
 _Work = tuple[float, float]  # seconds of an action; seconds from the end of what it waits for to its start
 _Wave = list[tuple[_Work, _Work]]  # per rank: forward, backward
+_Advance = Callable[[list[float], _Wave], list[float]]
 _IDLE: _Work = (0.0, -inf)
 
 
-def _work_of_stages(times: StageTimes) -> tuple[list[_Work], list[_Work]]:
-    """Forward and backward of each stage. The first forward waits for no stage, nor does the last backward."""
-    forwards = zip(times.forward_s, (-inf, *times.message_s), strict=True)
-    backwards = zip(times.backward_s, (*times.message_s, -inf), strict=True)
-    return list(forwards), list(backwards)
-
-
-def _finish_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
-    forwards, backwards = _work_of_stages(times)
-
-    def wave(t: int) -> _Wave:
-        return [
-            (forwards[r] if t < m else _IDLE, backwards[r] if 0 <= t - (p - 1) + r < m else _IDLE) for r in range(p)
-        ]
-
-    return _play(_advance_1f1b, [0.0] * p, wave, num_waves=m + p - 1, steady=range(p - 1, m), period=1)
+def finish_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
+    """The end of each rank's last action, by [Note: waves]."""
+    return _play(p, v, m, times, _advance_1f1b, [0.0] * p, [(0, p - 1 - rank) for rank in range(p)], period=1)
 
 
 def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
@@ -140,29 +106,11 @@ def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
     return after
 
 
-def _finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
-    messages_s = times.message_s if p > 1 else (0.0,) * (v - 1)  # one rank sends itself nothing
-    forwards, backwards = _work_of_stages(replace(times, message_s=messages_s))
-    warm_up = _warm_up(0, p, v)
-
-    def wave(t: int) -> _Wave:
-        works = []
-        for rank in range(p):
-            nth_forward, nth_backward = t - rank, t - warm_up + rank
-            forward_chunk, backward_chunk = nth_forward // p % v, v - 1 - nth_backward // p % v
-            works.append(
-                (
-                    forwards[forward_chunk * p + rank] if 0 <= nth_forward < m * v else _IDLE,
-                    backwards[backward_chunk * p + rank] if 0 <= nth_backward < m * v else _IDLE,
-                )
-            )
-        return works
-
-    ends = _play(
-        _advance_interleaved, [0.0] * (2 * p), wave,
-        num_waves=m * v + warm_up, steady=range(warm_up, m * v), period=p * v,
-    )  # fmt: skip
-    return ends[p:]
+def finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
+    """The end of each rank's last action, by [Note: waves]."""
+    warm_up = (v - 1) * p + 2 * (p - 1)
+    starts = [(rank, warm_up - rank) for rank in range(p)]
+    return _play(p, v, m, times, _advance_interleaved, [0.0] * (2 * p), starts, period=p * v)
 
 
 def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
@@ -183,27 +131,43 @@ def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
 
 
 def _play(
-    advance: Callable[[list[float], _Wave], list[float]],
-    ends: list[float],
-    wave: Callable[[int], _Wave],
-    num_waves: int,
-    steady: range,
+    p: int, v: int, m: int, times: StageTimes, advance: _Advance, ends: list[float], starts: list[tuple[int, int]],
     period: int,
-) -> list[float]:
-    """The ends after all waves, of which those in `steady` repeat with `period`."""
-    num_periods = len(steady) // period
-    for t in range(steady.start):
+) -> list[float]:  # fmt: skip
+    """The last p ends after all waves, of which those of the steady part repeat with `period`.
+
+    `starts` has for each rank the waves of its first forward and of its first backward.
+    """
+    messages_s = times.message_s if p > 1 else (0.0,) * (v - 1)  # one rank sends itself nothing
+    # The first forward waits for no stage, nor does the last backward.
+    forwards = list(zip(times.forward_s, (-inf, *messages_s), strict=True))
+    backwards = list(zip(times.backward_s, (*messages_s, -inf), strict=True))
+
+    def wave(t: int) -> _Wave:
+        works = []
+        for rank, (first_forward, first_backward) in enumerate(starts):
+            nth_forward, nth_backward = t - first_forward, t - first_backward
+            forward_chunk, backward_chunk = nth_forward // p % v, v - 1 - nth_backward // p % v
+            works.append(
+                (
+                    forwards[forward_chunk * p + rank] if 0 <= nth_forward < m * v else _IDLE,
+                    backwards[backward_chunk * p + rank] if 0 <= nth_backward < m * v else _IDLE,
+                )
+            )
+        return works
+
+    begin = max(first_backward for _, first_backward in starts)
+    num_periods = max(0, m * v - begin) // period
+    for t in range(begin):
         ends = advance(ends, wave(t))
     if num_periods:
-        ends = _play_periods(advance, ends, [wave(steady.start + t) for t in range(period)], num_periods)
-    for t in range(steady.start + num_periods * period, num_waves):
+        ends = _play_periods(advance, ends, [wave(begin + t) for t in range(period)], num_periods)
+    for t in range(begin + num_periods * period, m * v + begin):
         ends = advance(ends, wave(t))
-    return ends
+    return ends[-p:]
 
 
-def _play_periods(
-    advance: Callable[[list[float], _Wave], list[float]], ends: list[float], waves: list[_Wave], num_periods: int
-) -> list[float]:
+def _play_periods(advance: _Advance, ends: list[float], waves: list[_Wave], num_periods: int) -> list[float]:
     """The ends after so many rounds through the waves, see [Note: skipping equal periods]."""
     mark, marked_at = ends, 0
     done = 0
@@ -223,49 +187,3 @@ def _play_periods(
         elif done >= 2 * marked_at:
             mark, marked_at = ends, done
     return ends
-
-
-def _hold_all(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
-    return (((m, 1),),)
-
-
-def _hold_one_for_each_rank_that_follows(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
-    return (((min(p - rank, m), 1),),)
-
-
-def _hold_rounds(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
-    """After the warm-up a rank holds most between a forward and the backward that follows, warm_up + 1 in all.
-
-    From one such moment to the next the chunk of the forward gains one and the chunk of the backward loses one. That
-    changes where either goes on to another chunk, and all repeats after p·v moments. Where the forward goes on it holds
-    what it holds at some moment where the backward does: those, every p moments, are enough.
-    """
-    warm_up = _warm_up(rank, p, v)
-    if m * v <= warm_up:
-        return (((m, v),),)
-
-    def started(num_actions: int, place: int) -> int:
-        """How many of so many actions are of the chunk that comes at this place of a round."""
-        rounds, rest = divmod(num_actions, p * v)
-        return rounds * p + min(p, max(0, rest - place * p))
-
-    def held(n: int) -> Moment:
-        num_forwards = warm_up + n + 1
-        forward_place, backward_place = num_forwards // p % v, v - 1 - n // p % v
-        ends = {0, v, forward_place, forward_place + 1, backward_place, backward_place + 1}
-        cuts = [c for c in sorted(ends) if c <= v]
-        runs = [(started(num_forwards, c) - started(n, v - 1 - c), end - c) for c, end in pairwise(cuts)]
-        return tuple((count, sum(length for _, length in run)) for count, run in groupby(runs, key=itemgetter(0)))
-
-    moments = range(0, min(p * v, m * v - warm_up), p)
-    return tuple(sorted({held(n) for n in moments}, reverse=True))
-
-
-def _warm_up(rank: int, p: int, v: int) -> int:
-    """Forwards of a rank before the one that its first backward follows, under interleaved-1f1b."""
-    return (v - 1) * p + 2 * (p - 1 - rank)
-
-
-GPIPE_FAST = FastPath(_finish_gpipe, _hold_all)
-ONE_F_ONE_B_FAST = FastPath(_finish_1f1b, _hold_one_for_each_rank_that_follows)
-INTERLEAVED_1F1B_FAST = FastPath(_finish_interleaved_1f1b, _hold_rounds)

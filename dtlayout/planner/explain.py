@@ -19,7 +19,7 @@ from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, show_value
 from dtlayout.model_shape import divisors
-from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, known_schedules
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
 LEAST_GAIN = 0.01
 """Share of the step that a change must save to be worth a word; less is within what measured steps vary."""
@@ -142,7 +142,7 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
             yield knob, replace(layout, **{knob: value})
     if layout.pp > 1:
         most = max(1, min(_MOST_VIRTUAL_STAGES, num_layers // layout.pp))
-        for (name, schedule), v in product(known_schedules().items(), range(1, most + 1)):
+        for (name, schedule), v in product(SCHEDULES.items(), range(1, most + 1)):
             if schedule.takes(layout.pp, v):
                 yield "schedule", _settle(layout, {"schedule": name, "virtual_stages": v})
 

@@ -109,7 +109,7 @@ class Search:
         self.estimator = Estimator(space.scenario)
         self.allowed_bytes = max_memory * self.estimator.capacity_bytes
         self._peaks = Peaks(self.estimator)
-        whole = StageSlice(0, range(space.scenario.model.num_layers), embedding=True, head=True)
+        whole = StageSlice(range(space.scenario.model.num_layers), embedding=True, head=True)
         self._whole = {each: StageClass.of(whole, Recompute.parse(each)) for each in space.recompute}
         self._candidates = Candidates(space, self.estimator, self._peaks, self.allowed_bytes)
 

@@ -34,7 +34,7 @@ from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
-from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, known_schedules
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from dtlayout.recompute import Recompute
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class Space:
             fewest = {-(-layers // (pp * size)) for size in range(smallest, layers // pp + 1)}
             virtual_stages = {self.fixed["virtual_stages"]} if "virtual_stages" in self.fixed else fewest | {1}
             usable = [v for v in sorted(virtual_stages) if v == 1 or pp * v <= layers]
-            found = [(name, v) for name, schedule in known_schedules().items() for v in usable if schedule.takes(pp, v)]
+            found = [(name, v) for name, schedule in SCHEDULES.items() for v in usable if schedule.takes(pp, v)]
         if "schedule" in self.fixed:  # also one that is not legal here, which is then refused as such
             wanted = self.fixed["schedule"]
             found = [order for order in found if order[0] == wanted] or [(wanted, self.fixed.get("virtual_stages", 1))]

@@ -5,6 +5,7 @@ recomputation goes inside the FSDP unit, so that a unit gathers once for its bac
 recomputation; FSDP2's hooks stay outside of what is compiled.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -12,14 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtlayout.errors import InvalidConfig
@@ -28,27 +22,9 @@ from dtlayout.kernels import Compile
 from dtlayout.mesh.axes import TP
 from dtlayout.ops.loss import Head
 from dtlayout.plans.fsdp import GradientSync, shard
-from dtlayout.plans.local_norm import HeadNorm, SequenceNorm
-from dtlayout.plans.plan import Plan, match_names
-from dtlayout.plans.tensor import TensorStyle
-from dtlayout.plans.vocab_parallel import VocabParallelHead
+from dtlayout.plans.plan import Plan, TensorStyle, match_names
+from dtlayout.plans.styles import STYLES
 from dtlayout.recompute import Kept, Recompute
-
-SEQUENCE = Shard(1)  # hidden states are [B, S, D]
-
-STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "rowwise-scatter": lambda: RowwiseParallel(output_layouts=SEQUENCE),
-    "embedding": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding-scatter": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
-    "input": lambda: _prepare_first_input(Replicate()),
-    "input-gather": lambda: _prepare_first_input(SEQUENCE),
-    "sequence": SequenceNorm,
-    "head": lambda: VocabParallelHead(Replicate()),
-    "head-gather": lambda: VocabParallelHead(SEQUENCE),
-    "head-norm": HeadNorm,
-}
 
 
 def apply_plan(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
@@ -67,16 +43,18 @@ def apply_plan(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
 
 def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism; parameters that were tied stay tied."""
-    ties = _find_ties(module)
+    names_of = defaultdict[int, list[str]](list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of[id(parameter)].append(name)
     names = [name for name, _ in module.named_modules()]
     found: dict[str, ParallelStyle] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, names):
             found.setdefault(name, STYLES[style]())  # the first pattern that matches decides
     parallelize_module(module, tp_mesh, found)
-    for first, second in ties:  # parallelize_module splits each on its own, and so unties them
-        owner, _, attribute = second.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+    for first, *others in names_of.values():  # parallelize_module splits each on its own, and so unties them
+        for owner, _, attribute in (other.rpartition(".") for other in others):
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
 def prepare_blocks(module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool) -> None:
@@ -122,25 +100,6 @@ def await_embedding(module: nn.Module) -> None:
     """Copy the embedding's sum over tp, since a compiled block cannot take a tensor that waits for its collective."""
     for embedding in (part for part in module.modules() if isinstance(part, nn.Embedding)):
         embedding.register_forward_hook(lambda _, inputs, output: output.clone())
-
-
-def _prepare_first_input(placement: Replicate | Shard) -> PrepareModuleInput:
-    """The first argument, hidden states, goes in replicated; the RoPE tables stay as they are.
-
-    One DTensor for all the matmuls that read it: their gradients add up before one collective.
-    """
-    return PrepareModuleInput(input_layouts=(placement,), desired_input_layouts=(Replicate(),), use_local_output=False)
-
-
-def _find_ties(module: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of names of one parameter: (the first, another)."""
-    first_names: dict[int, str] = {}
-    ties = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
-        if first != name:
-            ties.append((first, name))
-    return ties
 
 
 _MATMULS = {"aten.mm.default", "aten.addmm.default"}

@@ -61,12 +61,7 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     groups = [group for unit in plan.units for group in _members(unit, names)]
     for members in [*groups, [""]]:  # the root comes last
         modules = [module.get_submodule(name) for name in members]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=data_mesh(mesh),
-            reshard_after_forward=not keep_gathered,
-            mp_policy=policy,
-        )
+        fully_shard(modules, mesh=data_mesh(mesh), reshard_after_forward=not keep_gathered, mp_policy=policy)
     in_order = sorted((members[0] for members in groups), key=names.index)
     units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
     for unit in units:

@@ -40,19 +40,15 @@ def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, devic
     residual stream have it divided by sqrt(2 · num_layers) (GPT-2; Megatron-LM), so that it does not grow with depth.
     """
     allocate(modules, device)
-    description = describe(model)
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            name = model.aliases.get(name, name)
-            match description.find(name).initial:
-                case "ones":
-                    nn.init.ones_(parameter)
-                case "zeros":
-                    nn.init.zeros_(parameter)
-                case "normal":
-                    fill_normal(parameter, INIT_STD, seed, name)
-                case "residual":
-                    fill_normal(parameter, INIT_STD / math.sqrt(2 * model.num_layers), seed, name)
+    constants = {"ones": 1.0, "zeros": 0.0}
+    stds = {"normal": INIT_STD, "residual": INIT_STD / math.sqrt(2 * model.num_layers)}
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
+        name = model.aliases.get(name, name)
+        initial = describe(model).find(name).initial
+        if initial in constants:
+            nn.init.constant_(parameter, constants[initial])
+        else:
+            fill_normal(parameter, stds[initial], seed, name)
 
 
 @torch.no_grad()

@@ -2,6 +2,23 @@
 
 A pattern is a module's full name in which `*` stands for one part: "model.layers.*.mlp". A plan is made for the whole
 model and applied to any part of it, since a pipeline stage keeps the names of the whole.
+
+Tensor and sequence parallelism follow Megatron (arXiv:1909.08053; with sequence parallelism arXiv:2205.05198): matmuls
+come in pairs, the first split by columns and the second by rows, so that one collective closes the pair. The embedding
+and the head are split over the vocabulary, and the loss is computed on the split logits. What a style sends over tp for
+each microbatch:
+
+| style | forward | backward |
+|---|---|---|
+| input | | all-reduce |
+| input-gather | all-gather | reduce-scatter |
+| colwise below an input | | |
+| rowwise, embedding | all-reduce | |
+| rowwise-scatter, embedding-scatter | reduce-scatter | all-gather |
+| sequence | | (weight gradients: an all-reduce when gradients are synchronised) |
+| head | two all-reduces, of one and of two numbers a token | all-reduce |
+| head-gather | all-gather, and these two | reduce-scatter |
+| head-norm | | (weight gradients: an all-reduce when gradients are synchronised) |
 """
 
 import re
@@ -12,10 +29,15 @@ from typing import Literal
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.models.description import BLOCKS, EMBEDDING, FINAL_NORM, HEAD
-from dtlayout.plans.tensor import TensorStyle, tensor_styles
+from dtlayout.models.description import BLOCKS, EMBEDDING, FINAL_NORM, HEAD, Linear, Norm
+from dtlayout.models.families import describe
 from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
+
+TensorStyle = Literal[
+    "colwise", "rowwise", "rowwise-scatter", "embedding", "embedding-scatter", "input", "input-gather", "sequence",
+    "head", "head-gather", "head-norm",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +88,29 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
         precision=precision,
         compile=kernels.compile,
     )
+
+
+def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
+    """Pattern → style of each module that tp changes; empty at tp = 1."""
+    if layout.tp == 1:
+        return {}
+    scatter = layout.shards_sequence
+    styles: dict[str, TensorStyle] = {EMBEDDING: "embedding-scatter" if scatter else "embedding"}
+    for operation in describe(model).block:
+        match operation:
+            case Norm(is_of_heads=True):
+                styles[f"{BLOCKS}.{operation.module}"] = "head-norm"
+            case Norm() if scatter:
+                styles[f"{BLOCKS}.{operation.module}"] = "sequence"
+            case Linear(style="colwise"):
+                branch = operation.module.rpartition(".")[0]
+                styles.setdefault(f"{BLOCKS}.{branch}", "input-gather" if scatter else "input")
+                styles[f"{BLOCKS}.{operation.module}"] = "colwise"
+            case Linear(style="rowwise"):
+                styles[f"{BLOCKS}.{operation.module}"] = "rowwise-scatter" if scatter else "rowwise"
+    if scatter:
+        styles[FINAL_NORM] = "sequence"
+    return styles | {HEAD: "head-gather" if scatter else "head"}
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:

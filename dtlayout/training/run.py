@@ -23,7 +23,7 @@ from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
-from dtlayout.mesh.ranks import dp_rank
+from dtlayout.mesh.axes import dp_rank
 from dtlayout.models.counting import count_parameters
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.partition import count_blocks

@@ -13,7 +13,7 @@ from dtlayout.mesh.axes import PP
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import IGNORED
 from dtlayout.pipelining.runtime import Runtime
-from dtlayout.pipelining.tied import parameters_counted_once, sum_tied_gradients
+from dtlayout.pipelining.tied import sum_tied_gradients
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
 
 
@@ -53,7 +53,8 @@ class TrainStep:
         self.max_norm = max_norm
         self.mesh = mesh
         self.aliases = aliases
-        self.counted = parameters_counted_once(self.modules, aliases)
+        named = [each for module in self.modules for each in module.named_parameters()]
+        self.counted = [p for name, p in named if name not in aliases]  # where one stage holds both ends, they are one
         self.num_copies = mesh.size() // (mesh["dp_replicate"].size() * mesh["dp_shard"].size())
 
     def __call__(
@@ -72,7 +73,7 @@ class TrainStep:
         """The step without waiting for its numbers: loss, squared gradient norm and the ranks that ask to stop."""
         parts = () if starts is None else starts.chunk(self.runtime.schedule.num_microbatches)
         documents = [Documents.from_starts(part) for part in parts]
-        if self.runtime.device_type == "cuda":
+        if self.mesh.device_type == "cuda":
             documents = [each.pinned() for each in documents]
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=self._count_targets(targets))
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)

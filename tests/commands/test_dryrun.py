@@ -16,7 +16,7 @@ from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.ledger import Footprint, Highest
-from dtlayout.mesh.ranks import coordinate
+from dtlayout.mesh.axes import coordinate
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
 from dtlayout.planner.runs import Run
 from dtlayout.training.metrics import MemoryCurves

@@ -13,14 +13,14 @@ from ranks import Ranks
 from dtlayout.config import check_layout, parse_config
 from dtlayout.device import Device
 from dtlayout.errors import InvalidLayout
-from dtlayout.kernel import known_kernels
+from dtlayout.kernel import KERNELS
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 
 AXES: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa-flash", "sdpa-math"),
     "norm": ("fused", "eager"),
-    "loss": tuple(known_kernels("loss")),
+    "loss": tuple(KERNELS["loss"]),
     "compile": get_args(Compile),
     "recompute": ("none", "full", "selective", "keep-attention", "keep-matmuls"),  # every-N: tests of parity
     "zero": (1, 2, 3),

@@ -12,7 +12,7 @@ from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.measure.ledger import Footprint
-from dtlayout.mesh.ranks import coordinate
+from dtlayout.mesh.axes import coordinate
 from dtlayout.models.operations import Attention, Matmul, Operation, Pass
 from dtlayout.pipelining.actions import Action, Kind
 

@@ -10,8 +10,8 @@ PROGRAM = """
 import sys
 import dtlayout
 from dtlayout.models.families import FAMILIES
-from dtlayout.optimizers import known_optimizers
-print(*FAMILIES, *known_optimizers(), "torch" in sys.modules)
+from dtlayout.optimizers import OPTIMIZERS
+print(*FAMILIES, *OPTIMIZERS, "torch" in sys.modules)
 """
 
 

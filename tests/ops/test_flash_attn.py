@@ -18,7 +18,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.models.llama import Llama
 from dtlayout.ops.attention import attention_implementation, causal_attention, prepare_mask
 from dtlayout.ops.documents import Documents
-from dtlayout.ops.flash_attn import override_flash
+from dtlayout.ops.flash_attn import FlashAttn
 from dtlayout.plans.apply import prepare_blocks
 from dtlayout.plans.init import initialize
 from dtlayout.recompute import Recompute
@@ -194,7 +194,7 @@ def test_a_package_that_cannot_be_loaded_is_one_line(packages, kernel, module, s
 def on_cpu(packages):
     """flash-attn under aten's operators for the CPU, where PyTorch has none of its own."""
     add_packages(packages)
-    handle = override_flash("CPU")
+    handle = FlashAttn("CPU")
     yield
     handle.remove()
     assert not any(is_overridden(operator, "CPU") for operator in (FORWARD, BACKWARD, *BY_DOCUMENT))

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dtlayout.kernel import known_kernels
+from dtlayout import kernel
 from dtlayout.kernels import count_loss_chunks
 from dtlayout.ops.loss import IGNORED, Head, token_losses
 
-KERNELS = list(known_kernels("loss"))
+LOSSES = list(kernel.KERNELS["loss"])
 B, S, D, V = 3, 7, 5, 11
 generator = torch.Generator().manual_seed(0)
 HIDDEN = torch.randn(B, S, D, dtype=torch.float64, generator=generator)
@@ -38,7 +38,7 @@ def reference(targets: Tensor, *, dtype=torch.float64, scale=0.37) -> tuple[Tens
     return loss.detach(), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LOSSES)
 @pytest.mark.parametrize("targets", [TARGETS, MASKED], ids=["all", "masked"])
 def test_every_kernel_is_the_reference_forward_and_backward(kernel, targets):
     assert 0 < (MASKED != IGNORED).sum() < MASKED.numel()
@@ -57,12 +57,12 @@ def test_the_number_of_targets_changes_no_format(dtype, num_targets):
     )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LOSSES)
 def test_without_a_valid_target_loss_and_gradients_are_zero_and_not_nan(kernel):
     assert all((found == 0).all() for found in run(kernel, torch.full_like(TARGETS, IGNORED)))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LOSSES)
 def test_in_bf16_the_loss_is_in_fp32_and_gradients_are_as_near_as_bf16_comes(kernel):
     loss, *gradients = run(kernel, MASKED, dtype=torch.bfloat16)
     expected, *exact = reference(MASKED, dtype=torch.bfloat16)
@@ -81,7 +81,7 @@ def test_a_target_that_is_nearly_certain_keeps_its_gradient_in_bf16():
     torch.testing.assert_close(gradient[0, 0].float(), torch.tensor(-9.11e-4), rtol=5e-3, atol=0)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LOSSES)
 def test_the_number_of_targets_divides_before_gradients_are_rounded(kernel):
     """1 / 32,640 is 0.2 % off in bf16, and gradients that were scaled with it would be too, all to the same side."""
     *_, found = run(kernel, TARGETS, dtype=torch.bfloat16, scale=1 / 32_640)
@@ -90,7 +90,7 @@ def test_the_number_of_targets_divides_before_gradients_are_rounded(kernel):
     assert abs(ratio - 1) < 1e-3
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LOSSES)
 def test_without_targets_the_head_gives_logits(kernel):
     head = Head(D, V, kernel, torch.float64)
     torch.testing.assert_close(head(HIDDEN), HIDDEN @ head.weight.T)

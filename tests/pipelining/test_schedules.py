@@ -22,8 +22,8 @@ from dtlayout.pipelining.runtime import build_runtime
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.pipelining.schedules import (
     DEFAULT_SCHEDULE,
+    SCHEDULES,
     find_schedule,
-    known_schedules,
     register_schedule,
     schedule_with,
 )
@@ -57,7 +57,7 @@ def test_a_name_is_given_once():
 
 def test_what_is_registered_is_known_beside_what_is_shipped_and_forgotten_after_the_block():
     with registered(replace(V_GPIPE, name="mine")):
-        assert list(known_schedules())[-1] == "mine"
+        assert list(SCHEDULES)[-1] == "mine"
         Layout(schedule="mine")
     with pytest.raises(InvalidLayout, match=r"'mine' is unknown; use one of \['gpipe', '1f1b', 'interleaved-1f1b', "):
         Layout(schedule="mine")
@@ -69,7 +69,7 @@ def test_the_default_takes_no_virtual_stages_and_others_do():
 
 
 def test_only_schedules_with_such_actions_split_backwards():
-    assert [name for name, schedule in known_schedules().items() if schedule.splits_backward] == ["zb-h1"]
+    assert [name for name, schedule in SCHEDULES.items() if schedule.splits_backward] == ["zb-h1"]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtlayout.pipelining.sharing import time_shared_pipeline
-from dtlayout.pipelining.timing import time_pipeline
+from dtlayout.pipelining.timing import time_pipeline, time_shared_pipeline
 from dtlayout.pipelining.waves import StageTimes
 
 SECONDS = st.floats(0.01, 1.0)

@@ -14,8 +14,8 @@ from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.placement import Looped, Placement
 from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
 from dtlayout.pipelining.timing import (
+    Moment,
     PipelineTime,
-    count_in_flight,
     in_flight_peaks,
     lower_bound,
     play_actions,
@@ -23,7 +23,7 @@ from dtlayout.pipelining.timing import (
     time_pipeline,
     weigh_moments,
 )
-from dtlayout.pipelining.waves import Moment, StageTimes
+from dtlayout.pipelining.waves import StageTimes
 
 Case = tuple[str, int, int, int]  # schedule, ranks, virtual stages, microbatches
 
@@ -261,7 +261,7 @@ def test_peaks_hold_as_much_as_any_moment_whatever_a_chunk_takes(case, data):
 def test_no_peak_is_below_another(case):
     for rank in range(case[1]):
         vectors = list(map(spread, in_flight_peaks(*case, rank)))
-        assert len(set(vectors)) == len(vectors) <= case[2]
+        assert len(set(vectors)) == len(vectors)
         for one in vectors:
             assert not any(one != other and all(x <= y for x, y in zip(one, other, strict=True)) for other in vectors)
 
@@ -307,12 +307,7 @@ def test_a_fast_path_gives_what_playing_the_actions_gives(case, data):
     name, p, v, m = case
     schedule, times = find_schedule(name), data.draw(stage_times(p * v))
     ends = pytest.approx(play_actions(schedule, place(case), m, times), rel=1e-9, abs=1e-12)
-    assert list(schedule.fast.finish(p, v, m, times)) == ends
-    sizes = data.draw(st.lists(st.integers(0, 100), min_size=v, max_size=v))
-    for rank in range(p):
-        played = count_in_flight(schedule, place(case), m, rank)
-        assert set(schedule.fast.in_flight(p, v, m, rank)) <= set(played)
-        assert max(weigh_moments(in_flight_peaks(*case, rank), sizes)) == max(weigh_moments(played, sizes))
+    assert list(schedule.fast(p, v, m, times)) == ends
 
 
 @settings(deadline=None)

@@ -25,7 +25,7 @@ from dtlayout.models.llama import Llama
 from dtlayout.models.operations import Attention, Matmul, Pass
 from dtlayout.pipelining.schedule import Kind
 from dtlayout.plans.apply import split_tensors
-from dtlayout.plans.tensor import tensor_styles
+from dtlayout.plans.plan import tensor_styles
 from dtlayout.recompute import Recompute
 
 MODELS = pytest.mark.parametrize("model", [SHAPE, QWEN2, QWEN3], ids=lambda model: model.family)

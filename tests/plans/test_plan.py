@@ -12,8 +12,7 @@ from dtlayout.layout import Layout
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
-from dtlayout.plans.plan import make_plan, match_names
-from dtlayout.plans.tensor import tensor_styles
+from dtlayout.plans.plan import make_plan, match_names, tensor_styles
 from dtlayout.precision import Precision
 
 MODEL = find_preset("debug")

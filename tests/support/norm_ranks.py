@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtlayout.ops.norm import RMSNorm
-from dtlayout.plans.apply import STYLES
-from dtlayout.plans.local_norm import SequenceNorm
+from dtlayout.plans.styles import STYLES, SequenceNorm
 
 
 class _LigerRMSNormFunction(torch.autograd.Function):

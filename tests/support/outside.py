@@ -38,7 +38,7 @@ ZB_H1 = PipelineSchedule(name="zb-h1", order=order_zb_h1, least_rounds=1)
 @contextmanager
 def registered(*records: PipelineSchedule) -> Iterator[None]:
     """A block in which these schedules are known too."""
-    with mock.patch.dict(schedules._SCHEDULES):
+    with mock.patch.dict(schedules.SCHEDULES):
         for record in records:
             register_schedule(record)
         yield

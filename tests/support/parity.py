@@ -17,7 +17,7 @@ from dtlayout.batch import Batch
 from dtlayout.data.samples import find_starts
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.mesh.ranks import dp_rank
+from dtlayout.mesh.axes import dp_rank
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents

@@ -37,8 +37,8 @@ def plugged_in(name: str) -> Iterator[ModuleType]:
     """A block in which a plugin is imported, and after which nobody knows what it has registered."""
     module = f"extending.plugins.{name}"
     registries: list[dict[str, Any]] = [
-        cluster._read_constants(), engine._read_engines(), *kernel._TABLE.values(), schedules._SCHEDULES,
-        families.FAMILIES, presets.PRESETS, optimizers._OPTIMIZERS,
+        cluster._read_constants(), engine._read_engines(), *kernel.KERNELS.values(), schedules.SCHEDULES,
+        families.FAMILIES, presets.PRESETS, optimizers.OPTIMIZERS,
     ]  # fmt: skip
     with ExitStack() as stack:
         for registry in registries:
