@@ -13,7 +13,14 @@ from math import inf
 from dtlayout.errors import InvalidConfig
 from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.placement import Looped, Placement
-from dtlayout.pipelining.waves import StageTimes, finish_1f1b, finish_gpipe, finish_interleaved_1f1b
+from dtlayout.pipelining.waves import (
+    Moment,
+    StageTimes,
+    finish_1f1b,
+    finish_gpipe,
+    finish_interleaved_1f1b,
+    hold_rounds,
+)
 
 DEFAULT_SCHEDULE = "1f1b"
 """What a layout has that names none, and one whose pipeline is off."""
@@ -46,6 +53,8 @@ class PipelineSchedule:
     """Whether a rank does all microbatches of a stage in a row, so that a longer step only has longer rows."""
     fast: Callable[[int, int, int, StageTimes], list[float]] | None = None
     """p, v, m and the stages' seconds → the end of each rank's last action, without playing them one by one."""
+    in_flight: Callable[[int, int, int, int], tuple[Moment, ...]] | None = None
+    """p, v, m and a rank → the moments at which it can hold most, likewise."""
 
     def takes(self, pp: int, virtual_stages: int) -> bool:
         """Whether it goes with so many ranks and virtual stages."""
@@ -117,7 +126,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
         ),
         PipelineSchedule(
             name="interleaved-1f1b", order=_order_interleaved_1f1b, least_virtual_stages=2, most_virtual_stages=inf,
-            whole_rounds=True, enough=_three_rounds, fast=finish_interleaved_1f1b,
+            whole_rounds=True, enough=_three_rounds, fast=finish_interleaved_1f1b, in_flight=hold_rounds,
         ),
     )
 }  # fmt: skip

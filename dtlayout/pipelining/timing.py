@@ -16,10 +16,7 @@ from operator import le
 from dtlayout.pipelining.actions import RELEASE, Action, Kind, Result, input_of, result_of
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
-from dtlayout.pipelining.waves import StageTimes
-
-Moment = tuple[tuple[int, int], ...]
-"""Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
+from dtlayout.pipelining.waves import Moment, StageTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +184,7 @@ def in_flight_peaks(
 
     A microbatch is held from the start of its forward to the end of its backward, of both parts of it. Whatever one of
     them takes in each chunk, the most that is ever held is the largest of `weigh_moments`; no moment is below another.
+    A rank's actions are played, or the schedule says it itself.
 
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
     (((4, 1), (1, 1)), ((3, 1), (2, 1)))
@@ -194,8 +192,11 @@ def in_flight_peaks(
     played = _check(schedule, num_ranks, virtual_stages, num_microbatches)
     placement = played.place(num_ranks, virtual_stages)
     if played.is_breadth_first:  # it holds a row of microbatches or none
-        return _count_in_flight(played, placement, 1, rank, each=num_microbatches)
-    return _count_in_flight(played, placement, played.shorten(placement, num_microbatches), rank)
+        return count_in_flight(played, placement, 1, rank, each=num_microbatches)
+    shortened = played.shorten(placement, num_microbatches)
+    if played.in_flight:
+        return played.in_flight(num_ranks, virtual_stages, shortened, rank)
+    return count_in_flight(played, placement, shortened, rank)
 
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
@@ -216,9 +217,10 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
 
 
 @lru_cache(maxsize=1024)
-def _count_in_flight(
+def count_in_flight(
     schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1
 ) -> tuple[Moment, ...]:
+    """`in_flight_peaks` by playing a rank's actions, `each` of which stands for so many microbatches."""
     counts, grows = [0] * placement.virtual_stages, False
     moments: set[tuple[int, ...]] = set()
     for action in schedule.order(placement, rank, m):

@@ -28,15 +28,18 @@ which finds any c. Ends that agree up to e each give an error up to e per skip, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby, pairwise
 from math import inf
-from operator import sub
+from operator import itemgetter, sub
 
 from dtlayout.pipelining.actions import Action, Kind
 
 _TOLERANCE = 1e-11
 """Ends that differ by this fraction of a period's growth are equal; it bounds the relative error of the total."""
+
+Moment = tuple[tuple[int, int], ...]
+"""Microbatches that a rank holds at one moment, chunk 0 first: (how many, of each of so many chunks in a row)."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
 
 def finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
     """The end of each rank's last action, by [Note: waves]."""
-    warm_up = (v - 1) * p + 2 * (p - 1)
+    warm_up = _warm_up(0, p, v)
     starts = [(rank, warm_up - rank) for rank in range(p)]
     return _play(p, v, m, times, _advance_interleaved, [0.0] * (2 * p), starts, period=p * v)
 
@@ -187,3 +190,37 @@ def _play_periods(advance: _Advance, ends: list[float], waves: list[_Wave], num_
         elif done >= 2 * marked_at:
             mark, marked_at = ends, done
     return ends
+
+
+@lru_cache(maxsize=1024)
+def hold_rounds(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
+    """`timing.in_flight_peaks` of interleaved-1f1b, or as many of them as hold most whatever a chunk takes.
+
+    After the warm-up a rank holds most between a forward and the backward that follows, warm_up + 1 in all. From one
+    such moment to the next the chunk of the forward gains one and the chunk of the backward loses one. That changes
+    where either goes on to another chunk, and all repeats after p·v moments. Where the forward goes on it holds what it
+    holds at some moment where the backward does: those, every p moments, are enough.
+    """
+    warm_up = _warm_up(rank, p, v)
+    if m * v <= warm_up:
+        return (((m, v),),)
+
+    def started(num_actions: int, place: int) -> int:
+        """How many of so many actions are of the chunk that comes at this place of a round."""
+        rounds, rest = divmod(num_actions, p * v)
+        return rounds * p + min(p, max(0, rest - place * p))
+
+    def held(n: int) -> Moment:
+        num_forwards = warm_up + n + 1
+        forward_place, backward_place = num_forwards // p % v, v - 1 - n // p % v
+        ends = {0, v, forward_place, forward_place + 1, backward_place, backward_place + 1}
+        cuts = [c for c in sorted(ends) if c <= v]
+        runs = [(started(num_forwards, c) - started(n, v - 1 - c), end - c) for c, end in pairwise(cuts)]
+        return tuple((count, sum(length for _, length in run)) for count, run in groupby(runs, key=itemgetter(0)))
+
+    return tuple(sorted({held(n) for n in range(0, min(p * v, m * v - warm_up), p)}, reverse=True))
+
+
+def _warm_up(rank: int, p: int, v: int) -> int:
+    """Forwards of a rank before the one that its first backward follows, under interleaved-1f1b."""
+    return (v - 1) * p + 2 * (p - 1 - rank)
