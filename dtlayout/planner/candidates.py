@@ -15,7 +15,7 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
+from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, StageLayout, StateLayout, part_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.peaks import Moments, Peaks, RankGroup, Stages, gradient_phase
@@ -112,7 +112,7 @@ class Candidates:
         self.undominated = cache(self._find_undominated)
         """Kernels with a StageLayout that are not both slower and larger than others."""
         self._kernels, self._states = cache(self._find_kernels), cache(self._find_states)
-        self._pipelines = cache(self._find_pipeline)
+        self._pipelines, self._group_states = cache(self._find_pipeline), cache(self._find_group_states)
 
     def find(self, left_out: LeftOut) -> Iterator[Candidate]:
         """All of them; the others are counted."""
@@ -153,7 +153,7 @@ class Candidates:
         allowed, known = self.allowed_bytes, left_out.limit_bytes
         limit = max(allowed, known)
         held: list[float] = []
-        for beside, state_bytes in zip(self.peaks.held_bytes(block, pipeline.in_flight), state.least, strict=False):
+        for beside, state_bytes in zip(self.peaks.held_bytes(block, pipeline.in_flight), state.least, strict=True):
             if beside + state_bytes > limit:  # in any way, and by more than another
                 left_out.counts["does not fit"] += len(state.ways)
                 return None
@@ -184,12 +184,18 @@ class Candidates:
         return Pipeline(self.peaks.stages(pipeline), self.peaks.in_flight(pipeline, m), state)
 
     def _find_states(self, pipeline: PipelineLayout, tp: int, phase: int) -> State:
-        examples = self.examples(tp, pipeline.pp)
-        parts = tuple([part_of(example, StateLayout) for example in examples.values()])
-        sizes = self.peaks.sizes(pipeline, tp)
-        least = self.peaks.state_bytes(parts, sizes, phase)
-        ways = tuple(zip(examples, least, strict=True))
-        return State(tuple([n for n, _ in sizes]), ways, tuple(map(min, zip(*least, strict=True))))
+        groups = self.peaks.stages(pipeline).groups
+        num_parameters, least = zip(
+            *[self._group_states(g.counts, tp, pipeline.pp, phase) for g in groups], strict=True
+        )
+        ways = tuple(zip(self.examples(tp, pipeline.pp), zip(*least, strict=True), strict=True))
+        return State(num_parameters, ways, tuple([min(each, default=inf) for each in least]))
+
+    def _find_group_states(
+        self, counts: tuple[tuple[StageClass, int], ...], tp: int, pp: int, phase: int
+    ) -> tuple[float, list[float]]:
+        ways = [part_of(example, StateLayout) for example in self.examples(tp, pp).values()]
+        return self.peaks.state_bytes(counts, tp, ways, phase)
 
     def _find_kernels(self, tp: int, recompute: str) -> list[Kernels]:
         return [kernels for kernels in self.space.kernels if self.space.allows_kernels(kernels, tp, recompute)]

@@ -7,16 +7,17 @@ evaluations. Their sum is a lower bound of the rank's need: the need itself wher
 the same blocks are one group: of a group the first rank, which warms up longest, holds most.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
-from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, StateLayout, part_of
+from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, part_of
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -37,6 +38,8 @@ class RankGroup:
     """The ranks, first to last."""
     classes: tuple[StageClass, ...]
     """The class of each of their stages."""
+    counts: tuple[tuple[StageClass, int], ...]
+    """What of them its parameters depend on, nothing recomputed: the different ones, and how many of each."""
     before: tuple[tuple[StageClass, int], ...]
     """Classes of the first chunks of all ranks before the last of these, and how many of each."""
     recomputes: bool
@@ -80,9 +83,10 @@ def group_stages(estimator: Estimator, pipeline: PipelineLayout) -> Stages:
     groups = []
     for group, members in ranks.items():
         above = classes[: members[-1]]
-        counts = tuple((c, above.count(c)) for c in dict.fromkeys(above))
+        before = tuple(Counter(above).items())
         recomputes, has_head = any(c.num_recomputed for c in group), any(c.head for c in group)
-        groups.append(RankGroup(tuple(members), group, counts, recomputes, has_head))
+        counts = tuple(Counter(c._replace(num_recomputed=0) for c in group).items())
+        groups.append(RankGroup(tuple(members), group, counts, before, recomputes, has_head))
     return Stages(classes, tuple(dict.fromkeys(classes)), tuple(groups))
 
 
@@ -100,8 +104,6 @@ class Peaks:
         """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
         self.in_flight = cache(self._find_in_flight)
         """Each group of ranks of a PipelineLayout with what it has in flight in a step of m microbatches."""
-        self._sizes = cache(partial(_count_sizes, self.scenario))
-        self._least_states = cache(self._find_least_states)
 
     def held_bytes(self, block: BlockBytes, in_flight: Iterable[tuple[RankGroup, Moments]]) -> Iterator[float]:
         """Least bytes that each group of ranks holds beside its state."""
@@ -111,18 +113,18 @@ class Peaks:
             logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
             yield blocks + (max(again, logits) if self._is_fsdp2 else again + logits)
 
-    def sizes(self, pipeline: PipelineLayout, tp: int) -> list[tuple[float, float]]:
-        """For each group of ranks its parameters and those of its largest unit."""
-        return [self._sizes(group.classes, tp) for group in self.stages(pipeline).groups]
-
     def state_bytes(
-        self, ways: tuple[StateLayout, ...], sizes: Iterable[tuple[float, float]], phase: int
-    ) -> list[tuple[float, ...]]:
-        """For each way to share the state what each group of ranks has at least whatever it computes.
+        self, counts: tuple[tuple[StageClass, int], ...], tp: int, ways: Iterable[Any], phase: int
+    ) -> tuple[float, list[float]]:
+        """Parameters of a rank with so many stages of each class, and for each way to share it the least of its state.
 
-        `sizes` are those of the groups, `phase` is the `gradient_phase` of the pipeline's schedule.
+        `phase` is the `gradient_phase` of the pipeline's schedule.
         """
-        return list(zip(*[self._least_states(ways, *size, phase) for size in sizes], strict=True))
+        model, examples = self.scenario.model, [(each.example, count) for each, count in counts]
+        n = sum([count * memory.count_stage_parameters(model, stage, tp) for stage, count in examples])
+        unit = memory.largest_unit(model, [stage for stage, _ in examples], tp)
+        overhead = self.scenario.engine.constants.overhead_bytes
+        return n, [overhead + self.least_state_bytes(way, n, unit, phase) for way in ways]
 
     def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[tuple[RankGroup, Moments]]:
         found = []
@@ -132,10 +134,6 @@ class Peaks:
             moments = set(zip(weigh_moments(peaks, whole), weigh_moments(peaks, covered), strict=True))
             found.append((group, moments))
         return found
-
-    def _find_least_states(self, ways: tuple[Layout, ...], n: float, unit: float, phase: int) -> list[float]:
-        overhead = self.scenario.engine.constants.overhead_bytes
-        return [overhead + self.least_state_bytes(way, n, unit, phase) for way in ways]
 
     def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
         """The fullest rank's need, and its peak; no rank is looked at after one that needs more than allowed."""
@@ -173,12 +171,6 @@ class Peaks:
             + memory.optimizer_bytes(self.scenario, layout, n)
             + memory.gathered_bytes(self.scenario, layout, n, unit)
         )
-
-
-def _count_sizes(scenario: Scenario, classes: tuple[StageClass, ...], tp: int) -> tuple[float, float]:
-    examples = {each: each.example for each in classes}
-    counts = {each: memory.count_stage_parameters(scenario.model, examples[each], tp) for each in examples}
-    return sum([counts[each] for each in classes]), memory.largest_unit(scenario.model, [*examples.values()], tp)
 
 
 def _count_block_bytes(

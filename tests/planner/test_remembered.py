@@ -175,8 +175,8 @@ def say(name: str) -> Iterator[Any]:
     candidates = find_candidates(SCENARIOS[name])
     for layout, kernels in CASES[::3]:
         yield candidates.estimator.lower_bound_s(layout, kernels)
-        sizes = candidates.peaks.sizes(PipelineLayout.of(layout), layout.tp)
-        yield candidates.peaks.state_bytes((part_of(layout, StateLayout),), sizes, 2)
+        for group in candidates.peaks.stages(PipelineLayout.of(layout)).groups:
+            yield candidates.peaks.state_bytes(group.counts, layout.tp, [part_of(layout, StateLayout)], 2)
     for case in cases_on(SCENARIOS[name])[::3]:
         yield describe(candidates, *case)
 
