@@ -15,7 +15,7 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, StageLayout, StateLayout, part_of
+from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.peaks import Moments, Peaks, RankGroup, Stages, gradient_phase
@@ -184,18 +184,14 @@ class Candidates:
         return Pipeline(self.peaks.stages(pipeline), self.peaks.in_flight(pipeline, m), state)
 
     def _find_states(self, pipeline: PipelineLayout, tp: int, phase: int) -> State:
-        groups = self.peaks.stages(pipeline).groups
-        num_parameters, least = zip(
-            *[self._group_states(g.counts, tp, pipeline.pp, phase) for g in groups], strict=True
-        )
+        sizes = [self.peaks.sizes(group.counts, tp) for group in self.peaks.stages(pipeline).groups]
+        least = [self._group_states(tp, pipeline.pp, *size, phase) for size in sizes]
         ways = tuple(zip(self.examples(tp, pipeline.pp), zip(*least, strict=True), strict=True))
-        return State(num_parameters, ways, tuple([min(each, default=inf) for each in least]))
+        return State(tuple([n for n, _ in sizes]), ways, tuple([min(each, default=inf) for each in least]))
 
-    def _find_group_states(
-        self, counts: tuple[tuple[StageClass, int], ...], tp: int, pp: int, phase: int
-    ) -> tuple[float, list[float]]:
+    def _find_group_states(self, tp: int, pp: int, n: float, unit: float, phase: int) -> list[float]:
         ways = [part_of(example, StateLayout) for example in self.examples(tp, pp).values()]
-        return self.peaks.state_bytes(counts, tp, ways, phase)
+        return [self.peaks.state_bytes(way, n, unit, phase) for way in ways]
 
     def _find_kernels(self, tp: int, recompute: str) -> list[Kernels]:
         return [kernels for kernels in self.space.kernels if self.space.allows_kernels(kernels, tp, recompute)]

@@ -102,6 +102,8 @@ class Peaks:
         """The stages of a PipelineLayout in groups."""
         self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(sizes_of, self.scenario))))
         """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
+        self.sizes = cache(partial(_count_sizes, self.scenario))
+        """Parameters of ranks with a group's `counts` at some tp, and of their largest unit."""
         self.in_flight = cache(self._find_in_flight)
         """Each group of ranks of a PipelineLayout with what it has in flight in a step of m microbatches."""
 
@@ -113,18 +115,9 @@ class Peaks:
             logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
             yield blocks + (max(again, logits) if self._is_fsdp2 else again + logits)
 
-    def state_bytes(
-        self, counts: tuple[tuple[StageClass, int], ...], tp: int, ways: Iterable[Any], phase: int
-    ) -> tuple[float, list[float]]:
-        """Parameters of a rank with so many stages of each class, and for each way to share it the least of its state.
-
-        `phase` is the `gradient_phase` of the pipeline's schedule.
-        """
-        model, examples = self.scenario.model, [(each.example, count) for each, count in counts]
-        n = sum([count * memory.count_stage_parameters(model, stage, tp) for stage, count in examples])
-        unit = memory.largest_unit(model, [stage for stage, _ in examples], tp)
-        overhead = self.scenario.engine.constants.overhead_bytes
-        return n, [overhead + self.least_state_bytes(way, n, unit, phase) for way in ways]
+    def state_bytes(self, way: Any, n: float, unit: float, phase: int) -> float:
+        """The least bytes of a rank's state, whatever it computes: `least_state_bytes` and what is there anyway."""
+        return self.scenario.engine.constants.overhead_bytes + self.least_state_bytes(way, n, unit, phase)
 
     def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[tuple[RankGroup, Moments]]:
         found = []
@@ -171,6 +164,12 @@ class Peaks:
             + memory.optimizer_bytes(self.scenario, layout, n)
             + memory.gathered_bytes(self.scenario, layout, n, unit)
         )
+
+
+def _count_sizes(scenario: Scenario, counts: tuple[tuple[StageClass, int], ...], tp: int) -> tuple[float, float]:
+    examples = [(each.example, count) for each, count in counts]
+    n = sum([count * memory.count_stage_parameters(scenario.model, stage, tp) for stage, count in examples])
+    return n, memory.largest_unit(scenario.model, [stage for stage, _ in examples], tp)
 
 
 def _count_block_bytes(

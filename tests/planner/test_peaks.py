@@ -43,9 +43,9 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
         pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(scenario.batch)
         block = peaks.block_bytes(part_of(layout, StageLayout), kernels)
         held = list(peaks.held_bytes(block, peaks.in_flight(pipeline, m)))
-        groups, way = peaks.stages(pipeline).groups, part_of(layout, StateLayout)
-        sizes = [(group.counts, layout.tp, [way], gradient_phase(layout, m)) for group in groups]
-        state = [peaks.state_bytes(*size)[1][0] for size in sizes]
+        way, phase = part_of(layout, StateLayout), gradient_phase(layout, m)
+        sizes = [peaks.sizes(group.counts, layout.tp) for group in peaks.stages(pipeline).groups]
+        state = [peaks.state_bytes(way, *size, phase) for size in sizes]
         every_rank = estimator.memory(layout, kernels)
         needed = max(rank.needed for rank in every_rank)
         assert peaks.exact(layout, kernels) == (needed, max(rank.total for rank in every_rank)), layout

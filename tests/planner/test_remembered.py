@@ -176,7 +176,8 @@ def say(name: str) -> Iterator[Any]:
     for layout, kernels in CASES[::3]:
         yield candidates.estimator.lower_bound_s(layout, kernels)
         for group in candidates.peaks.stages(PipelineLayout.of(layout)).groups:
-            yield candidates.peaks.state_bytes(group.counts, layout.tp, [part_of(layout, StateLayout)], 2)
+            sizes = candidates.peaks.sizes(group.counts, layout.tp)
+            yield candidates.peaks.state_bytes(part_of(layout, StateLayout), *sizes, 2)
     for case in cases_on(SCENARIOS[name])[::3]:
         yield describe(candidates, *case)
 
