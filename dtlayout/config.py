@@ -72,6 +72,8 @@ class CheckpointConfig(Ranged, section="checkpoint"):
 
     every: int = ranged("must not be negative", 0)
     """Steps between checkpoints; 0 saves at the end alone."""
+    timeout_s: float = ranged("must be above 0 and finite", 3600.0)
+    """Seconds after which ranks that wait for others to save or load end the run."""
     keep: int = ranged("must be at least 1", 2)
     """Newest checkpoints that stay on disk."""
     save: bool = True

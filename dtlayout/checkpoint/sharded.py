@@ -36,10 +36,12 @@ def save_checkpoint(
     *,
     keep: int,
     origin: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save the state after `step` steps, from all ranks at once; the `keep` newest checkpoints stay.
 
-    `settings` are those of `optimizer`, `origin` is what else decides how training goes on, for `read_origin`.
+    `settings` are those of `optimizer`, `origin` is what else decides how training goes on, for `read_origin`. Ranks
+    agree over `group`, by default the group of all; one of gloo keeps what may take long from under NCCL's watchdog.
     CheckpointError on every rank if a file cannot be written.
     """
     path = folder / f"{_PREFIX}{step:08d}"
@@ -59,16 +61,17 @@ def save_checkpoint(
         for old in list_checkpoints(folder)[:-keep]:
             _remove(old)
 
-    _do_on_first_rank(begin, path)
+    _do_on_first_rank(begin, path, group)
+    tensors = _collect_tensors(modules, optimizer, model, settings)
     try:
-        dcp.save(_collect_tensors(modules, optimizer, model, settings), checkpoint_id=str(partial / "tensors"))
+        dcp.save(tensors, checkpoint_id=str(partial / "tensors"), process_group=group)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
-    _do_on_first_rank(finish, path)
+    _do_on_first_rank(finish, path, group)
     return path
 
 
-def _do_on_first_rank(work: Callable[[], None], path: Path) -> None:
+def _do_on_first_rank(work: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
     """The others wait, and learn of a failure instead of waiting for ever."""
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -76,7 +79,7 @@ def _do_on_first_rank(work: Callable[[], None], path: Path) -> None:
             work()
         except OSError as error:
             failure = [f"{path} cannot be written: {_last_line(error)}"]
-    dist.broadcast_object_list(failure)
+    dist.broadcast_object_list(failure, group=group)
     if failure[0] is not None:
         raise CheckpointError(failure[0])
 
@@ -98,11 +101,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(
-    path: Path, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, settings: Optimizer
+    path: Path,
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    model: ModelShape,
+    settings: Optimizer,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> int:
     """Load parameters and optimizer state in place, whatever layout saved them; the number of steps that they saw.
 
-    CheckpointError if the checkpoint is of another model or optimizer, or cannot be read.
+    Ranks agree over `group`, as in `save_checkpoint`. CheckpointError if the checkpoint is of another model or
+    optimizer, or cannot be read.
     """
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -126,7 +136,8 @@ def load_checkpoint(
         for name, number_format in settings.state.items():
             kept[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
     try:
-        dcp.load(_collect_tensors(modules, optimizer, model, settings), checkpoint_id=str(path / "tensors"))
+        tensors = _collect_tensors(modules, optimizer, model, settings)
+        dcp.load(tensors, checkpoint_id=str(path / "tensors"), process_group=group)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise _unreadable(path, error) from error
     return step

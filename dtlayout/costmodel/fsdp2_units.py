@@ -7,11 +7,12 @@ tp rank, and N ≥ n with the padding to S equal shards. Read off plans/fsdp.py 
 [Note: a unit's reduction]
 Weight gradients come in the compute format. When a unit's backward is over they are, under ZeRO-1 before the last
 backward, added to whole gradients in the reduce format (r·n); else they are reduced. That fills a buffer of r·N from
-them, lets them go (but for the last, which a loop variable holds), and writes r·N/S; one rank copies the buffer to
-divide it, and gloo to sum it up. The buffer stays until the next unit of the stage has its own, or the last backward is
-over. Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last backward, which sums them over the
-replicas; where masters have another format, what was summed stays beside the gradients until that is over. Under tp an
-embedding's gradient is a partial sum of all rows, as DTensor leaves it; before its reduction each rank gets its own.
+them, lets them go (but for the last, which a loop variable holds), and writes r·N/S. Where each of several ranks has
+the whole state it copies the buffer to divide it, and gloo to sum it up. The buffer stays until the next unit of the
+stage has its own, or the last backward is over. Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until
+the last backward, which sums them over the replicas; where masters have another format, what was summed stays beside
+the gradients until that is over. Under tp an embedding's gradient is a partial sum of all rows, as DTensor leaves it;
+before its reduction each rank gets its own.
 """
 
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ class Sharding:
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
         self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
-        self.copies_buffer = self.shards == 1 or scenario.cluster.gpu.device_type == "cpu"
+        is_alone = self.shards == 1 and not self.is_hybrid
+        self.copies_buffer = not is_alone and (self.shards == 1 or scenario.cluster.gpu.device_type == "cpu")
 
     def padded(self, unit: Unit) -> int:
         """Parameters of a unit with the padding of its shards."""

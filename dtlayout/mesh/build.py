@@ -1,11 +1,12 @@
 """Layout → DeviceMesh, and the views of it that the parts of a step talk over."""
 
 import os
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
@@ -16,12 +17,13 @@ _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = W
 ever if it were the key; its store goes when it is destroyed, and they with it."""
 
 
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> DeviceMesh:
     """The mesh (pp, dp_replicate, dp_shard, cp, tp) over all ranks; axes of size 1 are there too.
 
     Initialises torch.distributed from the environment that torchrun sets, if nobody has. Slice it by name:
     `mesh["tp"]`. The same degrees get the same mesh as long as the default process group lives, for a mesh has groups
-    of its own, which keep threads and open files. InvalidLayout if the product of the degrees is not the world size.
+    of its own, which keep threads and open files. They end a collective that takes `timeout_s` seconds; 0 leaves them
+    their backend's limit. InvalidLayout if the product of the degrees is not the world size.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != layout.world_size:
@@ -35,6 +37,8 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     key = (device_type, *sizes.values())
     if key not in meshes:
         meshes[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in meshes[key].get_all_groups() if timeout_s else ():  # a mesh hands nothing on to them
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return meshes[key]
 
 

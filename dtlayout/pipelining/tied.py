@@ -3,7 +3,9 @@
 Both copies start equal and get the same gradient, the sum of both uses, so that the same update keeps them equal.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +35,13 @@ def sum_tied_gradients(
             _local_gradient(modules, second).copy_(gradient.add_(_local_gradient(modules, second)))
             continue
         other = torch.empty_like(gradient)
-        operations = [
-            dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
-            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+        # Not as one batch: NCCL opens the communicator of the whole group for it, and waits for ranks that don't come.
+        exchange: list[Callable[[], Any]] = [
+            partial(dist.send, gradient, group=group, group_dst=peer),
+            partial(dist.recv, other, group=group, group_src=peer),
         ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        for message in exchange if rank == ends[0] else reversed(exchange):
+            message()
         gradient += other
 
 

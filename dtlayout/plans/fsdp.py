@@ -65,7 +65,8 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     in_order = sorted((members[0] for members in groups), key=names.index)
     units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
     for unit in units:
-        unit.set_gradient_divide_factor(1.0)
+        if data_mesh(mesh).size() > 1:  # one rank divides by nothing, and would make a buffer for it
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     _prefetch_backward(units)
     return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=keep_gathered)

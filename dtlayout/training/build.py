@@ -42,16 +42,18 @@ def assemble(
     *,
     seed: int,
     device_type: str,
+    timeout_s: float = 0.0,
     give_weights: Callable[[Sequence[nn.Module], ModelShape, int, str], None] = initialize,
 ) -> Assembly:
     """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them.
 
-    Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and `device_type`.
+    Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and `device_type`. `timeout_s` is
+    that of `build_mesh`.
     """
     plan = make_plan(model, layout, kernels, precision)
     schedule = make_schedule(layout, batch)
     slices = partition(layer_costs(model, batch), layout)
-    mesh = build_mesh(layout, device_type)
+    mesh = build_mesh(layout, device_type, timeout_s)
     stages = schedule.placement.stages_of(mesh[PP].get_local_rank())
     modules: list[nn.Module] = [build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
     sync = [apply_plan(module, plan, mesh) for module in modules]

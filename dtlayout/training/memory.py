@@ -76,11 +76,9 @@ class MemoryMeter:
         self.peaks_by_pp_rank = [max(pair) for pair in zip(known, by_pp_rank, strict=True)]
         return by_pp_rank
 
-    def gather_curves(self, pp_group: ProcessGroup) -> list[list[Highest]]:
-        """The curve of the first rank of each stage, on rank 0; a collective of its pipeline, nothing elsewhere."""
-        members = dist.get_process_group_ranks(pp_group)
-        if members[0] != 0:
-            return []
-        curves: list[list[Highest]] = [[] for _ in members] if dist.get_rank() == 0 else []
-        dist.gather_object(self.curve, curves or None, dst=0, group=pp_group)
-        return curves
+    def gather_curves(self, layout: Layout, group: ProcessGroup | None = None) -> list[list[Highest]]:
+        """The curve of the first rank of each pipeline rank, on rank 0; a collective of all ranks, over `group`."""
+        stage_ranks, rank = layout.world_size // layout.pp, dist.get_rank()
+        curves: list[list[Highest]] = [[] for _ in range(layout.world_size)] if rank == 0 else []
+        dist.gather_object([] if rank % stage_ranks else self.curve, curves or None, dst=0, group=group)
+        return curves[::stage_ranks]

@@ -3,8 +3,10 @@
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
@@ -26,7 +28,9 @@ from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
 from dtlayout.models.counting import count_parameters
 from dtlayout.ops.attention import attention_implementation
+from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.partition import count_blocks
+from dtlayout.pipelining.runtime import Runtime
 from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.signals import StopRequest
@@ -78,13 +82,17 @@ class _Run:
         self.device = device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
+        self.host = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
+        """All ranks, for what goes from host to host and may take long; not under the watchdog of NCCL."""
         self.stop = stop
         self.samples = samples
         self.indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
-        self.assembly = assemble(*values, seed=config.train.seed, device_type=device.type)
+        self.assembly = assemble(
+            *values, seed=config.train.seed, device_type=device.type, timeout_s=config.train.timeout_s
+        )
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
@@ -124,11 +132,13 @@ class _Run:
         """Load the newest checkpoint of the run folder, if there is one; the steps that are done."""
         found = list_checkpoints(self.folder / "checkpoints")
         newest = [found[-1] if found else None]
-        dist.broadcast_object_list(newest)  # a shared filesystem may not show every node the same at once
+        dist.broadcast_object_list(
+            newest, group=self.host
+        )  # a shared filesystem may not show every node the same at once
         if newest[0] is None:
             return 0
         model, settings = self.config.model, self.config.optimizer
-        done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, model, settings)
+        done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, model, settings, group=self.host)
         check_steps_left(newest[0], done, self.config.train.steps)
         self.display.say(f"resumed from {newest[0]} after {done} steps")
         for name, (old, new) in find_changes(read_origin(newest[0]), self.origin).items():
@@ -169,7 +179,8 @@ class _Run:
         tokens, targets = self.samples.batch(index, self.indices)
         starts = find_starts(tokens, self.samples.tokens.end_of_document) if self.config.data.document_mask else None
         tokens, targets = tokens.to(self.device.type), targets.to(self.device.type)
-        with self.recorder if is_first else nullcontext():
+        is_recorded = is_first and os.environ.get("LOCAL_RANK", "0") == "0"
+        with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
             result = self.step(tokens, targets, starts, stop=self.stop.is_made)
         if is_first:
             check_attention(self.kernels.attention, set(self.recorder.executed["attention"]))
@@ -194,14 +205,14 @@ class _Run:
     def _save(self, done: int) -> None:
         path = save_checkpoint(
             self.folder / "checkpoints", done, self.assembly.modules, self.optimizer, self.config.model,
-            self.config.optimizer, origin=self.origin, keep=self.config.checkpoint.keep,
+            self.config.optimizer, origin=self.origin, keep=self.config.checkpoint.keep, group=self.host,
         )  # fmt: skip
         self.display.say(f"saved {path}")
 
     def _write_curves(self, num_steps: int) -> None:
         """memory.json; no curves from here on."""
         self.assembly.runtime.before_action = lambda action: None
-        curves = self.memory.gather_curves(self.assembly.runtime.group)
+        curves = self.memory.gather_curves(self.layout, self.host)
         if self.is_writer:
             MemoryCurves(num_steps=num_steps, by_pp_rank=curves, run=self.record).write(self.folder)
 
@@ -261,6 +272,24 @@ class _Run:
         if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
+
+
+@contextmanager
+def first_forward(runtime: Runtime, recorder: KernelRecorder) -> Iterator[None]:
+    """A block around a step, of which the recorder sees the first forward: a profile of it all takes gigabytes."""
+    watch, recording = runtime.before_action, ExitStack()
+    first = next(action for action in runtime.actions if action.kind is Kind.FORWARD)
+
+    def before(action: Action | None) -> None:
+        watch(action)
+        recording.close()
+        if action is first:
+            recording.enter_context(recorder)
+
+    runtime.before_action = before
+    with recording:
+        yield
+    runtime.before_action = watch
 
 
 def check_attention(asked: str, executed: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from dtlayout.dryrun.world import fake_world
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
+from dtlayout.mesh import build
 from dtlayout.mesh.build import build_mesh
 
 
@@ -28,6 +30,17 @@ def test_the_same_degrees_get_the_same_mesh_as_long_as_the_process_group_lives()
     with fake_world(rank=3, world_size=4):
         again = build_mesh(Layout(dp_shard=2, tp=2), "cpu")
         assert (tuple(mesh.get_coordinate()), tuple(again.get_coordinate())) == ((0, 0, 0, 0, 1), (0, 0, 1, 0, 1))
+
+
+def test_the_groups_of_a_mesh_end_a_collective_in_the_time_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, timedelta] = {}
+    monkeypatch.setattr(build, "_set_pg_timeout", lambda limit, group: limits.update({group.group_name: limit}))
+    with fake_world(rank=1, world_size=8):
+        mesh = build_mesh(Layout(pp=2, dp_shard=2, tp=2), "cpu")
+        assert not limits
+        assert build_mesh(Layout(pp=2, dp_shard=2, tp=2), "cpu", timeout_s=45) is mesh
+        names = {mesh[axis].get_group().group_name for axis in ("pp", "dp_shard", "tp")}
+    assert names <= set(limits) and set(limits.values()) == {timedelta(seconds=45)}
 
 
 def test_a_mesh_goes_with_its_process_group() -> None:

@@ -1,17 +1,21 @@
 """What a run refuses after it has been built."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dtlayout.batch import Batch
 from dtlayout.config import parse_config
 from dtlayout.device import Device
 from dtlayout.errors import CheckpointError, InvalidConfig, KernelError
 from dtlayout.kernel import find_packages
 from dtlayout.layout import Layout
+from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.signals import StopRequest
 from dtlayout.training import run
-from dtlayout.training.run import check_attention, check_steps_left
+from dtlayout.training.run import check_attention, check_steps_left, first_forward
 
 
 def test_another_attention_kernel_than_was_asked_for_is_an_error():
@@ -23,6 +27,21 @@ def test_another_attention_kernel_than_was_asked_for_is_an_error():
     check_attention("flash-attn", {"flash-attn"})
     with pytest.raises(KernelError, match=r"attention='fa3', but flash ran"):
         check_attention("fa3", {"flash"})
+
+
+def test_one_forward_of_a_step_is_recorded_whatever_else_watches_it():
+    seen, recorded = [], []
+    orders = make_schedule(Layout(pp=2), Batch(global_batch=4, seq_len=8)).ranks
+    for actions in orders:
+        runtime = SimpleNamespace(actions=actions, before_action=seen.append)
+        watch, recorder = runtime.before_action, ExitStack()
+        recorder.callback(lambda: recorded.append(seen[-1]))  # what comes when it ends
+        with first_forward(runtime, recorder):
+            for action in (*actions, None):
+                runtime.before_action(action)
+        assert runtime.before_action is watch
+    assert seen == [*orders[0], None, *orders[1], None]
+    assert recorded == [orders[0][1], orders[1][2]]
 
 
 @pytest.mark.parametrize(
