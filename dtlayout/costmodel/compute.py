@@ -7,8 +7,7 @@ is one third of elementwise traffic, backward two.
 from dataclasses import dataclass
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
-from dtlayout.costmodel.memory import activation_size, tokens_of
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 
 from dtlayout.costmodel import fsdp2_blocks as autograd
-from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
+from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
 from dtlayout.costmodel.phase import IDLE, NOTHING, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario
@@ -123,7 +123,7 @@ class _StageMaker:
 
     def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
         self.model, self.layout = scenario.model, layout
-        self.size, self.sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
+        self.size, self.sharding = Sizes(scenario, layout, kernels), Sharding(scenario, layout)
         self.recompute = Recompute.parse(layout.recompute)
         self.known: dict[tuple[bool, bool, int, int], _Stage] = {}
 

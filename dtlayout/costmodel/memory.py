@@ -15,7 +15,7 @@ from functools import lru_cache
 from dtlayout.costmodel.engine import RunAheadConstants
 from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
 from dtlayout.costmodel.phase import Part
-from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards, tokens_of
 from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -26,7 +26,6 @@ from dtlayout.models.families import describe
 from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
-from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
 
@@ -254,13 +253,3 @@ def run_ahead_bytes(
     more = min(constants.run_ahead_microbatches, max(0, m - in_flight)) if constants.run_ahead_microbatches else 0.0
     per_microbatch = sum(len(chunk.layers) for chunk in chunks) * block_bytes_per_token(scenario, layout, kernels)[0]
     return ahead * tokens * (constants.message_saved_bytes * h * in_flight + more * per_microbatch)
-
-
-def tokens_of(scenario: Scenario, layout: Layout) -> float:
-    """Tokens of a microbatch on one cp rank."""
-    return layout.micro_batch * scenario.batch.seq_len / layout.cp
-
-
-def activation_size(scenario: Scenario) -> int:
-    """Bytes of an activation: bf16, or what an fsdp2 engine is told."""
-    return BYTES[scenario.precision.compute] if scenario.engine.features.sharding == "fsdp2" else 2

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from dtlayout.costmodel.comm import message_s
 from dtlayout.costmodel.compute import BlockTime, recompute_time
-from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.parts import BlockLayout, StageClass, part_of
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.recompute import Recompute
