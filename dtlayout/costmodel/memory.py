@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dtlayout.costmodel.engine import RunAheadConstants
-from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
+from dtlayout.costmodel.fsdp2_memory import fullest_bytes, overhead_bytes, table_bytes
 from dtlayout.costmodel.phase import Part
 from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards, tokens_of
 from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
@@ -23,7 +23,6 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.description import Activation, Linear, Norm, Rotary, SelfAttention, Weight
 from dtlayout.models.families import describe
-from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
 from dtlayout.recompute import Recompute
@@ -77,7 +76,7 @@ def estimate_ranks(
 ) -> Iterator[MemoryEstimate]:
     """Peak of some pipeline ranks, each computed when it is asked for."""
     if scenario.engine.features.sharding == "fsdp2":
-        overhead = token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes
+        overhead = overhead_bytes(scenario, layout)
         for fullest in fullest_bytes(scenario, layout, kernels, stages, ranks):
             # Bytes that came and went may leave a rounding error below 0.
             parts = {part.name.lower(): max(0.0, size) for part, size in zip(Part, fullest, strict=True)}
@@ -88,18 +87,6 @@ def estimate_ranks(
     for rank in ranks:
         peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
         yield _estimate_rank(scenario, layout, kernels, layout.placement.take(stages, rank), peaks)
-
-
-def estimate_curve(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], rank: int, m: int
-) -> Iterator[tuple[Action | None, float, float]]:
-    """Under FSDP2, the bytes of a pipeline rank in each forward and backward of a step of m microbatches.
-
-    What it holds at the fullest moment of the action, and when that is over; first, with None, before the step.
-    """
-    constant = table_bytes(scenario, layout) + token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes
-    for action, fullest, left in action_bytes(scenario, layout, kernels, stages, rank, m):
-        yield action, fullest + constant, left + constant
 
 
 def _estimate_rank(
