@@ -29,8 +29,22 @@ from dtlayout.recompute import Recompute
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one rank at its fullest moment, by component."""
+class Components:
+    """Amounts that add up."""
+
+    @property
+    def total(self) -> float:
+        """All components."""
+        return sum(vars(self).values())
+
+    def as_dict(self) -> dict[str, float]:
+        """Component → amount."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class MemoryEstimate(Components):
+    """Bytes of one rank at its fullest moment, by component; the total is the allocator's peak."""
 
     parameters: float
     """Weights: sharded masters with gathered copies, and the tables of RoPE (fsdp2); or whole bf16 weights."""
@@ -50,18 +64,9 @@ class MemoryEstimate:
     """Held by the allocator whatever the layout, and (fsdp2) a step's tokens."""
 
     @property
-    def total(self) -> float:
-        """All components: the allocator's peak."""
-        return sum(vars(self).values())
-
-    @property
     def needed(self) -> float:
         """Bytes that the rank cannot run without."""
         return self.total - self.run_ahead
-
-    def as_dict(self) -> dict[str, float]:
-        """Component → bytes."""
-        return dict(vars(self))
 
 
 def estimate_memory(
@@ -93,14 +98,10 @@ def _estimate_rank(
     scenario: Scenario, layout: Layout, kernels: Kernels, chunks: Sequence[StageSlice], peaks: Sequence[Moment]
 ) -> MemoryEstimate:
     n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
-    unit = largest_unit(scenario.model, chunks, layout.tp)
     return MemoryEstimate(
-        parameters=parameter_bytes(scenario, layout, n),
-        gradients=gradient_bytes(scenario, layout, n),
-        optimizer=optimizer_bytes(scenario, layout, n),
+        **state_bytes(scenario, layout, n, largest_unit(scenario.model, chunks, layout.tp)),
         activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
         logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
-        buffers=gathered_bytes(scenario, layout, n, unit),
         run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
         overhead=scenario.engine.constants.overhead_bytes,
     )
@@ -131,26 +132,21 @@ def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int) -> fl
     return max(count_block_parameters(model), count_embedding_parameters(model) if ends else 0) / tp
 
 
-def parameter_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """bf16 weights, over S under ZeRO-3."""
-    return 2 * n / (count_state_shards(layout) if layout.zero == 3 else 1)
+def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> dict[str, float]:
+    """Component → bytes of n parameters and of what belongs to them, of which the largest FSDP unit has `unit`.
 
-
-def gradient_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """Whole while they accumulate; over S where each microbatch's are reduced at once (ZeRO-2 and -3)."""
-    shards = count_state_shards(layout) if layout.zero > 1 and layout.pp == 1 else 1
-    return scenario.engine.features.gradient_bytes * n / shards
-
-
-def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """fp32 masters of bf16 weights and what the optimizer keeps of them, over S."""
-    return (4 + scenario.optimizer.state_bytes(4)) * n / count_state_shards(layout)
-
-
-def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> float:
-    """Reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way."""
-    bucket = scenario.engine.features.bucket_bytes * n if layout.dp > 1 else 0.0
-    return bucket + (2 * 2 * unit if layout.zero == 3 else 0.0)
+    bf16 weights, over S under ZeRO-3. Gradients are whole while they accumulate, and over S where each microbatch's are
+    reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights and what it keeps of them, over S.
+    Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way.
+    """
+    features, shards, gathers = scenario.engine.features, count_state_shards(layout), layout.zero == 3
+    bucket = features.bucket_bytes * n if layout.dp > 1 else 0.0
+    return {
+        "parameters": 2 * n / (shards if gathers else 1),
+        "gradients": features.gradient_bytes * n / (shards if layout.zero > 1 and layout.pp == 1 else 1),
+        "optimizer": (4 + scenario.optimizer.state_bytes(4)) * n / shards,
+        "buffers": bucket + (2 * 2 * unit if gathers else 0.0),
+    }
 
 
 def activation_bytes(
@@ -159,7 +155,7 @@ def activation_bytes(
     """Held by all microbatches in flight at the fullest moment: Σ microbatches · layers · bytes a layer."""
     tokens, recompute = tokens_of(scenario, layout), Recompute.parse(layout.recompute)
     whole, kept = block_bytes_per_token(scenario, layout, kernels)
-    covered = [sum(recompute.covers(layer) for layer in chunk.layers) for chunk in chunks]
+    covered = [recompute.count(chunk.layers) for chunk in chunks]
     by_chunk = [c * kept + (len(chunk.layers) - c) * whole for c, chunk in zip(covered, chunks, strict=True)]
     in_flight = max(weigh_moments(peaks, by_chunk))
     working_set = whole - kept if any(covered) else 0.0

@@ -158,12 +158,7 @@ class Peaks:
             state = (params + self.scenario.optimizer.state_bytes(params)) * n / shards
             state += compute * n if layout.zero < 3 else 0.0
             return state + (gradients if phase == 2 else 0.0)
-        return (
-            memory.parameter_bytes(self.scenario, layout, n)
-            + memory.gradient_bytes(self.scenario, layout, n)
-            + memory.optimizer_bytes(self.scenario, layout, n)
-            + memory.gathered_bytes(self.scenario, layout, n, unit)
-        )
+        return sum(memory.state_bytes(self.scenario, layout, n, unit).values())
 
 
 def _count_sizes(scenario: Scenario, counts: tuple[tuple[StageClass, int], ...], tp: int) -> tuple[float, float]:
