@@ -199,7 +199,7 @@ steps = st.lists(st.tuples(parts, st.integers(-50, 50)), max_size=6)
 
 @given(steps, steps)
 def test_phases_compose_as_their_changes_do(first, second):
-    assert_alike(changes(*first).then(changes(*second)), changes(*first, *second))
+    assert_alike(sequence([changes(*first), changes(*second)]), changes(*first, *second))
 
 
 @given(steps, st.integers(0, 5))
