@@ -167,8 +167,8 @@ class Estimator:
         fixed_s = self.fixed_s(m, peak_bytes)
 
         def split(rank: int, dp_s: float, optimizer_s: float) -> TimeEstimate:
-            own, busy_s = StageWork.add(layout.placement.take(work, rank)), pipeline.busy_s[rank]
-            alone_s = m * (own.forward_s + own.backward_s)
+            stages, busy_s = layout.placement.take(work, rank), pipeline.busy_s[rank]
+            own, alone_s = StageWork.add(stages), m * sum(w.forward_s + w.backward_s for w in stages)
             times = m * max(1.0, busy_s / alone_s) if alone_s else m
             return TimeEstimate(
                 compute=times * own.compute_s,
@@ -187,8 +187,8 @@ class Estimator:
         """No step of this layout is shorter: the busiest rank's own work, without bubble, reduction and update."""
         work = self.work(layout, kernels)
         m = max(1, layout.num_microbatches(self.scenario.batch))
-        ranks = (StageWork.add(layout.placement.take(work, rank)) for rank in range(layout.pp))
-        return m * max(own.forward_s + own.backward_s for own in ranks)
+        ranks = (layout.placement.take(work, rank) for rank in range(layout.pp))
+        return m * max(sum(w.forward_s + w.backward_s for w in own) for own in ranks)
 
     def update_s(self, rank: int, layout: Layout, m: int, work: Sequence[StageWork]) -> tuple[float, float]:
         """Exposed data-parallel communication and the optimizer of a pipeline rank, seconds."""

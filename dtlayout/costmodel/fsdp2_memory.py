@@ -90,17 +90,15 @@ def _steps(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) 
     actions = schedule.order(placement, rank, m)
     last = {action.stage: action for action in actions if action.kind in RELEASE}
     begun: set[tuple[bool, int]] = set()
-    num_sent = Counter[int]()
+    num_sent = Counter[int | None]()
     for action in actions:
         chunk, kind = placement.chunk_of(action.stage), action.kind
         step = (chunk, kind, (kind is Kind.FORWARD, chunk) not in begun, action == last.get(action.stage))
         if kind is not Kind.BACKWARD_INPUT:
             begun.add((kind is Kind.FORWARD, chunk))
         receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
-        stays = receiver is not None and num_sent[receiver] < SENDS_IN_FLIGHT
-        if receiver is not None:
-            num_sent[receiver] += 1
-        yield action, step, stays
+        num_sent[receiver] += 1
+        yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
 
 
 @lru_cache(maxsize=256)

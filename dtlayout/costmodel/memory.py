@@ -90,21 +90,16 @@ def estimate_ranks(
         return
     m = max(1, layout.num_microbatches(scenario.batch))
     for rank in ranks:
+        chunks = layout.placement.take(stages, rank)
         peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
-        yield _estimate_rank(scenario, layout, kernels, layout.placement.take(stages, rank), peaks)
-
-
-def _estimate_rank(
-    scenario: Scenario, layout: Layout, kernels: Kernels, chunks: Sequence[StageSlice], peaks: Sequence[Moment]
-) -> MemoryEstimate:
-    n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
-    return MemoryEstimate(
-        **state_bytes(scenario, layout, n, largest_unit(scenario.model, chunks, layout.tp)),
-        activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
-        logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
-        run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
-        overhead=scenario.engine.constants.overhead_bytes,
-    )
+        n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
+        yield MemoryEstimate(
+            **state_bytes(scenario, layout, n, largest_unit(scenario.model, chunks, layout.tp)),
+            activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
+            logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
+            run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
+            overhead=scenario.engine.constants.overhead_bytes,
+        )
 
 
 def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int) -> float:
