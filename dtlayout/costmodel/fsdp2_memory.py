@@ -126,7 +126,7 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
 
     def to_stage(chunk: StageSlice) -> _Stage:
         start = chunk.layers.start % every
-        return make(range(start, start + len(chunk.layers)), chunk.embedding, chunk.head)
+        return make(StageSlice(range(start, start + len(chunk.layers)), chunk.embedding, chunk.head))
 
     return to_stage
 
@@ -134,19 +134,16 @@ def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Calla
 class _Stage:
     """One stage's forward and backward."""
 
-    def __init__(
-        self, model: ModelShape, layout: Layout, size: Sizes, sharding: Sharding,
-        layers: range, has_embedding: bool, has_head: bool,
-    ):  # fmt: skip
-        recompute = Recompute.parse(layout.recompute)
-        self.has_embedding, self.has_head = has_embedding, has_head
+    def __init__(self, model: ModelShape, layout: Layout, size: Sizes, sharding: Sharding, chunk: StageSlice):
+        recompute, layers = Recompute.parse(layout.recompute), chunk.layers
+        self.has_embedding, self.has_head = chunk.embedding, chunk.head
         self.size, self.sharding = size, sharding
-        self.units = stage_units(model, layout.tp, has_embedding=has_embedding, has_head=has_head)
+        self.units = stage_units(model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head)
         runs = [list(run) for _, run in groupby(layers, recompute.covers)]
         self.runs = [(size.kept(recompute, run[0]), size.recomputed(recompute, run[0]), len(run)) for run in runs]
         is_kept = size.keeps_stream or any(map(recompute.covers, layers[:1]))
         self.kept_mask = size.mask if size.keeps_mask or recompute.count(layers) else 0.0
-        self.received = 0.0 if has_embedding or is_kept else size.stream
+        self.received = 0.0 if chunk.embedding or is_kept else size.stream
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
         self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(layers)}
         self.forward = cache(lambda gathers: sequence(self._forward(gathers)))

@@ -98,7 +98,7 @@ class Sizes:
         kernel = find_kernel(AttentionKernel, kernels.attention)
         query, key = self.split(model.query_width), self.split(model.kv_width)
         inputs = query + 2 * (query if kernel.repeats_heads else key)
-        heads, rows = (each * model.num_heads / self.tp for each in (tokens_of(scenario, layout), self.exact_element))
+        rows = self.exact_element * model.num_heads / self.tp
         has_mask = scenario.document_mask and kernel.needs_mask(scenario.cluster.gpu.device_type)
         self.mask = self.element * seq_len if has_mask else 0.0
         """The mask that keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
@@ -107,8 +107,9 @@ class Sizes:
         self.attention_results = query + (0.0 if kernel.holds_scores else rows)
         """Results of attention's kernels, which selective recomputation keeps instead of q and k."""
         saved: float = getattr(scenario.engine.constants, kernel.saved) if kernel.saved else 0.0
-        self.attention = inputs + self.attention_results
-        self.attention += saved * heads * (seq_len if kernel.holds_scores else model.head_width)
+        saved *= tokens_of(scenario, layout) * model.num_heads / self.tp
+        saved *= seq_len if kernel.holds_scores else model.head_width
+        self.attention = inputs + self.attention_results + saved
         """Kept by attention, its output included."""
         self.forward_work = 0.0
         """Work space of attention's forward at its fullest, beside what it keeps."""
