@@ -152,11 +152,6 @@ class _Stage:
         """One microbatch; gradients are there from the first one on, the last one leaves shards."""
 
     @cached_property
-    def _blocks(self) -> dict[float, Phase]:
-        """A block's forward by what it keeps."""
-        return {kept: autograd.block_forward(self.size, kept) for kept, _, _ in self.runs}
-
-    @cached_property
     def state(self) -> Phase:
         """Masters and what the optimizer keeps of them."""
         params, optimizer = self.sharding.params, self.sharding.optimizer
@@ -181,6 +176,7 @@ class _Stage:
                 return work
             return sequence((sharding.gather(unit, before), work, sharding.drop(unit) if sharding.zero == 3 else IDLE))
 
+        blocks = {kept: autograd.block_forward(self.size, kept) for kept, _, _ in self.runs}
         before = units.root
         if units.root and gathers:
             yield sharding.gather(units.root, None)
@@ -190,7 +186,7 @@ class _Stage:
             before = units.embedding
         yield changes((_A, self.size.mask))
         for kept, _, count in self.runs:
-            work = self._blocks[kept]
+            work = blocks[kept]
             yield run(units.block, work, before)
             yield run(units.block, work, units.block).times(count - 1)
             before = units.block
