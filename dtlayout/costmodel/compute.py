@@ -7,8 +7,7 @@ is one third of elementwise traffic, backward two.
 from dataclasses import dataclass
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
-from dtlayout.costmodel.memory import activation_size, tokens_of
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
@@ -40,8 +39,6 @@ class BlockTime:
     """Least time that the host needs for forward and backward together."""
     attention_s: float = 0.0
     """Attention's part of forward."""
-    score_traffic_s: float = 0.0
-    """Moving scores between attention's matmuls, a part of `attention_s`; none in flash kernels."""
     elementwise_s: float = 0.0
     """The part of norms, rotary embedding and activation function in forward."""
     last_matmul_s: float = 0.0
@@ -95,7 +92,6 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         backward_tp_s=backward_tp_s + backward_cp_s,
         host_s=host_s(scenario, layout),
         attention_s=attention_forward_s,
-        score_traffic_s=score_traffic_s(scenario, layout, kernels),
         elementwise_s=elementwise_s,
         last_matmul_s=matmuls_s[-1],
         forward_cp_s=forward_cp_s,
@@ -164,7 +160,7 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     if "matmuls" not in recompute.kept:
         again_s += matmuls_s
     if "attention" in recompute.kept:
-        again_s += block.score_traffic_s
+        again_s += score_traffic_s(scenario, layout, kernels)
     else:
         again_s, again_cp_s = again_s + block.attention_s, block.forward_cp_s
     tp_s = block.forward_tp_s - block.forward_cp_s
@@ -204,7 +200,7 @@ def pass_s(scenario: Scenario, moved_bytes: float) -> float:
 
 
 def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Moving every score through memory between attention's matmuls in forward."""
+    """Moving every score through memory between attention's matmuls in forward; nothing in flash kernels."""
     kernel = find_kernel(AttentionKernel, kernels.attention)
     if not kernel.holds_scores:
         return 0.0
@@ -222,12 +218,11 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
         return 0.0, 0.0
     features, exposed = scenario.engine.features, scenario.engine.constants.tp_exposed
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
-    half = half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
+    half_s = half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
     num_branches = describe(scenario.model).num_branches
-    if not layout.shards_sequence:
-        return 2 * num_branches * half * exposed, 2 * features.input_reductions * half * exposed
-    regathered = num_branches if features.regathers_inputs else 0
-    return 2 * num_branches * half * exposed, (num_branches + features.input_reductions + regathered) * half * exposed
+    num_gathered = num_branches * (2 if features.regathers_inputs else 1)
+    num_backward = features.input_reductions + (num_gathered if layout.shards_sequence else features.input_reductions)
+    return 2 * num_branches * half_s * exposed, num_backward * half_s * exposed
 
 
 def block_cp_s(

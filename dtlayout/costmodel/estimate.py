@@ -5,12 +5,12 @@ step is that of the pipeline rank that ends last: its own work, the pipeline's b
 and the optimizer as far as nothing hides them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
 from dtlayout.costmodel.compute import block_time, head_time
-from dtlayout.costmodel.memory import MemoryEstimate, count_stage_parameters, estimate_memory
+from dtlayout.costmodel.memory import Components, MemoryEstimate, count_stage_parameters, estimate_memory
 from dtlayout.costmodel.parts import CutLayout, PipelineLayout, StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.costmodel.stage_work import StageWork, send_s, stage_work
@@ -32,8 +32,8 @@ _THRASH_RAMP = 0.05
 
 
 @dataclass(frozen=True)
-class TimeEstimate:
-    """Seconds of a step on the rank that ends last, by what it is spent on; they add up to the step."""
+class TimeEstimate(Components):
+    """Seconds of a step on the rank that ends last, by what it is spent on; the total is the step."""
 
     compute: float
     """Forward and backward, each FLOP once."""
@@ -51,15 +51,6 @@ class TimeEstimate:
     """Updating parameters."""
     host: float
     """Waiting for the host to start kernels, and fixed time of a step."""
-
-    @property
-    def total(self) -> float:
-        """The step."""
-        return sum(vars(self).values())
-
-    def as_dict(self) -> dict[str, float]:
-        """Component → seconds."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -167,14 +158,30 @@ class Estimator:
         delay_s: float,
         peak_bytes: float,
     ) -> TimeEstimate:
-        """The step of the rank that ends last, of those whose `update_s` is given; `work` is that of all stages."""
+        """The step of the rank that ends last, of those whose `update_s` is given; `work` is that of all stages.
+
+        The bubble is what is left of the pipeline's time. Where ranks share cores all of a rank's own work is longer by
+        what the others took meanwhile.
+        """
         pipeline = self.play(layout, m, work, delay_s)
         fixed_s = self.fixed_s(m, peak_bytes)
-        ranks = [
-            _split_time(rank, layout.placement.take(work, rank), m, pipeline, *update, fixed_s)
-            for rank, update in updates.items()
-        ]
-        return max(ranks, key=lambda time: time.total)
+
+        def split(rank: int, dp_s: float, optimizer_s: float) -> TimeEstimate:
+            stages, busy_s = layout.placement.take(work, rank), pipeline.busy_s[rank]
+            own, alone_s = StageWork.add(stages), m * sum(w.forward_s + w.backward_s for w in stages)
+            times = m * max(1.0, busy_s / alone_s) if alone_s else m
+            return TimeEstimate(
+                compute=times * own.compute_s,
+                recompute=times * own.recompute_s,
+                tp=times * own.tp_s,
+                pp=times * own.pp_s,
+                bubble=max(0.0, pipeline.finished_s[rank] - busy_s),
+                dp=dp_s,
+                optimizer=optimizer_s,
+                host=times * own.host_s + fixed_s,
+            )
+
+        return max((split(rank, *update) for rank, update in updates.items()), key=lambda time: time.total)
 
     def lower_bound_s(self, layout: Layout, kernels: Kernels) -> float:
         """No step of this layout is shorter: the busiest rank's own work, without bubble, reduction and update."""
@@ -185,11 +192,10 @@ class Estimator:
 
     def update_s(self, rank: int, layout: Layout, m: int, work: Sequence[StageWork]) -> tuple[float, float]:
         """Exposed data-parallel communication and the optimizer of a pipeline rank, seconds."""
-        chunks, own = layout.placement.take(self.stages(layout), rank), layout.placement.take(work, rank)
+        chunks, own = layout.placement.take(self.stages(layout), rank), StageWork.add(layout.placement.take(work, rank))
         n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
-        forward_s, backward_s = sum(w.forward_s for w in own), sum(w.backward_s for w in own)
         num_layers = sum(len(chunk.layers) for chunk in chunks)
-        return update_times(self.scenario, layout, n, num_layers, m, forward_s, backward_s)
+        return update_times(self.scenario, layout, n, num_layers, m, own.forward_s, own.backward_s)
 
     def play(self, layout: Layout, m: int, work: Sequence[StageWork], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""
@@ -214,34 +220,3 @@ class Estimator:
         share = peak_bytes / self.scenario.cluster.gpu.memory_bytes
         shortage = min(1.0, max(0.0, (share - constants.thrash_share) / _THRASH_RAMP))
         return self.scenario.cluster.contention * constants.step_host_s + shortage * constants.thrash_s * m
-
-
-def _split_time(
-    rank: int,
-    work: Sequence[StageWork],
-    m: int,
-    pipeline: PipelineTime,
-    dp_s: float,
-    optimizer_s: float,
-    fixed_s: float,
-) -> TimeEstimate:
-    """A pipeline rank's step by what it is spent on; the bubble is what is left of the pipeline's time.
-
-    Where ranks share cores all of its own work is longer by what the others took meanwhile.
-    """
-    alone_s = m * sum(w.forward_s + w.backward_s for w in work)
-    longer = max(1.0, pipeline.busy_s[rank] / alone_s) if alone_s else 1.0
-
-    def total(part: Callable[[StageWork], float]) -> float:
-        return longer * m * sum(part(w) for w in work)
-
-    return TimeEstimate(
-        compute=total(lambda w: w.compute_s),
-        recompute=total(lambda w: w.recompute_s),
-        tp=total(lambda w: w.tp_s),
-        pp=total(lambda w: w.pp_s),
-        bubble=max(0.0, pipeline.finished_s[rank] - pipeline.busy_s[rank]),
-        dp=dp_s,
-        optimizer=optimizer_s,
-        host=total(lambda w: w.host_s) + fixed_s,
-    )

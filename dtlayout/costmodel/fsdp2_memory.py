@@ -6,12 +6,12 @@ are played in the schedule's order. The optimizer needs nothing beside what the 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property, lru_cache, partial
 from itertools import groupby
 
 from dtlayout.costmodel import fsdp2_blocks as autograd
-from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
+from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
 from dtlayout.costmodel.phase import IDLE, NOTHING, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario
@@ -41,7 +41,7 @@ def fullest_bytes(
 ) -> Iterator[Bytes]:
     """Bytes that each of these pipeline ranks holds at its fullest moment, by part."""
     m = max(1, layout.num_microbatches(scenario.batch))
-    to_stage = _StageMaker(scenario, layout, kernels)
+    to_stage = _stage_maker(scenario, layout, kernels)
     for rank in ranks:
         own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
         rows = _rows(find_schedule(layout.schedule), layout.placement, m, rank)
@@ -51,16 +51,17 @@ def fullest_bytes(
         yield fullest_of(sequence(stage.state for stage in own).left, phases, [places[row] for row in rows])
 
 
-def action_bytes(
+def estimate_curve(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], rank: int, m: int
 ) -> Iterator[tuple[Action | None, float, float]]:
     """Bytes that a pipeline rank holds in each forward and backward of m microbatches, at the fullest and in the end.
 
     First, with None for the action, what is there before the step.
     """
-    placement, to_stage = layout.placement, _StageMaker(scenario, layout, kernels)
+    placement, to_stage = layout.placement, _stage_maker(scenario, layout, kernels)
     own = [to_stage(chunk) for chunk in placement.take(stages, rank)]
     held = sum(sequence(stage.state for stage in own).left)
+    held += table_bytes(scenario, layout) + overhead_bytes(scenario, layout)
     yield None, held, held
     for action, step, leaves_message in _steps(find_schedule(layout.schedule), placement, m, rank):
         phase = own[step[0]].play(step)
@@ -75,9 +76,10 @@ def table_bytes(scenario: Scenario, layout: Layout) -> float:
     return layout.virtual_stages * float(one)
 
 
-def token_bytes(scenario: Scenario, layout: Layout) -> float:
-    """The step's tokens and targets."""
-    return _TOKEN_BYTES * scenario.batch.num_tokens / (layout.dp * layout.cp)
+def overhead_bytes(scenario: Scenario, layout: Layout) -> float:
+    """What the allocator holds whatever the layout, and the step's tokens and targets."""
+    tokens = scenario.batch.num_tokens / (layout.dp * layout.cp)
+    return _TOKEN_BYTES * tokens + scenario.engine.constants.overhead_bytes
 
 
 def _steps(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> Iterator[tuple[Action, _Step, bool]]:
@@ -88,17 +90,15 @@ def _steps(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) 
     actions = schedule.order(placement, rank, m)
     last = {action.stage: action for action in actions if action.kind in RELEASE}
     begun: set[tuple[bool, int]] = set()
-    num_sent = Counter[int]()
+    num_sent = Counter[int | None]()
     for action in actions:
         chunk, kind = placement.chunk_of(action.stage), action.kind
         step = (chunk, kind, (kind is Kind.FORWARD, chunk) not in begun, action == last.get(action.stage))
         if kind is not Kind.BACKWARD_INPUT:
             begun.add((kind is Kind.FORWARD, chunk))
         receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
-        stays = receiver is not None and num_sent[receiver] < SENDS_IN_FLIGHT
-        if receiver is not None:
-            num_sent[receiver] += 1
-        yield action, step, stays
+        num_sent[receiver] += 1
+        yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
 
 
 @lru_cache(maxsize=256)
@@ -118,46 +118,38 @@ def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -
     return rows
 
 
-class _StageMaker:
-    """Makes the stages of a layout; most are like others."""
+def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Callable[[StageSlice], _Stage]":
+    """What makes the stages of a layout; of those that are alike it makes one."""
+    size, sharding = Sizes(scenario, layout, kernels), Sharding(scenario, layout)
+    make = cache(partial(_Stage, scenario.model, layout, size, sharding))
+    every = Recompute.parse(layout.recompute).every or 1  # where blocks begin says no more than which are recomputed
 
-    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
-        self.model, self.layout = scenario.model, layout
-        self.size, self.sharding = sizes_of(scenario, layout, kernels), Sharding(scenario, layout)
-        self.recompute = Recompute.parse(layout.recompute)
-        self.known: dict[tuple[bool, bool, int, int], _Stage] = {}
+    def to_stage(chunk: StageSlice) -> _Stage:
+        start = chunk.layers.start % every
+        return make(StageSlice(range(start, start + len(chunk.layers)), chunk.embedding, chunk.head))
 
-    def __call__(self, chunk: StageSlice) -> "_Stage":
-        phase = chunk.layers.start % self.recompute.every if self.recompute.every else 0
-        key = chunk.embedding, chunk.head, len(chunk.layers), phase
-        if key not in self.known:
-            self.known[key] = _Stage(self.model, self.layout, chunk, self.size, self.sharding)
-        return self.known[key]
+    return to_stage
 
 
 class _Stage:
     """One stage's forward and backward."""
 
-    def __init__(self, model: ModelShape, layout: Layout, chunk: StageSlice, size: Sizes, sharding: Sharding):
-        recompute = Recompute.parse(layout.recompute)
+    def __init__(self, model: ModelShape, layout: Layout, size: Sizes, sharding: Sharding, chunk: StageSlice):
+        recompute, layers = Recompute.parse(layout.recompute), chunk.layers
         self.has_embedding, self.has_head = chunk.embedding, chunk.head
-        self.size = size
-        self.sharding = sharding
+        self.size, self.sharding = size, sharding
         self.units = stage_units(model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head)
-        runs = [list(run) for _, run in groupby(chunk.layers, recompute.covers)]
+        runs = [list(run) for _, run in groupby(layers, recompute.covers)]
         self.runs = [(size.kept(recompute, run[0]), size.recomputed(recompute, run[0]), len(run)) for run in runs]
-        is_kept = size.keeps_stream or any(recompute.covers(layer) for layer in chunk.layers[:1])
-        keeps_mask = size.keeps_mask or any(recompute.covers(layer) for layer in chunk.layers)
-        self.kept_mask = size.mask if keeps_mask else 0.0
+        is_kept = size.keeps_stream or any(map(recompute.covers, layers[:1]))
+        self.kept_mask = size.mask if size.keeps_mask or recompute.count(layers) else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.stream
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
-        self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(chunk.layers)}
-        self._known: dict[tuple[str, bool, bool], Phase] = {}
-
-    @cached_property
-    def _blocks(self) -> dict[float, Phase]:
-        """A block's forward by what it keeps."""
-        return {kept: autograd.block_forward(self.size, kept) for kept, _, _ in self.runs}
+        self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(layers)}
+        self.forward = cache(lambda gathers: sequence(self._forward(gathers)))
+        """One microbatch; the first one gathers what ZeRO-1 and -2 keep."""
+        self.backward = cache(lambda is_first, is_last: sequence(self._backward(is_first, is_last)))
+        """One microbatch; gradients are there from the first one on, the last one leaves shards."""
 
     @cached_property
     def state(self) -> Phase:
@@ -172,40 +164,21 @@ class _Stage:
         """A step of this stage; what a backward in two parts holds is held until the second one is over."""
         _, kind, is_first, is_last = step
         if kind is Kind.FORWARD:
-            return self.forward(is_first=is_first)
-        whole = self.backward(is_first=is_first, is_last=is_last)
+            return self.forward(is_first or self.sharding.zero == 3)
+        whole = self.backward(is_first, is_last)
         return Phase(whole.fullest, NOTHING) if kind is Kind.BACKWARD_INPUT else whole
 
-    def forward(self, *, is_first: bool) -> Phase:
-        """One microbatch; the first one gathers what ZeRO-1 and -2 keep."""
-        gathers = is_first or self.sharding.zero == 3
-        key = ("forward", gathers, False)
-        if key not in self._known:
-            self._known[key] = sequence(self._gather_and_forward() if gathers else self._forward())
-        return self._known[key]
-
-    def backward(self, *, is_first: bool, is_last: bool) -> Phase:
-        """One microbatch; gradients are there from the first one on, the last one leaves shards."""
-        key = ("backward", is_first, is_last)
-        if key not in self._known:
-            self._known[key] = sequence(self._backward(is_first=is_first, is_last=is_last))
-        return self._known[key]
-
-    def _forward(self) -> Iterator[Phase]:
-        yield changes((_A, self.received + self.size.mask))
-        yield from (self._blocks[kept].times(count) for kept, _, count in self.runs)
-        yield changes((_A, self.kept_mask - self.size.mask))
-        if self.has_head:
-            yield autograd.head_forward(self.size)
-
-    def _gather_and_forward(self) -> Iterator[Phase]:
+    def _forward(self, gathers: bool) -> Iterator[Phase]:
         sharding, units = self.sharding, self.units
 
         def run(unit: Unit, work: Phase, before: Unit | None) -> Phase:
+            if not gathers:
+                return work
             return sequence((sharding.gather(unit, before), work, sharding.drop(unit) if sharding.zero == 3 else IDLE))
 
+        blocks = {kept: autograd.block_forward(self.size, kept) for kept, _, _ in self.runs}
         before = units.root
-        if units.root:
+        if units.root and gathers:
             yield sharding.gather(units.root, None)
         yield changes((_A, self.received))
         if units.embedding:
@@ -213,7 +186,7 @@ class _Stage:
             before = units.embedding
         yield changes((_A, self.size.mask))
         for kept, _, count in self.runs:
-            work = self._blocks[kept]
+            work = blocks[kept]
             yield run(units.block, work, before)
             yield run(units.block, work, units.block).times(count - 1)
             before = units.block
@@ -221,11 +194,12 @@ class _Stage:
         if self.has_head:
             work = autograd.head_forward(self.size)
             yield run(units.head, work, before) if units.head else work
-        yield changes((_B, -sharding.buffer(units.head or before)))
+        if gathers:
+            yield changes((_B, -sharding.buffer(units.head or before)))
         if units.root and sharding.zero == 3:
             yield sharding.drop(units.root)
 
-    def _backward(self, *, is_first: bool, is_last: bool) -> Iterator[Phase]:
+    def _backward(self, is_first: bool, is_last: bool) -> Iterator[Phase]:
         size, sharding, units = self.size, self.sharding, self.units
         reduces = sharding.zero > 1 or is_last
 

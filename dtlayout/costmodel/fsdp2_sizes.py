@@ -10,16 +10,16 @@ attention and what they read, one number a token for each norm, and the result o
 It computes silu(gate) again. Its norms are so as if one kernel did them. `tests/plans/test_compile.py` counts.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from math import ceil
 
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
-from dtlayout.models.description import Activation, Description, Linear, Norm, Operation, SelfAttention
+from dtlayout.models.description import Activation, Linear, Norm, Operation, SelfAttention
 from dtlayout.models.families import describe
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
@@ -44,89 +44,95 @@ class NormBytes:
         return self.input + self.rest
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """Bytes of one microbatch's tensors on one rank."""
+    """Bytes of one microbatch's tensors on one rank, [Note: what a compiled block keeps]."""
 
-    description: Description
-    """The operations whose tensors these are."""
-    element: float
-    """One element a token in the compute format, T·e."""
-    exact_element: float
-    """One element a token in the exact format, T·w."""
-    tp: int
-    """Ranks that share what lies inside a branch."""
-    stream_ranks: int
-    """Ranks that share the residual stream outside of branches: t under sequence parallelism."""
-    regathers: bool
-    """Whether matmuls that read the gathered stream keep their own part alone, and gather it again in backward."""
-    has_norm_kernel: bool
-    """Whether a norm is one kernel."""
-    product_element: float
-    """One element a token of input · scale, which a norm of separate operations keeps."""
-    attention: float
-    """Kept by attention, its output included."""
-    attention_results: float
-    """Results of attention's kernels, which selective recomputation keeps instead of q and k."""
-    mask: float
-    """The mask that keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
-    keeps_mask: bool
-    """Whether attention keeps the mask for its backward."""
-    forward_work: float
-    """Work space of attention's forward at its fullest, beside what it keeps."""
-    backward_work: float
-    """Work space of attention's backward: gradients of q, k and v, or of scores."""
-    logits: float
-    """Logits that are there at once, in the compute format; their gradient is as large."""
-    logit_work: float
-    """The loss's work space at its fullest: exponentials of the logits in the exact format."""
-    head_weight: float
-    """The head's weight, and its gradient; 0 where that is not computed in forward."""
-    num_gated_kept: int
-    """Tensors that a gated activation keeps beside its result: what it reads and, if it is not computed again, silu."""
-    keeps_last: bool
-    """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
-
-    @cached_property
-    def whole(self) -> float:
-        """Hidden states, T·h·e."""
-        return self.element * self.description.final_norm.width
-
-    @cached_property
-    def stream(self) -> float:
-        """The residual stream: hidden states outside of branches."""
-        return self.whole / self.stream_ranks
-
-    @cached_property
-    def norm_output(self) -> float:
-        """The output of a norm as the matmuls that read it keep it."""
-        return self.stream if self.regathers else self.whole
-
-    @property
-    def is_split(self) -> bool:
-        """Whether tp splits matmuls."""
-        return self.tp > 1
-
-    @property
-    def shards_sequence(self) -> bool:
-        """Whether tp splits the residual stream too."""
-        return self.stream_ranks > 1
-
-    @property
-    def casts(self) -> bool:
+    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
+        """Those of a layout or a BlockLayout; on CPU no kernel of PyTorch does a whole norm."""
+        tokens, e = tokens_of(scenario, layout), BYTES[scenario.precision.compute]
+        norm, swiglu = find_kernel(NormKernel, kernels.norm), find_kernel(SwigluKernel, kernels.swiglu)
+        self.description = describe(scenario.model)
+        """The operations whose tensors these are."""
+        self.element = tokens * e
+        """One element a token in the compute format, T·e."""
+        self.exact_element = tokens * max(e, 4)
+        """One element a token in the exact format, T·w."""
+        self.casts = self.element < self.exact_element
         """Whether the compute format is not the exact one."""
-        return self.element < self.exact_element
-
-    @property
-    def keeps_stream(self) -> bool:
+        self.tp = layout.tp
+        """Ranks that share what lies inside a branch."""
+        self.is_split = layout.tp > 1
+        """Whether tp splits matmuls."""
+        self.shards_sequence = layout.shards_sequence
+        """Whether tp splits the residual stream too."""
+        self.stream_ranks = layout.tp if layout.shards_sequence else 1
+        """Ranks that share the residual stream outside of branches."""
+        self.whole = self.element * scenario.model.hidden_size
+        """Hidden states, T·h·e."""
+        self.stream = self.whole / self.stream_ranks
+        """The residual stream: hidden states outside of branches."""
+        self.norm_output = self.stream if scenario.engine.features.regathers_inputs else self.whole
+        """The output of a norm as the matmuls that read it keep it: whole, or what they gather again in backward."""
+        self.has_norm_kernel = kernels.compiles_blocks or scenario.cluster.gpu.device_type not in norm.separate
+        """Whether a norm is one kernel."""
+        product = self.exact_element if norm.keeps_exact else self.element
+        self.product_element = 0.0 if self.has_norm_kernel else product
+        """One element a token of input · scale, which a norm of separate operations keeps."""
+        self.keeps_stream = self.has_norm_kernel or not self.casts
         """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
-        return self.has_norm_kernel or not self.casts
+        self.num_gated_kept = 2 if kernels.compiles_blocks else swiglu.num_kept - 1
+        """Tensors that a gated activation keeps beside its result: its inputs and, if not computed again, silu."""
+        self.keeps_last = not kernels.compiles_blocks
+        """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
+        self._weigh_attention(scenario, layout, kernels)
+        self._weigh_loss(scenario, layout, kernels)
 
-    @property
-    def loss(self) -> float:
-        """Held by the loss at its fullest moment, beside the final norm and what that keeps."""
-        early = self.head_weight + self.whole if self.head_weight else 0.0
-        return early + 2 * self.logits + self.logit_work
+    def _weigh_attention(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
+        """Flash: q, k, v, the output and a number a row, and backward the gradients of q, k and v.
+
+        sdpa-math: exact copies of q, k and v, each for every query head, and the softmax; results of its two matmuls
+        are exact. Forward has also the scores with the mask, and k as it was, but no output yet; backward the gradients
+        of softmax and scores.
+        """
+        model, seq_len = scenario.model, scenario.batch.seq_len
+        kernel = find_kernel(AttentionKernel, kernels.attention)
+        query, key = self.split(model.query_width), self.split(model.kv_width)
+        inputs = query + 2 * (query if kernel.repeats_heads else key)
+        rows = self.exact_element * model.num_heads / self.tp
+        has_mask = scenario.document_mask and kernel.needs_mask(scenario.cluster.gpu.device_type)
+        self.mask = self.element * seq_len if has_mask else 0.0
+        """The mask that keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
+        self.keeps_mask = kernel.keeps_mask
+        """Whether attention keeps the mask for its backward."""
+        self.attention_results = query + (0.0 if kernel.holds_scores else rows)
+        """Results of attention's kernels, which selective recomputation keeps instead of q and k."""
+        saved: float = getattr(scenario.engine.constants, kernel.saved) if kernel.saved else 0.0
+        saved *= tokens_of(scenario, layout) * model.num_heads / self.tp
+        saved *= seq_len if kernel.holds_scores else model.head_width
+        self.attention = inputs + self.attention_results + saved
+        """Kept by attention, its output included."""
+        self.forward_work = 0.0
+        """Work space of attention's forward at its fullest, beside what it keeps."""
+        self.backward_work = inputs
+        """Work space of attention's backward: gradients of q, k and v, or of scores."""
+        if kernel.copies_exactly:
+            copy, softmax = rows * model.head_width, rows * seq_len
+            self.attention, self.attention_results = 3 * copy + softmax + query, softmax + copy
+            self.forward_work, self.backward_work = softmax + key, max(inputs, 2 * softmax)
+
+    def _weigh_loss(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
+        loss, tokens = find_kernel(LossKernel, kernels.loss), tokens_of(scenario, layout)
+        is_parallel = scenario.engine.features.loss == "vocab-parallel"
+        columns = scenario.model.vocab_size / (self.tp if is_parallel else 1)
+        at_once = ceil(tokens / count_loss_chunks(tokens)) / tokens if loss.in_chunks else 1
+        self.logits = self.element * columns * (at_once if loss.joins_matmul else 1)
+        """Logits that are there at once, in the compute format; their gradient is as large."""
+        weight = columns * scenario.model.hidden_size * BYTES[scenario.precision.compute]
+        self.head_weight = weight if loss.joins_matmul else 0.0
+        """The head's weight, and its gradient; 0 where that is not computed in forward."""
+        early = self.head_weight + self.whole if loss.joins_matmul else 0.0
+        self.loss = early + 2 * self.logits + self.exact_element * columns * at_once
+        """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property
     def block(self) -> float:
@@ -212,66 +218,3 @@ class Sizes:
             return 0.0
         again = self.block - (self.stream if self.keeps_stream else 0.0)
         return again - self.results(recompute, last=False)
-
-
-def sizes_of(scenario: Scenario, layout: Layout, kernels: Kernels) -> Sizes:
-    """The sizes of a layout, [Note: what a compiled block keeps]. On CPU no kernel of PyTorch does a whole norm."""
-    model, features, t = scenario.model, scenario.engine.features, layout.tp
-    e = BYTES[scenario.precision.compute]
-    w = max(e, 4)
-    tokens = layout.micro_batch * scenario.batch.seq_len / layout.cp
-    device_type = scenario.cluster.gpu.device_type
-    norm, loss = find_kernel(NormKernel, kernels.norm), find_kernel(LossKernel, kernels.loss)
-    kernel, swiglu = find_kernel(AttentionKernel, kernels.attention), find_kernel(SwigluKernel, kernels.swiglu)
-    has_norm_kernel = device_type not in norm.separate or kernels.compiles_blocks
-    columns = model.vocab_size / (t if features.loss == "vocab-parallel" else 1)
-    has_mask = scenario.document_mask and kernel.needs_mask(device_type)
-    at_once = math.ceil(tokens / count_loss_chunks(tokens)) / tokens if loss.in_chunks else 1
-    query, key = tokens * model.query_width * e / t, tokens * model.kv_width * e / t
-    attention, results, forward_work, backward_work = _attention(scenario, layout, kernels, query, key)
-    return Sizes(
-        description=describe(model),
-        element=tokens * e,
-        exact_element=tokens * w,
-        tp=t,
-        stream_ranks=t if layout.shards_sequence else 1,
-        regathers=features.regathers_inputs,
-        has_norm_kernel=has_norm_kernel,
-        product_element=0.0 if has_norm_kernel else tokens * (w if norm.keeps_exact else e),
-        attention=attention,
-        attention_results=results,
-        mask=tokens * scenario.batch.seq_len * e if has_mask else 0.0,
-        keeps_mask=kernel.keeps_mask,
-        forward_work=forward_work,
-        backward_work=backward_work,
-        logits=tokens * columns * e * (at_once if loss.joins_matmul else 1),
-        logit_work=tokens * columns * w * at_once,
-        head_weight=columns * model.hidden_size * e if loss.joins_matmul else 0.0,
-        num_gated_kept=2 if kernels.compiles_blocks else swiglu.num_kept - 1,
-        keeps_last=not kernels.compiles_blocks,
-    )
-
-
-def _attention(
-    scenario: Scenario, layout: Layout, kernels: Kernels, query: float, key: float
-) -> tuple[float, float, float, float]:
-    """Kept by attention, kept of it by selective recomputation, and the work space of forward and of backward.
-
-    Flash: q, k, v, the output and a number a row. sdpa-math: exact copies of q, k and v, each for every query head, and
-    the softmax; results of its two matmuls are exact. Forward has also the scores with the mask, and k as it was, but
-    no output yet; backward the gradients of softmax and scores.
-    """
-    model, constants = scenario.model, scenario.engine.constants
-    w = max(BYTES[scenario.precision.compute], 4)
-    heads = layout.micro_batch * scenario.batch.seq_len / layout.cp * model.num_heads / layout.tp
-    scores, copy = heads * scenario.batch.seq_len, w * heads * model.head_width
-    kernel = find_kernel(AttentionKernel, kernels.attention)
-    inputs = query + 2 * (query if kernel.repeats_heads else key)
-    if kernel.copies_exactly:
-        kept = 3 * copy + w * scores + query
-        return kept, w * scores + copy, w * scores + key, max(inputs, 2 * w * scores)
-    saved: float = getattr(constants, kernel.saved) if kernel.saved else 0.0
-    if kernel.holds_scores:
-        return inputs + query + saved * scores, query, 0.0, inputs
-    rows, packed = w * heads, saved * heads * model.head_width
-    return inputs + query + rows + packed, query + rows, 0.0, inputs

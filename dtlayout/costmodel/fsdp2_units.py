@@ -16,7 +16,7 @@ before its reduction each rank gets its own.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil, prod
 
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients
@@ -94,9 +94,10 @@ class Sharding:
         self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
-        self._known: dict[tuple[Unit, Unit | None, bool, bool], Phase] = {}
         is_alone = self.shards == 1 and not self.is_hybrid
         self.copies_buffer = not is_alone and (self.shards == 1 or scenario.cluster.gpu.device_type == "cpu")
+        self.finish_backward = cache(self._finish_backward)
+        """The end of a unit's backward, [Note: a unit's reduction]; `before` has the buffer of the last reduction."""
 
     def padded(self, unit: Unit) -> int:
         """Parameters of a unit with the padding of its shards."""
@@ -138,13 +139,6 @@ class Sharding:
         if embedding.name in unit.weights:
             return self.gradients_of(unit, is_first=is_first)
         return WeightGradients({embedding.name: float(self.compute * embedding.numel)}, pile_up=False)
-
-    def finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
-        """The end of a unit's backward, [Note: a unit's reduction]; `before` has the buffer of the last reduction."""
-        key = (unit, before, is_first, is_last)
-        if key not in self._known:
-            self._known[key] = self._finish_backward(unit, before, is_first=is_first, is_last=is_last)
-        return self._known[key]
 
     def _finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
         weights = self.gradients_of(unit, is_first=is_first)

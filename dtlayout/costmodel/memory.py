@@ -1,4 +1,4 @@
-"""Peak bytes of each pipeline rank, one function a component; docs/memory-model.md derives every formula.
+"""Peak bytes of each pipeline rank, by component; docs/memory-model.md derives every formula.
 
 Here with a distributed optimizer; under FSDP2 components are what they are at one moment (fsdp2_memory.py).
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dtlayout.costmodel.engine import RunAheadConstants
-from dtlayout.costmodel.fsdp2_memory import action_bytes, fullest_bytes, table_bytes, token_bytes
+from dtlayout.costmodel.fsdp2_memory import fullest_bytes, overhead_bytes, table_bytes
 from dtlayout.costmodel.phase import Part
-from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards, tokens_of
 from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -23,16 +23,28 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.description import Activation, Linear, Norm, Rotary, SelfAttention, Weight
 from dtlayout.models.families import describe
-from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
-from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one rank at its fullest moment, by component."""
+class Components:
+    """Amounts that add up."""
+
+    @property
+    def total(self) -> float:
+        """All components."""
+        return sum(vars(self).values())
+
+    def as_dict(self) -> dict[str, float]:
+        """Component → amount."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class MemoryEstimate(Components):
+    """Bytes of one rank at its fullest moment, by component; the total is the allocator's peak."""
 
     parameters: float
     """Weights: sharded masters with gathered copies, and the tables of RoPE (fsdp2); or whole bf16 weights."""
@@ -52,18 +64,9 @@ class MemoryEstimate:
     """Held by the allocator whatever the layout, and (fsdp2) a step's tokens."""
 
     @property
-    def total(self) -> float:
-        """All components: the allocator's peak."""
-        return sum(vars(self).values())
-
-    @property
     def needed(self) -> float:
         """Bytes that the rank cannot run without."""
         return self.total - self.run_ahead
-
-    def as_dict(self) -> dict[str, float]:
-        """Component → bytes."""
-        return dict(vars(self))
 
 
 def estimate_memory(
@@ -78,7 +81,7 @@ def estimate_ranks(
 ) -> Iterator[MemoryEstimate]:
     """Peak of some pipeline ranks, each computed when it is asked for."""
     if scenario.engine.features.sharding == "fsdp2":
-        overhead = token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes
+        overhead = overhead_bytes(scenario, layout)
         for fullest in fullest_bytes(scenario, layout, kernels, stages, ranks):
             # Bytes that came and went may leave a rounding error below 0.
             parts = {part.name.lower(): max(0.0, size) for part, size in zip(Part, fullest, strict=True)}
@@ -87,37 +90,16 @@ def estimate_ranks(
         return
     m = max(1, layout.num_microbatches(scenario.batch))
     for rank in ranks:
+        chunks = layout.placement.take(stages, rank)
         peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
-        yield _estimate_rank(scenario, layout, kernels, layout.placement.take(stages, rank), peaks)
-
-
-def estimate_curve(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], rank: int, m: int
-) -> Iterator[tuple[Action | None, float, float]]:
-    """Under FSDP2, the bytes of a pipeline rank in each forward and backward of a step of m microbatches.
-
-    What it holds at the fullest moment of the action, and when that is over; first, with None, before the step.
-    """
-    constant = table_bytes(scenario, layout) + token_bytes(scenario, layout) + scenario.engine.constants.overhead_bytes
-    for action, fullest, left in action_bytes(scenario, layout, kernels, stages, rank, m):
-        yield action, fullest + constant, left + constant
-
-
-def _estimate_rank(
-    scenario: Scenario, layout: Layout, kernels: Kernels, chunks: Sequence[StageSlice], peaks: Sequence[Moment]
-) -> MemoryEstimate:
-    n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
-    unit = largest_unit(scenario.model, chunks, layout.tp)
-    return MemoryEstimate(
-        parameters=parameter_bytes(scenario, layout, n),
-        gradients=gradient_bytes(scenario, layout, n),
-        optimizer=optimizer_bytes(scenario, layout, n),
-        activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
-        logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
-        buffers=gathered_bytes(scenario, layout, n, unit),
-        run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
-        overhead=scenario.engine.constants.overhead_bytes,
-    )
+        n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
+        yield MemoryEstimate(
+            **state_bytes(scenario, layout, n, largest_unit(scenario.model, chunks, layout.tp)),
+            activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
+            logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
+            run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
+            overhead=scenario.engine.constants.overhead_bytes,
+        )
 
 
 def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int) -> float:
@@ -145,26 +127,21 @@ def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int) -> fl
     return max(count_block_parameters(model), count_embedding_parameters(model) if ends else 0) / tp
 
 
-def parameter_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """bf16 weights, over S under ZeRO-3."""
-    return 2 * n / (count_state_shards(layout) if layout.zero == 3 else 1)
+def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> dict[str, float]:
+    """Component → bytes of n parameters and of what belongs to them, of which the largest FSDP unit has `unit`.
 
-
-def gradient_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """Whole while they accumulate; over S where each microbatch's are reduced at once (ZeRO-2 and -3)."""
-    shards = count_state_shards(layout) if layout.zero > 1 and layout.pp == 1 else 1
-    return scenario.engine.features.gradient_bytes * n / shards
-
-
-def optimizer_bytes(scenario: Scenario, layout: Layout, n: float) -> float:
-    """fp32 masters of bf16 weights and what the optimizer keeps of them, over S."""
-    return (4 + scenario.optimizer.state_bytes(4)) * n / count_state_shards(layout)
-
-
-def gathered_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> float:
-    """Reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way."""
-    bucket = scenario.engine.features.bucket_bytes * n if layout.dp > 1 else 0.0
-    return bucket + (2 * 2 * unit if layout.zero == 3 else 0.0)
+    bf16 weights, over S under ZeRO-3. Gradients are whole while they accumulate, and over S where each microbatch's are
+    reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights and what it keeps of them, over S.
+    Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way.
+    """
+    features, shards, gathers = scenario.engine.features, count_state_shards(layout), layout.zero == 3
+    bucket = features.bucket_bytes * n if layout.dp > 1 else 0.0
+    return {
+        "parameters": 2 * n / (shards if gathers else 1),
+        "gradients": features.gradient_bytes * n / (shards if layout.zero > 1 and layout.pp == 1 else 1),
+        "optimizer": (4 + scenario.optimizer.state_bytes(4)) * n / shards,
+        "buffers": bucket + (2 * 2 * unit if gathers else 0.0),
+    }
 
 
 def activation_bytes(
@@ -173,7 +150,7 @@ def activation_bytes(
     """Held by all microbatches in flight at the fullest moment: Σ microbatches · layers · bytes a layer."""
     tokens, recompute = tokens_of(scenario, layout), Recompute.parse(layout.recompute)
     whole, kept = block_bytes_per_token(scenario, layout, kernels)
-    covered = [sum(recompute.covers(layer) for layer in chunk.layers) for chunk in chunks]
+    covered = [recompute.count(chunk.layers) for chunk in chunks]
     by_chunk = [c * kept + (len(chunk.layers) - c) * whole for c, chunk in zip(covered, chunks, strict=True)]
     in_flight = max(weigh_moments(peaks, by_chunk))
     working_set = whole - kept if any(covered) else 0.0
@@ -254,13 +231,3 @@ def run_ahead_bytes(
     more = min(constants.run_ahead_microbatches, max(0, m - in_flight)) if constants.run_ahead_microbatches else 0.0
     per_microbatch = sum(len(chunk.layers) for chunk in chunks) * block_bytes_per_token(scenario, layout, kernels)[0]
     return ahead * tokens * (constants.message_saved_bytes * h * in_flight + more * per_microbatch)
-
-
-def tokens_of(scenario: Scenario, layout: Layout) -> float:
-    """Tokens of a microbatch on one cp rank."""
-    return layout.micro_batch * scenario.batch.seq_len / layout.cp
-
-
-def activation_size(scenario: Scenario) -> int:
-    """Bytes of an activation: bf16, or what an fsdp2 engine is told."""
-    return BYTES[scenario.precision.compute] if scenario.engine.features.sharding == "fsdp2" else 2

@@ -38,15 +38,6 @@ class Phase:
     left: Bytes
     """When it is over."""
 
-    def then(self, after: "Phase") -> "Phase":
-        """This one, and `after` next.
-
-        >>> grow = changes((Part.LOGITS, 3), (Part.LOGITS, -2))
-        >>> sum(grow.then(grow).fullest), sum(grow.then(grow).left)
-        (4.0, 2.0)
-        """
-        return sequence((self, after))
-
     def times(self, count: int) -> "Phase":
         """This one `count` times in a row: fullest in the first round or, if each leaves more, in the last.
 
@@ -81,7 +72,12 @@ def changes(*steps: tuple[Part, float]) -> Phase:
 
 
 def sequence(phases: Iterable[Phase]) -> Phase:
-    """One after the other."""
+    """One after the other.
+
+    >>> grow = changes((Part.LOGITS, 3), (Part.LOGITS, -2))
+    >>> sum(sequence([grow, grow]).fullest), sum(sequence([grow, grow]).left)
+    (4.0, 2.0)
+    """
     fullest, most, left = NOTHING, 0.0, NOTHING
     for phase in phases:
         later = add(left, phase.fullest)

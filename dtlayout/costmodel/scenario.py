@@ -13,7 +13,7 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.partition import StageSlice, to_slices
-from dtlayout.precision import Precision
+from dtlayout.precision import BYTES, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,16 @@ def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
 def count_state_shards(layout: Layout) -> int:
     """Ranks that share the state: those of dp_shard and cp, in FSDP2 as in Megatron; 1 where it is not sharded."""
     return layout.dp_shard * layout.cp if layout.dp_shard > 1 or layout.dp == 1 else 1
+
+
+def tokens_of(scenario: Scenario, layout: Layout) -> float:
+    """Tokens of a microbatch on one cp rank."""
+    return layout.micro_batch * scenario.batch.seq_len / layout.cp
+
+
+def activation_size(scenario: Scenario) -> int:
+    """Bytes of an activation: bf16, or what an fsdp2 engine is told."""
+    return BYTES[scenario.precision.compute] if scenario.engine.features.sharding == "fsdp2" else 2
 
 
 def cut(scenario: Scenario, layout: Layout) -> list[StageSlice]:

@@ -1,8 +1,8 @@
 """Stage split: how many blocks each pipeline stage gets, by its engine's rule; the trainer's is `cost`."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from dtlayout.batch import Batch
 from dtlayout.model_shape import ModelShape
@@ -52,14 +52,10 @@ def fill_by_threshold(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     (5, 5, 5, 1)
     """
     total = costs.embedding + costs.num_blocks * costs.block + costs.head
-    counts, reached = [0] * num_stages, costs.embedding
-    stage = 0
-    for _ in range(costs.num_blocks):
-        counts[stage] += 1
-        reached += costs.block
-        while stage < num_stages - 1 and reached >= total * (stage + 1) / num_stages * (1 - 1e-12):
-            stage += 1
-    return tuple(counts)
+    reached = list(accumulate([costs.block] * costs.num_blocks, initial=costs.embedding))
+    shares = [total * stage / num_stages * (1 - 1e-12) for stage in range(1, num_stages)]
+    ends = [bisect_left(reached, share, lo=1, hi=costs.num_blocks) for share in shares]
+    return tuple(end - start for start, end in pairwise([0, *ends, costs.num_blocks]))
 
 
 def _parameter_costs(model: ModelShape, *, with_embedding: bool) -> LayerCosts:

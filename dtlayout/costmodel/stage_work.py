@@ -1,13 +1,12 @@
 """Stage work: seconds of one microbatch on one stage, with recomputation, embedding, head, host and messages."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from dtlayout.costmodel.comm import message_s
 from dtlayout.costmodel.compute import BlockTime, recompute_time
-from dtlayout.costmodel.memory import activation_size, tokens_of
 from dtlayout.costmodel.parts import BlockLayout, StageClass, part_of
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.recompute import Recompute
@@ -15,8 +14,7 @@ from dtlayout.recompute import Recompute
 TimeOf = Callable[[BlockLayout, Kernels], BlockTime]
 
 
-@dataclass(frozen=True)
-class StageWork:
+class StageWork(NamedTuple):
     """Seconds of one microbatch on one stage, by what they are spent on and by direction."""
 
     compute_s: float
@@ -35,6 +33,11 @@ class StageWork:
     """All of backward."""
     weight_s: float = 0.0
     """The gradients of weights, a part of backward that a schedule may put off."""
+
+    @classmethod
+    def add(cls, stages: Iterable["StageWork"]) -> "StageWork":
+        """All of the work of a rank with these stages."""
+        return cls(*map(sum, zip(*stages, strict=True)))
 
 
 def stage_work(

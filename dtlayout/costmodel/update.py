@@ -2,8 +2,7 @@
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s
 from dtlayout.costmodel.compute import pass_s
-from dtlayout.costmodel.memory import activation_size
-from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
 

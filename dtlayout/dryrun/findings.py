@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from dtlayout.costmodel.estimate import Estimate, TimeEstimate
-from dtlayout.costmodel.memory import MemoryEstimate, estimate_curve
+from dtlayout.costmodel.fsdp2_memory import estimate_curve
+from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.dryrun.price import price
 from dtlayout.dryrun.report import RankReport

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.fsdp2_sizes import Sizes, sizes_of
+from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, part_of
-from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, count_state_shards, tokens_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
@@ -100,7 +100,7 @@ class Peaks:
         self._is_fsdp2 = self.scenario.engine.features.sharding == "fsdp2"
         self.stages = cache(partial(group_stages, estimator))
         """The stages of a PipelineLayout in groups."""
-        self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(sizes_of, self.scenario))))
+        self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(Sizes, self.scenario))))
         """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
         self.sizes = cache(partial(_count_sizes, self.scenario))
         """Parameters of ranks with a group's `counts` at some tp, and of their largest unit."""
@@ -158,12 +158,7 @@ class Peaks:
             state = (params + self.scenario.optimizer.state_bytes(params)) * n / shards
             state += compute * n if layout.zero < 3 else 0.0
             return state + (gradients if phase == 2 else 0.0)
-        return (
-            memory.parameter_bytes(self.scenario, layout, n)
-            + memory.gradient_bytes(self.scenario, layout, n)
-            + memory.optimizer_bytes(self.scenario, layout, n)
-            + memory.gathered_bytes(self.scenario, layout, n, unit)
-        )
+        return sum(memory.state_bytes(self.scenario, layout, n, unit).values())
 
 
 def _count_sizes(scenario: Scenario, counts: tuple[tuple[StageClass, int], ...], tp: int) -> tuple[float, float]:
@@ -176,7 +171,7 @@ def _count_block_bytes(
     scenario: Scenario, size_of: Callable[[BlockLayout, Kernels], Sizes], layout: Layout, kernels: Kernels
 ) -> BlockBytes:
     if scenario.engine.features.sharding != "fsdp2":
-        tokens = memory.tokens_of(scenario, layout)
+        tokens = tokens_of(scenario, layout)
         whole, kept = memory.block_bytes_per_token(scenario, layout, kernels)
         logits = memory.logit_bytes(scenario, layout)
         return BlockBytes(tokens * whole, tokens * kept, tokens * (whole - kept), logits)

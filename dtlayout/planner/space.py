@@ -168,7 +168,8 @@ class Space:
     def recompute(self) -> list[str]:
         """How much is computed again, as far as the engine can."""
         layers, engine = self.scenario.model.num_layers, self.scenario.engine
-        kinds = [kind for kind in RECOMPUTE if Recompute.parse(kind).every <= layers and engine.has_recompute(kind)]
+        fewer = [kind for kind in RECOMPUTE if Recompute.parse(kind).every <= layers]
+        kinds = [kind for kind in fewer if not engine.recompute_problems(kind)]
         return self.choose("recompute", kinds)
 
     @cached_property

@@ -26,7 +26,7 @@ def install(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
         (tmp_path / "constants" / "achieved.toml").write_text(achieved, encoding="utf-8")
-        monkeypatch.setattr(toml, "files", lambda package: tmp_path)
+        monkeypatch.setattr(toml, "__file__", str(tmp_path / "toml.py"))
         engine._read_engines.cache_clear()
         engine._achieved_on.cache_clear()
 

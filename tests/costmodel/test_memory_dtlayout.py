@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
-from dtlayout.costmodel.memory import MemoryEstimate, estimate_curve, estimate_memory
+from dtlayout.costmodel.fsdp2_memory import estimate_curve
+from dtlayout.costmodel.memory import MemoryEstimate, estimate_memory
 from dtlayout.costmodel.phase import IDLE, NOTHING, Part, Phase, add, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.kernels import Kernels, count_loss_chunks
@@ -198,7 +199,7 @@ steps = st.lists(st.tuples(parts, st.integers(-50, 50)), max_size=6)
 
 @given(steps, steps)
 def test_phases_compose_as_their_changes_do(first, second):
-    assert_alike(changes(*first).then(changes(*second)), changes(*first, *second))
+    assert_alike(sequence([changes(*first), changes(*second)]), changes(*first, *second))
 
 
 @given(steps, st.integers(0, 5))

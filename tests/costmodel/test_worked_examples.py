@@ -6,13 +6,7 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimate, estimate
-from dtlayout.costmodel.memory import (
-    block_bytes_per_token,
-    count_stage_parameters,
-    gradient_bytes,
-    optimizer_bytes,
-    parameter_bytes,
-)
+from dtlayout.costmodel.memory import block_bytes_per_token, count_stage_parameters, state_bytes
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -55,9 +49,7 @@ def test_mixed_precision_training_keeps_18_bytes_a_parameter():
     setting = scenario(NEMOTRON_340B, "h100-80g-sxm", 1, 1, 4096)
     layout = Layout()
     n = sum(count_stage_parameters(NEMOTRON_340B, stage, 1) for stage in cut(setting, layout))
-    state = (
-        parameter_bytes(setting, layout, n) + gradient_bytes(setting, layout, n) + optimizer_bytes(setting, layout, n)
-    )
+    state = sum(state_bytes(setting, layout, n, unit=0).values())
     assert n == count_parameters(NEMOTRON_340B)
     assert state / n == 18
     assert 340e9 * state / n == pytest.approx(6120e9)

@@ -10,7 +10,7 @@ from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.config import check_layout, load_config
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.memory import estimate_curve
+from dtlayout.costmodel.fsdp2_memory import estimate_curve
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.dryrun.rank import fold
 from dtlayout.errors import DtlayoutError, InvalidConfig, InvalidLayout

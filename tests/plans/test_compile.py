@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtlayout.costmodel.fsdp2_sizes import sizes_of
+from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.description import BLOCKS
@@ -91,7 +91,7 @@ def test_a_compiled_block_keeps_what_the_cost_model_says(norm, recompute):
     known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in saved if t.dtype is not torch.uint8}
     found = sum(storage.nbytes() for place, storage in storages.items() if place not in known)
-    assert found == sizes_of(make_scenario(case), case.layout, case.kernels).kept(Recompute.parse(recompute), 0)
+    assert found == Sizes(make_scenario(case), case.layout, case.kernels).kept(Recompute.parse(recompute), 0)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")

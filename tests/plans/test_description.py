@@ -11,7 +11,7 @@ from rehearsal import rehearse
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtlayout.costmodel.fsdp2_sizes import sizes_of
+from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.dryrun.report import RankReport
 from dtlayout.dryrun.world import fake_world
 from dtlayout.kernels import Kernels
@@ -96,7 +96,7 @@ def test_a_block_keeps_what_the_description_says(model: ModelShape, precision, k
     known = {t.untyped_storage().data_ptr() for t in [*llama.parameters(), *llama.buffers()]}
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     found = sum(nbytes for place, nbytes in kept.items() if place not in known)
-    expected = sizes_of(make_scenario(case), case.layout, kernels).kept(Recompute.parse("none"), 0)
+    expected = Sizes(make_scenario(case), case.layout, kernels).kept(Recompute.parse("none"), 0)
     assert found == pytest.approx(expected, rel=0.01)
 
 
