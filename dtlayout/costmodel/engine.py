@@ -225,15 +225,12 @@ class Engine:
         """Whether runs of this engine on this GPU type stand behind the constants."""
         return bool(self.fitted)
 
-    def has_recompute(self, recompute: str) -> bool:
-        """Whether the engine has this kind of recomputation; none but ours and torchtitan's tells operations apart."""
-        return self.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1
-
     def recompute_problems(self, recompute: str) -> list[str]:
-        """A line for a kind of recomputation that the engine does not have."""
+        """A line for recomputation that the engine does not have; none but ours and torchtitan's parts operations."""
+        if self.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1:
+            return []
         advice = "use selective, which computes attention alone again, or full"
-        problem = f"layout.recompute={recompute} is nothing that {self.name} has; {advice}"
-        return [] if self.has_recompute(recompute) else [problem]
+        return [f"layout.recompute={recompute} is nothing that {self.name} has; {advice}"]
 
     def schedule_problems(self, schedule: str) -> list[str]:
         """A line for a schedule that is known not to run: our own trainer's runtime does not have all."""
