@@ -65,9 +65,7 @@ def swept(tmp_path):
             continue
         measured = Performance(step_time_s=step_s(trial.config.model, trial.config.batch, trial.run.layout))
         run = replace(trial.run, outcome="ok", measured=measured)
-        Journal(folder).append(
-            TrialResult(key=trial.key, setting=trial.setting, overrides=trial.overrides, run=run)
-        )
+        Journal(folder).append(TrialResult(key=trial.key, setting=trial.setting, overrides=trial.overrides, run=run))
     return lab, folder
 
 
