@@ -13,8 +13,7 @@ from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
-from dtlayout.report.fastest import find_common, list_options
-from dtlayout.report.findings import count, find
+from dtlayout.report.findings import count, find, find_common, list_options
 from dtlayout.report.questions import choose
 from dtlayout.text import GIB, choose_unit, to_markdown
 
