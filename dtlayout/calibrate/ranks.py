@@ -13,9 +13,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dtlayout.calibrate import measures
 from dtlayout.calibrate.clock import Busy
-from dtlayout.calibrate.collectives import measure_collectives
-from dtlayout.calibrate.kernels import measure_attention, measure_host, measure_matmuls, measure_stream
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
 from dtlayout.cluster import find_gpu_by_device, known_gpus
@@ -56,15 +55,15 @@ def _measure(path: Path) -> None:
     else:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
     busy = Busy()
-    host_s, host_alone_s = measure_host(device.type)
+    host_s, host_alone_s = measures.measure_host(device.type)
     measured = Measured(
         device=device.name, gpu=known.name if known else "cpu", torch=torch.__version__,
         date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=dist.get_world_size(), ranks_per_node=per_node,
         memory_bytes=memory_bytes, host_s=host_s, host_alone_s=host_alone_s,
-        stream_bytes_per_s=measure_stream(device.type),
-        matmuls=_collect("matmuls", measure_matmuls(device.type)),
-        attention=_collect("attention", measure_attention(device.type)),
-        collectives=_collect("collectives", measure_collectives(device.type, per_node)),
+        stream_bytes_per_s=measures.measure_stream(device.type),
+        matmuls=_collect("matmuls", measures.measure_matmuls(device.type)),
+        attention=_collect("attention", measures.measure_attention(device.type)),
+        collectives=_collect("collectives", measures.measure_collectives(device.type, per_node)),
         probes=_collect("steps of the trainer", measure_probes(device.type)),
         steal=busy.steal(),  # once all is measured
     )  # fmt: skip

@@ -116,12 +116,12 @@ class _Board:
 
 
 def _describe(result: TrialResult) -> str:
-    measured = result.measured
-    if result.outcome != "ok" or measured.step_time_s is None:
+    run, measured = result.run, result.measured
+    if run is None or run.outcome != "ok" or measured.step_time_s is None:
         return f"{result.outcome}: {result.cause}"
     text = f"{measured.step_time_s:.3f} s a step"
-    if result.predicted and result.predicted.step_time_s:
-        text += f", predicted {result.predicted.step_time_s:.3f} s"
+    if run.predicted and run.predicted.step_time_s:
+        text += f", predicted {run.predicted.step_time_s:.3f} s"
     return text if measured.mfu is None else f"{text}, MFU {measured.mfu:.1%}"
 
 

@@ -81,9 +81,14 @@ class Estimate:
         return self.memory[self.busiest_rank].total
 
     @property
+    def needed_bytes(self) -> float:
+        """Bytes that the fullest rank cannot run without."""
+        return max(rank.needed for rank in self.memory)
+
+    @property
     def fits(self) -> bool:
         """Whether what every rank needs is within the capacity."""
-        return max(rank.needed for rank in self.memory) <= self.capacity_bytes
+        return self.needed_bytes <= self.capacity_bytes
 
     @property
     def step_time_s(self) -> float:

@@ -4,9 +4,10 @@ Vocabulary: the end of document is the id that `prepare` writes after every docu
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ END_OF_DOCUMENT_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
 """Looked for in this order when no end of document is named: Llama 2, Llama 3, GPT-2, Gemma."""
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True)
+class Tokenizer:
     """What preparing tokens needs."""
 
     vocab_size: int
@@ -31,36 +33,17 @@ class Tokenizer(Protocol):
     """The id that separates documents."""
     fingerprint: str
     """Equal for two tokenizers only if they give equal ids."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without any special token; may use all cores."""
-
-
-class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document: nothing to download, nothing to train."""
-
-    vocab_size = 257
-    end_of_document = 256
-    fingerprint = "bytes"
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Bytes of each text; what UTF-8 cannot hold (a lone surrogate) becomes `?`."""
-        return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64) for text in texts]
+    encode_batch: Callable[[Sequence[str]], list[Ids]]
+    """Ids of each text, without any special token; may use all cores."""
 
 
-class FileTokenizer:
-    """A tokenizer.json, read by the `tokenizers` library."""
+def _encode_bytes(texts: Sequence[str]) -> list[Ids]:
+    """Bytes of each text; what UTF-8 cannot hold (a lone surrogate) becomes `?`."""
+    return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64) for text in texts]
 
-    def __init__(self, path: Path, end_of_document: str = "") -> None:
-        self._tokenizer = _read_tokenizer(path)
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values(), default=-1) + 1  # ids may have holes, so this isn't their number
-        self.end_of_document = _find_end_of_document(ids, end_of_document, path)
-        self.fingerprint = f"{hashlib.sha256(path.read_bytes()).hexdigest()}-{self.end_of_document}"
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+BYTES = Tokenizer(vocab_size=257, end_of_document=256, fingerprint="bytes", encode_batch=_encode_bytes)
+"""Ids 0 to 255 are the bytes of UTF-8, 256 ends a document: nothing to download, nothing to train."""
 
 
 def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
@@ -75,7 +58,7 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
                 f"end_of_document={end_of_document!r} asked of the tokenizer 'bytes', which ends documents with id 256 "
                 "whatever is asked; leave end_of_document empty"
             )
-        return ByteTokenizer()
+        return BYTES
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -83,7 +66,20 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
         raise DataError(
             f"tokenizer {spec!r}: there is no file {str(path)!r}; give 'bytes' or the path of a tokenizer.json"
         )
-    return FileTokenizer(path, end_of_document)
+    tokenizer = _read_tokenizer(path)
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    end = _find_end_of_document(ids, end_of_document, path)
+
+    def encode_batch(texts: Sequence[str]) -> list[Ids]:
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    return Tokenizer(
+        vocab_size=max(ids.values(), default=-1) + 1,  # ids may have holes, so this isn't their number
+        end_of_document=end,
+        fingerprint=f"{hashlib.sha256(path.read_bytes()).hexdigest()}-{end}",
+        encode_batch=encode_batch,
+    )
 
 
 def _read_tokenizer(path: Path) -> "tokenizers.Tokenizer":

@@ -21,7 +21,7 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
 from dtlayout.models.counting import count_parameters
 from dtlayout.planner.reasons import spread
-from dtlayout.planner.search import Search, needed_bytes
+from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 
 _MICRO_BATCHES = (8, 4, 2, 1)
@@ -112,7 +112,7 @@ def _try(search: Search, layout: Layout) -> Estimate | None:
         return None
     kernels = next(filter(search.space.allows_kernels, search.space.kernels), Kernels())
     found = search.estimator.estimate(whole, kernels)
-    return found if needed_bytes(found) <= search.allowed_bytes else None
+    return found if found.needed_bytes <= search.allowed_bytes else None
 
 
 def _find_first(search: Search, choices: Iterable[dict[str, Any]]) -> Estimate | None:

@@ -5,6 +5,7 @@ Only rows with both numbers are drawn. The full line is equality, the band withi
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -60,20 +61,18 @@ def _read_memory(p: Prediction) -> tuple[float, float] | None:
 def _draw(points: dict[str, list[tuple[float, float]]], title: str, unit: str, path: Path) -> None:
     """A square of (measured, predicted) by table, above its legend, which takes nothing from it: sizes are inches."""
     values = np.array([value for pairs in points.values() for pair in pairs for value in pair])
-    low, high = float(values.min()) / 1.15, float(values.max()) * 1.15
     below = 0.75 + 0.175 * (min(len(points), _MOST_NAMED) + 2)
     figure = plt.figure(figsize=(_LEFT + _SIDE + 0.2, below + _SIDE + 0.4))
     width, height = figure.get_size_inches()
     axes = figure.add_axes((_LEFT / width, below / height, _SIDE / width, _SIDE / height))
-    ends = np.array([low, high])
-    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
-    axes.plot(ends, ends, color="0.35", linewidth=1, label="predicted = measured")
+    draw_equality(
+        axes, float(values.min()) / 1.15, float(values.max()) * 1.15, color="0.35", label="predicted = measured"
+    )
     for i, (table, pairs) in enumerate(points.items()):
         measured, predicted = zip(*pairs, strict=True)
         colour = _COLOURS[min(i, _MOST_NAMED - 1)]
         label = f"{table}, {len(pairs)} rows" if i < _MOST_NAMED else None
         axes.scatter(measured, predicted, s=14, color=colour, alpha=0.75, linewidth=0, label=label)
-    scale(axes, low, high)
     axes.set_title(title, loc="left")
     axes.set_xlabel(f"measured, {unit}")
     axes.set_ylabel(f"predicted, {unit}")
@@ -86,8 +85,11 @@ def _draw(points: dict[str, list[tuple[float, float]]], title: str, unit: str, p
     plt.close(figure)
 
 
-def scale(axes: Axes, low: float, high: float) -> None:
-    """One log scale for both axes, with round ticks as plain numbers."""
+def draw_equality(axes: Axes, low: float, high: float, **line: Any) -> None:
+    """Equality as a line in its band of 10 %, on one log scale for both axes with round ticks as plain numbers."""
+    ends = np.array([low, high])
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
+    axes.plot(ends, ends, linewidth=1, **line)
     of_decade = _TICKS if high / low < 20 else _FEWER_TICKS
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
     ticks = [step * 10.0**decade for decade in decades for step in of_decade]

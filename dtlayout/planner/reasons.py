@@ -13,7 +13,7 @@ from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, show_value
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
-from dtlayout.planner.search import TIE, Search, needed_bytes
+from dtlayout.planner.search import TIE, Search
 from dtlayout.planner.space import KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
 from dtlayout.text import GIB
 
@@ -42,7 +42,7 @@ def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> V
     if problems := find_problems(search.space, layout, kernels):
         return Verdict(layout, kernels, "not legal", tuple(problems), None)
     found = search.estimator.estimate(layout, kernels)
-    if needed_bytes(found) > search.allowed_bytes:
+    if found.needed_bytes > search.allowed_bytes:
         return Verdict(layout, kernels, "does not fit", (describe_shortage(found, search.allowed_bytes),), found)
     change, text = found.step_time_s / best.step_time_s - 1, describe_difference(best, found)
     if abs(change) <= TIE:

@@ -34,11 +34,6 @@ TIE = 0.005
 """Relative difference of step times below which two layouts are equally fast."""
 
 
-def needed_bytes(estimate: Estimate) -> float:
-    """Bytes that the fullest rank cannot run without, to be compared with the allowed ones."""
-    return max(rank.needed for rank in estimate.memory)
-
-
 @dataclass(frozen=True)
 class SearchResult:
     """The best layouts of a space, and what became of the others."""

@@ -19,7 +19,6 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 cp stays 1, which is all that the trainer takes. What is fixed takes the place of an axis's values.
 """
 
-import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -71,9 +70,7 @@ def parse_choice(text: str) -> tuple[str, Any]:
     if not equals or not written:
         raise InvalidConfig(f"{text!r} is no choice; write name=value, such as tp=2")
     if name not in CHOICES:
-        near = difflib.get_close_matches(name, CHOICES, n=1, cutoff=0.5)
-        advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(CHOICES)}"
-        raise InvalidConfig(f"{name} is unknown; {advice}")
+        raise InvalidConfig(toml.describe_unknown_key(name, CHOICES))
     value: Any = toml.parse_value(written)
     value = tuple(value) if isinstance(value, list) else value
     if type(value) is not CHOICES[name]:
@@ -168,9 +165,8 @@ class Space:
     def recompute(self) -> list[str]:
         """How much is computed again, as far as the engine can."""
         layers, engine = self.scenario.model.num_layers, self.scenario.engine
-        fewer = [kind for kind in RECOMPUTE if Recompute.parse(kind).every <= layers]
-        kinds = [kind for kind in fewer if not engine.recompute_problems(kind)]
-        return self.choose("recompute", kinds)
+        kinds = [kind for kind in RECOMPUTE if Recompute.parse(kind).every <= layers]
+        return self.choose("recompute", [kind for kind in kinds if not engine.recompute_problems(kind)])
 
     @cached_property
     def kernels(self) -> list[Kernels]:

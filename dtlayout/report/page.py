@@ -8,13 +8,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from dtlayout.models.counting import count_model_flops_per_token
-from dtlayout.planner.plots import scale
+from dtlayout.planner.plots import draw_equality
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
-from dtlayout.report.fastest import find_common, list_options
-from dtlayout.report.findings import count, find
+from dtlayout.report.findings import count, find, find_common, list_options
 from dtlayout.report.questions import choose
 from dtlayout.text import GIB, choose_unit, to_markdown
 
@@ -182,10 +181,7 @@ class Report:
                 axes.scatter(measured, predicted, s=12, alpha=0.7, linewidth=0, label=name.replace("_", " "))
                 speeds += [*measured, *predicted]
         if speeds:
-            ends = np.array([0.9 * min(speeds), 1.1 * max(speeds)])
-            axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.5", alpha=0.2, linewidth=0, label="within 10 %")
-            axes.plot(ends, ends, color="0.4", linewidth=1)
-            scale(axes, *ends)
+            draw_equality(axes, 0.9 * min(speeds), 1.1 * max(speeds), color="0.4")
             axes.legend(fontsize=8, frameon=False)
         axes.set(xlabel=f"measured {self._unit}", ylabel=f"predicted {self._unit}")
         return html.picture(figure)

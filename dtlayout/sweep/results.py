@@ -13,7 +13,7 @@ from typing import Any
 
 from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError
-from dtlayout.planner.runs import Outcome, Performance, Predicted, Run
+from dtlayout.planner.runs import Outcome, Performance, Run
 from dtlayout.training.metrics import MetricsFile, read_summary, time_steps
 
 FAILURES: tuple[Outcome, ...] = ("oom", "crashed", "killed", "hung", "non_finite", "refused", "skipped")
@@ -37,17 +37,33 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Inte
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialResult:
-    """How one trial ended: a line of trials.jsonl."""
+class AnyTrial:
+    """What is known of a trial before it has run and after."""
 
     key: str
     """Hash of the resolved config and the number of ranks."""
     setting: str
     """Hash that leaves out the number of steps, by which rounds of successive halving differ."""
-    overrides: list[str]
+    overrides: tuple[str, ...]
     """What sets it apart from the sweep's config."""
     run: Run | None = None
-    """What was run, predicted and measured; None where the trial is not possible."""
+    """What is run, predicted where the GPU type is known, and measured once it ran; None where it is not possible."""
+
+    @property
+    def name(self) -> str:
+        """What sets it apart, in short.
+
+        >>> AnyTrial(key="", setting="", overrides=("--layout.tp=2", "--kernels.norm=eager")).name
+        'tp=2 norm=eager'
+        """
+        pairs = (override.partition("=") for override in self.overrides)
+        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs) or "as it is"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult(AnyTrial):
+    """How one trial ended: a line of trials.jsonl."""
+
     cause: str = ""
     """Why it is not ok, in a line."""
     log: list[str] = field(default_factory=list)
@@ -63,11 +79,6 @@ class TrialResult:
         return self.run.outcome if self.run else "refused"
 
     @property
-    def predicted(self) -> Predicted | None:
-        """What was predicted before the trial was started."""
-        return self.run.predicted if self.run else None
-
-    @property
     def measured(self) -> Performance:
         """What the steps after warming up reached."""
         return self.run.measured if self.run else Performance()
@@ -75,21 +86,6 @@ class TrialResult:
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of trials.jsonl."""
         return {**vars(self), "outcome": self.outcome, "run": self.run and self.run.to_dict()}
-
-    @property
-    def name(self) -> str:
-        """What sets it apart, in short."""
-        return name_trial(self.overrides)
-
-
-def name_trial(overrides: Sequence[str]) -> str:
-    """What sets a trial apart, in short.
-
-    >>> name_trial(["--layout.tp=2", "--kernels.norm=eager"])
-    'tp=2 norm=eager'
-    """
-    pairs = (override.partition("=") for override in overrides)
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs) or "as it is"
 
 
 class Journal:
@@ -129,7 +125,8 @@ def read_results(path: Path) -> dict[str, TrialResult]:
 def _parse(line: str) -> TrialResult:
     values = json.loads(line)
     run, _ = values.pop("run"), values.pop("outcome")  # which the run says
-    return TrialResult(**values, run=run and Run.from_dict(run))
+    values["run"] = run and Run.from_dict(run)
+    return TrialResult(**values | {"overrides": tuple(values["overrides"])})
 
 
 def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str, list[str]]:

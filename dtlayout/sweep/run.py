@@ -131,6 +131,4 @@ def _to_result(
     trial: Trial, outcome: Outcome, cause: str, measured: Performance | None = None, **ended: Any
 ) -> TrialResult:
     run = trial.run and replace(trial.run, outcome=outcome, measured=measured or trial.run.measured)
-    return TrialResult(
-        key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=run, cause=cause, **ended
-    )
+    return TrialResult(key=trial.key, setting=trial.setting, overrides=trial.overrides, run=run, cause=cause, **ended)

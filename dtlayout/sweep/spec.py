@@ -36,7 +36,7 @@ from dtlayout.planner.runs import Run
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.sweep.halving import Halving
-from dtlayout.sweep.results import name_trial
+from dtlayout.sweep.results import AnyTrial
 
 LAUNCH = "{python} -m torch.distributed.run --standalone --nproc-per-node={world} -m dtlayout.launch {config}"
 """How a trial is started where the sweep does not say."""
@@ -95,28 +95,15 @@ class Sweep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(AnyTrial):
     """One config to run."""
 
-    key: str
-    """Hash of the resolved config and the number of ranks."""
-    setting: str
-    """Hash that leaves out the number of steps, by which rounds of successive halving differ."""
-    overrides: tuple[str, ...]
-    """What sets it apart."""
-    config: Config | None
+    config: Config | None = None
     """The config with its layout resolved; None if the trial is not possible."""
-    run: Run | None
-    """What is to be run, predicted where the GPU type is known; None if the trial is not possible."""
     problems: tuple[str, ...] = ()
     """Why it is not possible."""
     estimate: Estimate | None = None
     """What is predicted; None where the GPU type is not known."""
-
-    @property
-    def name(self) -> str:
-        """What sets it apart, in short."""
-        return name_trial(self.overrides)
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -207,7 +194,7 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     except DtlayoutError as error:
         problems = tuple(str(error).splitlines())
         key = _hash(f"{problems} {everything} {sweep.world}")
-        return Trial(key=key, setting=key, overrides=overrides, config=None, run=None, problems=problems)
+        return Trial(key=key, setting=key, overrides=overrides, problems=problems)
     config = replace(config, layout=OpenLayout(**asdict(layout)))
     key, setting = (
         _hash(f"{replace(config, train=replace(config.train, run_folder='', steps=steps)).to_toml()} {sweep.world}")

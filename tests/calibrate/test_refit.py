@@ -65,9 +65,7 @@ def swept(tmp_path):
             continue
         measured = Performance(step_time_s=step_s(trial.config.model, trial.config.batch, trial.run.layout))
         run = replace(trial.run, outcome="ok", measured=measured)
-        Journal(folder).append(
-            TrialResult(key=trial.key, setting=trial.setting, overrides=list(trial.overrides), run=run)
-        )
+        Journal(folder).append(TrialResult(key=trial.key, setting=trial.setting, overrides=trial.overrides, run=run))
     return lab, folder
 
 
@@ -159,7 +157,7 @@ def test_what_cannot_be_refitted_is_refused(swept, tmp_path, capsys, arguments, 
     (tmp_path / "plain.toml").write_text('gpu = "cpu"\ngpus = 4\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "refused").mkdir()
-    Journal(tmp_path / "refused").append(TrialResult(key="a", setting="a", overrides=[]))
+    Journal(tmp_path / "refused").append(TrialResult(key="a", setting="a", overrides=()))
     (tmp_path / "torn.toml").write_text('gpu = "cpu"\ngpus = 4\n[[record]]\nerror = "x"\n')
     names = {
         "torn": tmp_path / "torn.toml",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtlayout.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer, load_tokenizer
+from dtlayout.data.tokenizer import BYTES, END_OF_DOCUMENT_TOKENS, load_tokenizer
 from dtlayout.errors import DataError
 
 
@@ -16,10 +16,9 @@ def encode(tokenizer, *texts):
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_bytes_round_trip_any_text(text):
-    tokenizer = ByteTokenizer()
-    (ids,) = tokenizer.encode_batch([text])
+    (ids,) = BYTES.encode_batch([text])
     assert bytes(ids.tolist()).decode() == text
-    assert tokenizer.end_of_document not in ids
+    assert BYTES.end_of_document not in ids
     assert ids.size == len(text.encode())
 
 

@@ -18,7 +18,7 @@ from dtlayout.errors import DtlayoutError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
-from dtlayout.planner.search import TIE, Search, needed_bytes
+from dtlayout.planner.search import TIE, Search
 from dtlayout.planner.space import Space, parse_choice
 from dtlayout.precision import Precision
 
@@ -51,7 +51,7 @@ def try_all(space, max_memory=1.0):
             counts["not legal"] += 1
             continue
         estimate = estimator.estimate(layout, kernels)
-        if needed_bytes(estimate) > max_memory * estimator.capacity_bytes:
+        if estimate.needed_bytes > max_memory * estimator.capacity_bytes:
             counts["does not fit"] += 1
         else:
             fitting.append(estimate)
@@ -139,8 +139,8 @@ def test_where_nothing_fits_the_smallest_oom_is_the_smallest_of_all():
     assert result.ranked == () and result.smallest_oom is not None
     estimator = Estimator(space.scenario)
     legal = [pair for pair in all_layouts(space) if pair[0].is_legal(SMALL, space.scenario.batch)]
-    smallest = min(needed_bytes(estimator.estimate(*pair)) for pair in legal)
-    assert needed_bytes(result.smallest_oom) == pytest.approx(smallest, rel=0.5)
+    smallest = min(estimator.estimate(*pair).needed_bytes for pair in legal)
+    assert result.smallest_oom.needed_bytes == pytest.approx(smallest, rel=0.5)
     assert not Search(space).finds_any()
 
 

@@ -15,8 +15,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.runs import Performance, Run
-from dtlayout.report.fastest import find_common
-from dtlayout.report.findings import Finding, find
+from dtlayout.report.findings import Finding, find, find_common
 from dtlayout.report.questions import QUESTIONS, Question
 
 GPU = find_gpu("a100-80g-sxm")

@@ -55,7 +55,7 @@ def sweep(tmp_path: Path) -> Path:
             measured=Performance(step_time_s=step_time_s, peak_memory_bytes=(1000 * tp,)),
         )  # fmt: skip
         cause = "tp=3 does not divide num_heads=4" if outcome == "refused" else ""
-        Journal(folder).append(TrialResult(key=key, setting=key, overrides=[], run=None if cause else run, cause=cause))
+        Journal(folder).append(TrialResult(key=key, setting=key, overrides=(), run=None if cause else run, cause=cause))
     return folder
 
 
@@ -206,6 +206,6 @@ def test_a_report_that_cannot_be_written_is_refused(table, capsys):
 
 
 def test_rows_of_which_nothing_is_known_make_no_report(tmp_path, capsys):
-    Journal(tmp_path).append(TrialResult(key="a", setting="a", overrides=[], cause="tp=3"))
+    Journal(tmp_path).append(TrialResult(key="a", setting="a", overrides=(), cause="tp=3"))
     assert main(["report", str(tmp_path)]) == 2
     assert "has no row that says how a layout ended; left out: 1 refused: tp=3\n" in capsys.readouterr().err

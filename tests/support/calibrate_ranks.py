@@ -3,17 +3,17 @@
 import sys
 from itertools import islice
 
-from dtlayout.calibrate import clock, collectives, kernels, probes, ranks
+from dtlayout.calibrate import clock, measures, probes, ranks
 from dtlayout.mesh import build
 
 
 def main() -> int:
     """Measure less than `dtlayout.calibrate.ranks` does, in its way."""
     clock._LEAST_S = 0.005
-    kernels._TOKENS = {"cpu": (64,)}
-    kernels._ATTENTION = {"cpu": ((1, 2, 64, 32),)}
-    kernels._STREAMED_BYTES = {"cpu": 2**20}
-    collectives._SIZES = {"cpu": (2**12, 2**20)}
+    measures._TOKENS = {"cpu": (64,)}
+    measures._ATTENTION = {"cpu": ((1, 2, 64, 32),)}
+    measures._STREAMED_BYTES = {"cpu": 2**20}
+    measures._COLLECTIVE_BYTES = {"cpu": (2**12, 2**20)}
     probes._ROUNDS, probes._WARM_UP_STEPS, probes._STEPS = 1, 1, 2
     plan = probes.plan_probes
     probes.plan_probes = lambda world, device_type: [*islice(plan(world, device_type), 0, None, 4)]

@@ -165,7 +165,7 @@ def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate(tmp_path):
             table="", row=key, scenario=own_scenario(config, 1, find_gpu("cpu")), layout=Layout(), kernels=Kernels(),
             outcome=outcome, measured=Performance(step_time_s=step_time_s),
         )  # fmt: skip
-        return TrialResult(key=key, setting=key, overrides=[], run=run)
+        return TrialResult(key=key, setting=key, overrides=(), run=run)
 
     found = sort_by_time([result("a", 2.0), result("b", 1.0), result("c", 0.5, "hung"), result("d", None, "crashed")])
     assert [r.key for r in found] == ["b", "a"]

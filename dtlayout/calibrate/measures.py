@@ -1,16 +1,18 @@
-"""Measures of one rank: matmuls, attention, elementwise kernels, and the host's own time."""
+"""Measures: matmuls, attention, elementwise kernels and the host's own time of a rank, and collectives of several."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtlayout.calibrate.clock import time_alone, time_together
-from dtlayout.calibrate.measured import AttentionTime, MatmulTime
+from dtlayout.calibrate.measured import AttentionTime, CollectiveTime, MatmulTime
 from dtlayout.errors import KernelError
 from dtlayout.kernel import AttentionKernel, list_kernels
+from dtlayout.model_shape import divisors
 from dtlayout.ops.attention import causal_attention
 
 _TOKENS = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
@@ -23,6 +25,9 @@ _ATTENTION = {"cpu": ((2, 4, 128, 32), (1, 8, 512, 64)), "cuda": ((1, 32, 2048, 
 """batch, heads, length and head width."""
 _STREAMED_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _SMALL_OPERATIONS = 200
+_COLLECTIVE_BYTES = {"cpu": (2**12, 2**16, 2**20, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 FORMATS = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 
 
@@ -82,3 +87,36 @@ def measure_host(device_type: str) -> tuple[float, float]:
         torch.autograd.grad(y.sum(), x)
 
     return time_together(chain, device_type), time_alone(chain, device_type)
+
+
+def measure_collectives(device_type: str, ranks_per_node: int) -> Iterator[CollectiveTime]:
+    """Time collectives of groups that lie together, as tp's, and of groups that lie apart, as data parallelism's."""
+    world = dist.get_world_size()
+    for num_ranks in divisors(world)[1:]:
+        for stride in dict.fromkeys((1, world // num_ranks)):
+            blocks = torch.arange(world).view(-1, num_ranks, stride)
+            everyones = blocks.transpose(1, 2).reshape(-1, num_ranks).tolist()
+            group, _ = dist.new_subgroups_by_enumeration(everyones)
+            crosses = any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in everyones)
+            for size in _COLLECTIVE_BYTES[device_type]:
+                for kind, action in _prepare(size, group, device_type).items():
+                    yield CollectiveTime(
+                        kind=kind, num_ranks=num_ranks, stride=stride, size_bytes=size, crosses_nodes=crosses,
+                        seconds=time_together(action, device_type),
+                    )  # fmt: skip
+            dist.destroy_process_group(group)
+
+
+def _prepare(size: int, group: dist.ProcessGroup, device_type: str) -> dict[str, Callable[[], object]]:
+    """Each kind of collective of so many bytes; of messages every second rank sends to the next one, and that back."""
+    ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
+    part = torch.zeros(max(1, size // 4 // len(ranks)), device=device_type)
+    whole = torch.zeros(part.numel() * len(ranks), device=device_type)
+    both = (dist.send, dist.recv) if place % 2 == 0 else (dist.recv, dist.send)
+    messages = [partial(act, whole, ranks[place ^ 1], group=group) for act in both if place ^ 1 < len(ranks)]
+    return {
+        "all-reduce": partial(dist.all_reduce, whole, group=group),
+        "all-gather": partial(_GATHER, whole, part, group=group),
+        "reduce-scatter": partial(_SCATTER, part, whole, group=group),
+        "message": lambda: [send_or_receive() for send_or_receive in messages],
+    }
