@@ -74,6 +74,10 @@ class PipelineLayout(NamedTuple):
         """Which pipeline rank holds which stage."""
         return find_schedule(self.schedule).place(self.pp, self.virtual_stages)
 
+    def shorten(self, m: int) -> int:
+        """`PipelineSchedule.shorten`: microbatches of the shortest step that holds as much as one of m."""
+        return find_schedule(self.schedule).shorten(self.placement, m)
+
 
 class StateLayout(NamedTuple):
     """The part of a layout on which, with the number of parameters, the bytes of their whole state depend."""

@@ -38,7 +38,7 @@ class State(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """A pipeline with a number of microbatches, whatever they compute."""
+    """A pipeline with a number of microbatches, or with any larger one that holds no more, whatever they compute."""
 
     stages: Stages
     in_flight: list[tuple[RankGroup, Moments]]
@@ -148,7 +148,8 @@ class Candidates:
     ) -> Candidate | None:
         """The candidate of a legal layout, of which `part` is a part; None if none of its variants can fit."""
         m = layout.num_microbatches(self.space.scenario.batch)
-        pipeline = self._pipelines(PipelineLayout.of(layout), layout.tp, m)
+        of_pipeline = PipelineLayout.of(layout)
+        pipeline = self._pipelines(of_pipeline, layout.tp, of_pipeline.shorten(m))
         block, state = self.peaks.block_bytes(part, kernels), pipeline.state
         allowed, known = self.allowed_bytes, left_out.limit_bytes
         limit = max(allowed, known)
