@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
+.PHONY: train sweep test test-torch check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -14,6 +14,10 @@ sweep: .venv/.installed
 
 test: .venv/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What depends on torch, on another version of it, which it installs: make test-torch VERSION=2.15.0; twelve minutes.
+test-torch:
+	PYTHON=$(PYTHON) scripts/test_torch.sh $(VERSION)
 
 check: .venv/.installed-test
 	$(BIN)/ruff format --check .
@@ -57,7 +61,7 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

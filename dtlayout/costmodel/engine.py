@@ -52,6 +52,9 @@ class Features:
     """Whether queries, keys and values come out of one matmul."""
     regathers_inputs: bool = True
     """Whether sequence parallelism keeps norm outputs sharded and gathers them again in backward."""
+    sums_embedding: bool = False
+    """Whether each tp rank has a gradient of all rows of the embedding until these are summed, as DTensor's style has;
+    else one of its own rows."""
     scatters_messages: bool = False
     """Whether each tp rank sends only 1/tp of the hidden states to the next stage."""
     blocking_messages: bool = False

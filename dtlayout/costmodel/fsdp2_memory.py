@@ -138,7 +138,9 @@ class _Stage:
         recompute, layers = Recompute.parse(layout.recompute), chunk.layers
         self.has_embedding, self.has_head = chunk.embedding, chunk.head
         self.size, self.sharding = size, sharding
-        self.units = stage_units(model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head)
+        self.units = stage_units(
+            model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head, sums_embedding=sharding.sums_embedding
+        )
         runs = [list(run) for _, run in groupby(layers, recompute.covers)]
         self.runs = [(size.kept(recompute, run[0]), size.recomputed(recompute, run[0]), len(run)) for run in runs]
         is_kept = size.keeps_stream or any(map(recompute.covers, layers[:1]))

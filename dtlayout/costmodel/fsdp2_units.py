@@ -11,8 +11,8 @@ them, lets them go (but for the last, which a loop variable holds), and writes r
 the whole state it copies the buffer to divide it, and gloo to sum it up. The buffer stays until the next unit of the
 stage has its own, or the last backward is over. Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until
 the last backward, which sums them over the replicas; where masters have another format, what was summed stays beside
-the gradients until that is over. Under tp an embedding's gradient is a partial sum of all rows, as DTensor leaves it;
-before its reduction each rank gets its own.
+the gradients until that is over. Where an engine sums the embedding's gradient over tp it is of all rows; before its
+reduction each rank gets its own.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,8 @@ class Unit:
     weights: dict[str, Shape]
     """Local shapes by name, in FSDP2's order."""
     partial: int = 0
-    """Parameters of which every tp rank has a gradient, one part of a sum, until it is reduced: all of an embedding."""
+    """Parameters of which every tp rank has a gradient, one part of a sum, until it is reduced: all of an embedding, or
+    none."""
 
     def count(self, shards: int = 1) -> int:
         """Parameters of the largest shard: rows are split over the ranks."""
@@ -67,15 +68,15 @@ class StageUnits:
 
 
 @lru_cache(maxsize=256)
-def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool) -> StageUnits:
-    """Units of a stage."""
+def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool, sums_embedding: bool) -> StageUnits:
+    """Units of a stage; `sums_embedding` is the engine's feature."""
     description = describe(model)
 
     def local(*weights: Weight) -> dict[str, Shape]:
         return {weight.name: weight.local_shape(tp) for weight in weights}
 
     block, norm = Unit(local(*description.block_weights)), description.final_norm.weights
-    whole_table = description.embedding.numel if tp > 1 else 0
+    whole_table = description.embedding.numel if tp > 1 and sums_embedding else 0
     embedding = Unit(local(description.embedding), partial=whole_table) if has_embedding else None
     head = Unit(local(*norm, description.head)) if has_head else None
     if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
@@ -93,6 +94,7 @@ class Sharding:
         formats = scenario.precision
         self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
+        self.tp, self.sums_embedding = layout.tp, scenario.engine.features.sums_embedding
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
         is_alone = self.shards == 1 and not self.is_hybrid
         self.copies_buffer = not is_alone and (self.shards == 1 or scenario.cluster.gpu.device_type == "cpu")
@@ -138,7 +140,8 @@ class Sharding:
         embedding = self.description.embedding
         if embedding.name in unit.weights:
             return self.gradients_of(unit, is_first=is_first)
-        return WeightGradients({embedding.name: float(self.compute * embedding.numel)}, pile_up=False)
+        numel = embedding.numel if self.sums_embedding else prod(embedding.local_shape(self.tp))
+        return WeightGradients({embedding.name: float(self.compute * numel)}, pile_up=False)
 
     def _finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
         weights = self.gradients_of(unit, is_first=is_first)

@@ -4,8 +4,8 @@ Each rank computes norms on its part: of the sequence under sequence parallelism
 what PyTorch's operators do to shards; a kernel that is none of them gets plain tensors. No rank sees more than its
 tokens or heads, so its gradient of the weight is one term of a sum over tp.
 
-The head is split over the vocabulary: each rank computes its columns of the logits and their part of the loss, as in
-Megatron (arXiv:1909.08053, sec. 3). Legend: T tokens, V local vocabulary.
+Embedding and head are split over the vocabulary: each rank looks up its rows, and computes its columns of the logits
+and their part of the loss, as in Megatron (arXiv:1909.08053, sec. 3). Legend: T tokens, V local vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.nn import functional as F
 
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
@@ -59,6 +60,37 @@ class _ShardedRMSNorm(RMSNorm):
         return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
 
 
+class VocabParallelEmbedding(ParallelStyle):
+    """Splits an embedding by rows: each rank looks up its own tokens, and the sum over tp comes whole or sharded.
+
+    So a rank's gradient is of its own rows; DTensor's would be of all of them, until they are summed over tp.
+    """
+
+    def __init__(self, output_layout: Replicate | Shard):
+        super().__init__()
+        self.output_layout = output_layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _SplitEmbedding
+        assert isinstance(module, _SplitEmbedding), "the style is for an nn.Embedding"
+        module.columns = _LocalColumns(device_mesh)
+        return distribute_module(module, device_mesh, _split_rows, output_fn=partial(_add_up, self.output_layout))
+
+
+class _SplitEmbedding(nn.Embedding):
+    columns: "_LocalColumns"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight_VD = self.columns.local(self.weight)
+        index, is_here = self.columns.locate(tokens)
+        return F.embedding(index, weight_VD).masked_fill(~is_here[..., None], 0)
+
+
+def _add_up(layout: Replicate | Shard, _: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    terms = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+    return terms.redistribute(placements=[layout]).to_local()
+
+
 class VocabParallelHead(ParallelStyle):
     """Splits a `Head` by columns; its hidden states come whole, or sharded along the sequence."""
 
@@ -73,7 +105,7 @@ class VocabParallelHead(ParallelStyle):
 
 
 class _LocalColumns(Columns):
-    """This rank's columns; two all-reduces, of one and of two numbers a token, join what the ranks know."""
+    """This rank's columns; two all-reduces, of one and of two numbers a token, join what the ranks know of a loss."""
 
     def __init__(self, mesh: DeviceMesh):
         self.group = mesh.get_group()
@@ -128,8 +160,8 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "rowwise-scatter": lambda: RowwiseParallel(output_layouts=SEQUENCE),
-    "embedding": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding-scatter": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+    "embedding": lambda: VocabParallelEmbedding(Replicate()),
+    "embedding-scatter": lambda: VocabParallelEmbedding(SEQUENCE),
     "input": lambda: _prepare_first_input(Replicate()),
     "input-gather": lambda: _prepare_first_input(SEQUENCE),
     "sequence": SequenceNorm,

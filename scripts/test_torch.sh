@@ -1,0 +1,20 @@
+#!/bin/sh
+# test_torch.sh VERSION: what depends on torch, tested on another version of it, in an environment of its own.
+#
+# pip takes torch from where it always does, which for most versions means gigabytes of CUDA's libraries; the tests run
+# on the CPU. PIP_INDEX_URL=https://download.pytorch.org/whl/cpu takes a build without them.
+set -eu
+version=${1:?usage: make test-torch VERSION=2.15.0}
+venv=.venv-torch-$version
+if [ ! -e "$venv/.installed" ]; then
+    "${PYTHON:-python3}" -m venv "$venv"
+    "$venv/bin/pip" install --quiet "torch==$version"
+    grep -v '^torch==' constraints.txt > "$venv/requirements.txt"
+    "$venv/bin/pip" install --quiet --no-deps --requirement "$venv/requirements.txt"
+    "$venv/bin/pip" install --quiet --no-deps --editable .
+    touch "$venv/.installed"
+fi
+cd tests
+OMP_NUM_THREADS=1 exec "../$venv/bin/python" -m pytest --rootdir .. -n 2 --dist loadfile \
+    ops models plans mesh pipelining training checkpoint measure dryrun distributed/test_parity.py \
+    distributed/test_sharding.py distributed/test_runtime.py distributed/test_kernel_pairs.py
