@@ -16,7 +16,8 @@ from dtlayout.kernel import find_packages
 def open_device(wanted: str, known: Gpu | None) -> Device:
     """The device that `train.device` asks for; on CUDA this rank takes the GPU of its local rank.
 
-    `known` is the type that [cluster] names, None if it is to be asked.
+    `known` is the type that [cluster] names, None if it is to be asked. InvalidConfig where there is no such device, on
+    every rank of a node that has more ranks than GPUs.
     """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -25,9 +26,21 @@ def open_device(wanted: str, known: Gpu | None) -> Device:
         )
     if wanted == "cpu" or not has_cuda:
         return replace(describe_cpu(known), packages=find_packages())
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    _check_gpus(local_rank)
+    torch.cuda.set_device(local_rank)
     device = describe_gpu(torch.cuda.get_device_name(), known, torch.cuda.get_device_capability())
     return replace(device, packages=find_packages())
+
+
+def _check_gpus(local_rank: int) -> None:
+    """InvalidConfig if this node has more ranks than GPUs; without torchrun a rank knows of its own number alone."""
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if local_rank >= num_gpus or num_ranks > num_gpus:
+        raise InvalidConfig(
+            f"{max(num_ranks, local_rank + 1)} ranks on a node on which torch finds {num_gpus} CUDA devices, one for "
+            f"each rank; use at most --nproc-per-node {num_gpus}, or make more visible with CUDA_VISIBLE_DEVICES"
+        )
 
 
 def join_ranks(device: Device, timeout_s: float) -> None:

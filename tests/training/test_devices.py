@@ -21,9 +21,10 @@ def without_cuda(monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch) -> list[int]:
-    """A machine whose GPUs are all H100s; the GPUs that were taken."""
+    """A machine with four GPUs, all H100s; the GPUs that were taken."""
     found: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", found.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -60,6 +61,24 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_and_the_peak_of_its_name(taken, 
     found = open_device(wanted, gpu and find_gpu(gpu))
     assert replace(found, gpu=None, packages=None) == Device("cuda", "NVIDIA H100 80GB HBM3", peak, (9, 0))
     assert found.packages == find_packages() and taken == [3]
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_ranks"),
+    [
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}, 8),  # so that the rank which prints refuses too
+        ({"LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"LOCAL_RANK": "4"}, 5),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(taken, monkeypatch, environment, num_ranks):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said = f"{num_ranks} ranks on a node on which torch finds 4 CUDA devices.*use at most --nproc-per-node 4"
+    with pytest.raises(InvalidConfig, match=said):
+        open_device("auto", None)
+    assert taken == []
+    assert open_device("cpu", None).type == "cpu"
 
 
 @pytest.mark.usefixtures("taken")
