@@ -43,10 +43,22 @@ def _check_gpus(local_rank: int) -> None:
         )
 
 
-def join_ranks(device: Device, timeout_s: float) -> None:
-    """Initialise torch.distributed from torchrun's environment; alone, as a world of one rank."""
+def open_store(timeout_s: float) -> dist.Store:
+    """Where the ranks of torchrun's environment leave words for each other; alone, of a world of one rank."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return store
+
+
+def join_ranks(device: Device, timeout_s: float, store: dist.Store | None = None) -> None:
+    """Initialise torch.distributed from torchrun's environment, over its store; alone, as a world of one rank."""
+    store = store or open_store(timeout_s)
     # No device_id: with it all messages of a pipeline rank would share one stream.
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("default_pg", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )
