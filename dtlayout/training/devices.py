@@ -13,6 +13,20 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
 
 
+def repeat_bits(wanted: str) -> None:
+    """Let CUDA run deterministic kernels alone, where a run with this `train.device` uses it; a CPU needs nothing.
+
+    Before `open_device`, for cuBLAS reads its workspace's sizes when CUDA starts; those that are set already stay.
+    """
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over each result
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False  # whose choice is another one each time
+
+
 def open_device(wanted: str, known: Gpu | None) -> Device:
     """The device that `train.device` asks for; on CUDA this rank takes the GPU of its local rank.
 

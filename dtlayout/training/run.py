@@ -18,7 +18,15 @@ from dtlayout.config import Config
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, find_starts, open_samples, own_indices
 from dtlayout.device import Device
-from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
+from dtlayout.errors import (
+    EXIT_DONE,
+    EXIT_NON_FINITE,
+    EXIT_STOPPED,
+    CheckpointError,
+    DtlayoutError,
+    InvalidConfig,
+    KernelError,
+)
 from dtlayout.files import write_whole
 from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.kernels import Kernels
@@ -32,7 +40,7 @@ from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.signals import StopRequest
 from dtlayout.training.build import assemble
-from dtlayout.training.devices import join_ranks, open_device, open_store
+from dtlayout.training.devices import join_ranks, open_device, open_store, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, time_steps
@@ -46,7 +54,11 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 
 def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
+    if config.train.deterministic:
+        repeat_bits(config.train.device)
     device = open_device(config.train.device, config.cluster.known_gpu)
+    if config.train.deterministic and (problems := config.kernels.unrepeatable(device)):
+        raise InvalidConfig(problems)
     config.kernels.check(config.precision, device, tp=layout.tp, recompute=layout.recompute)
     kernels, why = config.kernels.resolve(config.precision, device)
     refuse_hopeless(config, layout, device.gpu)

@@ -11,7 +11,7 @@ from dtlayout.cluster import find_gpu, known_gpus
 from dtlayout.device import Device, describe_cpu, describe_gpu, expect_device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
-from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.devices import join_ranks, open_device, repeat_bits
 
 
 @pytest.fixture
@@ -61,6 +61,26 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_and_the_peak_of_its_name(taken, 
     found = open_device(wanted, gpu and find_gpu(gpu))
     assert replace(found, gpu=None, packages=None) == Device("cuda", "NVIDIA H100 80GB HBM3", peak, (9, 0))
     assert found.packages == find_packages() and taken == [3]
+
+
+def test_deterministic_kernels_are_asked_for_on_cuda_alone(monkeypatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(os, "environ", {})
+    for has_cuda, wanted in ((False, "auto"), (True, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        repeat_bits(wanted)
+    assert (asked, os.environ, torch.backends.cudnn.deterministic) == ([], {}, False)
+    for set_before in ("", ":16:8"):
+        monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": set_before} if set_before else {})
+        repeat_bits("auto")
+        assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": set_before or ":4096:8"}
+    assert asked == [True, True]
+    assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (True, False)
+    assert torch.utils.deterministic.fill_uninitialized_memory is False
 
 
 @pytest.mark.parametrize(
