@@ -63,7 +63,7 @@ class TrainConfig(Ranged, section="train"):
     timeout_s: float = ranged("must be above 0 and finite", 600.0)
     """Seconds after which a collective that does not finish ends the run."""
     deterministic: bool = False
-    """Whether CUDA runs kernels alone whose results are the same bits each time, which are slower; a CPU always does."""
+    """Whether CUDA runs only kernels that give the same bits each time, which are slower; a CPU always does."""
     force: bool = False
     """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
 

@@ -95,10 +95,11 @@ class Kernels:
     def unrepeatable(self, device: Device) -> list[str]:
         """Every kernel that gives other bits each time where the run is; for train.deterministic."""
         return [
-            f"kernels.{kernel.operation}={kernel.name} gives other bits each time on CUDA, and train.deterministic=true "
-            f"asks for the same; use kernels.{kernel.operation}={getattr(Kernels(), kernel.operation)} or train.deterministic=false"
+            f"{key}={kernel.name} gives other bits each time on CUDA, and train.deterministic=true asks for the same; "
+            f"use {key}={getattr(Kernels(), kernel.operation)} or train.deterministic=false"
             for kernel in self.records
             if not kernel.is_repeatable and device.type != "cpu" and (device.type == "cuda" or not kernel.cpu)
+            for key in [f"kernels.{kernel.operation}"]
         ]
 
     def _compile_problems(self, precision: Precision, device: Device, tp: int, recompute: str) -> list[str]:

@@ -18,7 +18,7 @@ from dtlayout.calibrate.collectives import measure_collectives
 from dtlayout.calibrate.kernels import measure_attention, measure_host, measure_matmuls, measure_stream
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
-from dtlayout.cluster import find_gpu_by_device, known_gpus
+from dtlayout.cluster import find_gpu_by_device, known_gpus, why_unknown
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.training.devices import join_ranks, open_device
@@ -47,7 +47,7 @@ def _measure(path: Path) -> None:
     device = open_device("auto", None)
     known = find_gpu_by_device(device.name)
     if device.type == "cuda" and known is None:
-        raise InvalidConfig(f"{device.name} is no GPU whose data sheet is known; use one of {', '.join(known_gpus())}")
+        raise InvalidConfig(f"{why_unknown(device.name)}; use one of {', '.join(known_gpus())}")
     join_ranks(device, TIMEOUT_S)
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

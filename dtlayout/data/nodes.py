@@ -38,7 +38,9 @@ def _prepare(data: DataConfig, store: "dist.Store", key: str) -> Path:
         folder = prepare_tokens(data)
     except BaseException as error:
         is_known = isinstance(error, DtlayoutError)
-        reason = str(error) if is_known else f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
+        reason = (
+            str(error) if is_known else f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
+        )
         store.set(key, json.dumps({"error": reason}))
         raise
     store.set(key, json.dumps({"folder": str(folder.absolute())}))
@@ -54,9 +56,9 @@ def _hear(data: DataConfig, store: "dist.Store", key: str, timeout_s: float) -> 
         answer = json.loads(store.get(key))
     except dist.DistError as error:
         raise DataError(
-            f"local rank 0 of this node said nothing in {timeout_s:g} s about the tokens of data.source={data.source!r} "
-            f"below data.folder={data.folder!r} ({str(error).splitlines()[0]}); prepare them beforehand with dtlayout "
-            f"prepare, or raise train.timeout_s"
+            f"local rank 0 of this node said nothing in {timeout_s:g} s about the tokens of "
+            f"data.source={data.source!r} below data.folder={data.folder!r} ({str(error).splitlines()[0]}); "
+            f"prepare them beforehand with dtlayout prepare, or raise train.timeout_s"
         ) from error
     if "error" in answer:
         raise DataError(answer["error"])

@@ -71,7 +71,9 @@ def test_all_ranks_of_a_node_end_with_the_reason_of_its_first(call, error, said)
 
 
 def test_who_hears_nothing_says_what_it_waited_for(call):
-    with pytest.raises(DataError, match=r"said nothing in 0\.1 s about the tokens of data.source='x/y' below data.folder"):
+    with pytest.raises(
+        DataError, match=r"said nothing in 0\.1 s about the tokens of data.source='x/y' below data.folder"
+    ):
         call(1, dist.HashStore(), timeout_s=0.1)
 
 
@@ -79,5 +81,5 @@ def test_a_store_that_is_gone_is_no_hang(call):
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5))
     store = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
     del server  # with the process of rank 0, where no torchrun serves it
-    with pytest.raises(DataError, match="said nothing in 30 s .* or raise train.timeout_s"):
+    with pytest.raises(DataError, match=r"said nothing in 30 s .* or raise train\.timeout_s"):
         call(1, store, timeout_s=30)

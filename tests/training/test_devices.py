@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtlayout.cluster import find_gpu, known_gpus
-from dtlayout.device import Device, describe_cpu, describe_gpu, expect_device
+from dtlayout.cluster import find_gpu, gpu_named, known_gpus
+from dtlayout.device import Device, describe_cpu, describe_gpu, device_of, expect_device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
 from dtlayout.training.devices import join_ranks, open_device, repeat_bits
+
+SLICE = replace(find_gpu("a100-40g-sxm"), peak_flops_per_s=120e12)
+"""A part of a GPU, as a cluster file describes it."""
 
 
 @pytest.fixture
@@ -117,6 +120,10 @@ def test_a_gpu_that_no_constants_file_knows_has_no_peak(monkeypatch):
         (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("a100-80g-sxm"), (9, 0)), "a100-80g-sxm", "a100-80g-sxm"),
         (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("cpu"), (9, 0)), "cpu", None),
         (describe_gpu("NVIDIA GeForce GTX 970", None, ()), None, None),
+        (describe_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, (8, 0)), None, None),
+        (describe_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb", find_gpu("a100-40g-sxm"), (8, 0)), None, None),
+        (device_of(gpu_named("NVIDIA A100-SXM4-40GB MIG 3g.20gb")), None, None),
+        (describe_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb", SLICE, (8, 0)), None, "a100-40g-sxm"),
     ],
 )
 def test_predictions_are_for_the_device_that_runs(device, known, name):

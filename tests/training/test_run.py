@@ -50,10 +50,11 @@ def test_a_kernel_that_is_not_here_is_refused_before_ranks_join(monkeypatch, nam
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_determinism_is_asked_for_before_the_device_is_opened_and_cudnn_refused(monkeypatch, deterministic):
+    train = {"steps": 1, "deterministic": deterministic}
     config = parse_config(
         {
-            "model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 8}, "precision": {"compute": "bfloat16"},
-            "kernels": {"attention": "sdpa-cudnn"}, "train": {"steps": 1, "deterministic": deterministic},
+            "model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 8}, "train": train,
+            "precision": {"compute": "bfloat16"}, "kernels": {"attention": "sdpa-cudnn"},
         }
     )  # fmt: skip
     done: list[str] = []
@@ -68,7 +69,9 @@ def test_determinism_is_asked_for_before_the_device_is_opened_and_cudnn_refused(
     monkeypatch.setattr(run, "repeat_bits", done.append)
     monkeypatch.setattr(run, "open_device", open_device)
     monkeypatch.setattr(run, "open_store", stop)
-    with pytest.raises(InvalidConfig if deterministic else KernelError, match="other bits" if deterministic else "so far"):
+    with pytest.raises(
+        InvalidConfig if deterministic else KernelError, match="other bits" if deterministic else "so far"
+    ):
         run.train(config, Layout(), StopRequest())
     assert done == (["auto", "device"] if deterministic else ["device"])
 
