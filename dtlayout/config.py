@@ -61,7 +61,7 @@ class TrainConfig(Ranged, section="train"):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is any."""
     timeout_s: float = ranged("must be above 0 and finite", 600.0)
-    """Seconds after which a collective that does not finish ends the run."""
+    """Seconds after which a collective that does not finish, or a wait for the tokens of a node, ends the run."""
     deterministic: bool = False
     """Whether CUDA runs only kernels that give the same bits each time, which are slower; a CPU always does."""
     force: bool = False

@@ -37,10 +37,9 @@ def _prepare(data: DataConfig, store: "dist.Store", key: str) -> Path:
     try:
         folder = prepare_tokens(data)
     except BaseException as error:
-        is_known = isinstance(error, DtlayoutError)
-        reason = (
-            str(error) if is_known else f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
-        )
+        reason = str(error)
+        if not isinstance(error, DtlayoutError):
+            reason = f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
         store.set(key, json.dumps({"error": reason}))
         raise
     store.set(key, json.dumps({"folder": str(folder.absolute())}))
