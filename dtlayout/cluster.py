@@ -175,8 +175,29 @@ def register_gpu(file: str | Path) -> Gpu:
 
 
 def find_gpu_by_device(device_name: str) -> Gpu | None:
-    """The GPU type that torch reports as `device_name`, if it is described."""
-    return next((gpu for gpu in known_gpus().values() if device_name in gpu.device_names), None)
+    """The GPU type that torch reports as `device_name`, if it is described; older drivers leave the vendor out.
+
+    Names are compared whole: a PCIe card, an NVL or a slice of a GPU is called like the SXM module and a word more, and
+    has other numbers.
+    """
+    names = (device_name, f"NVIDIA {device_name}")
+    return next((gpu for gpu in known_gpus().values() if not {*names}.isdisjoint(gpu.device_names)), None)
+
+
+def is_slice(device_name: str) -> bool:
+    """Whether what torch reports as `device_name` is a part of a GPU, as MIG makes them.
+
+    >>> is_slice("NVIDIA A100-SXM4-40GB MIG 3g.20gb"), is_slice("NVIDIA A100-SXM4-40GB")
+    (True, False)
+    """
+    return " MIG " in device_name
+
+
+def why_unknown(device_name: str) -> str:
+    """Why there is no GPU type for a device."""
+    if is_slice(device_name):
+        return f"{device_name} is a part of a GPU, whose peak is not known"
+    return f"{device_name} is no GPU whose data sheet is known"
 
 
 def load_cluster(path: str | Path) -> Cluster:

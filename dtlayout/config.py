@@ -61,7 +61,9 @@ class TrainConfig(Ranged, section="train"):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is any."""
     timeout_s: float = ranged("must be above 0 and finite", 600.0)
-    """Seconds after which a collective that does not finish ends the run."""
+    """Seconds after which a collective that does not finish, or a wait for the tokens of a node, ends the run."""
+    deterministic: bool = False
+    """Whether CUDA runs only kernels that give the same bits each time, which are slower; a CPU always does."""
     force: bool = False
     """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
 
@@ -206,6 +208,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     problems += config.kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
+    problems += config.kernels.unrepeatable(device) if config.train.deterministic else []
     if problems:
         raise InvalidLayout(problems)
     return layout

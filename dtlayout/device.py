@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device
+from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named, is_slice
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -52,6 +52,11 @@ def describe_cpu(known: Gpu | None) -> Device:
 
 
 def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> Device:
-    """A GPU that torch calls `name`: of the type that [cluster] names, else of the one that reports itself so."""
+    """A GPU that torch calls `name`: of the type that [cluster] names, else of the one that reports itself so.
+
+    A slice of a GPU is of no type, unless [cluster] says what its own peak is.
+    """
     gpu = find_gpu_by_device(name) if known is None else known if known.device_type == "cuda" else None
+    if gpu is not None and is_slice(name) and gpu.peak_flops_per_s == gpu_named(gpu.name).peak_flops_per_s:
+        gpu = None
     return Device("cuda", name, gpu.peak_flops_per_s if gpu else None, capability, gpu)

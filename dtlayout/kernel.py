@@ -50,6 +50,8 @@ class Kernel:
     """What computes it, or "module:name" of that; the operation's class says what it is given."""
     is_searched: bool = False
     """Whether a search compares it with others where the user fixes none."""
+    is_repeatable: bool = True
+    """Whether it gives the same bits each time on CUDA, at least where torch is told to be deterministic."""
     traces: tuple[str, ...] = ()
     """Patterns of the names under which torch's profiler sees its forward; none where they are nobody's own."""
 
@@ -249,7 +251,7 @@ _KERNELS: tuple[Kernel, ...] = (
         operators=_FLASH_OPERATORS, efficiency="flash2_efficiency",
     ),
     AttentionKernel(
-        name="sdpa-cudnn", cpu=(), cuda=_BF16, backend="CUDNN_ATTENTION",
+        name="sdpa-cudnn", cpu=(), cuda=_BF16, backend="CUDNN_ATTENTION", is_repeatable=False,
         traces=(r"^cudnn_generated_fort_native_sdpa(?!.*bprop)",),
         operators=("aten._scaled_dot_product_cudnn_attention.default",), efficiency="flash3_efficiency",
     ),

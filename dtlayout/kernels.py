@@ -92,6 +92,16 @@ class Kernels:
         ]
         return problems + (self._compile_problems(precision, device, tp, recompute) if tp > 1 else [])
 
+    def unrepeatable(self, device: Device) -> list[str]:
+        """Every kernel that gives other bits each time where the run is; for train.deterministic."""
+        return [
+            f"{key}={kernel.name} gives other bits each time on CUDA, and train.deterministic=true asks for the same; "
+            f"use {key}={getattr(Kernels(), kernel.operation)} or train.deterministic=false"
+            for kernel in self.records
+            if not kernel.is_repeatable and device.type != "cpu" and (device.type == "cuda" or not kernel.cpu)
+            for key in [f"kernels.{kernel.operation}"]
+        ]
+
     def _compile_problems(self, precision: Precision, device: Device, tp: int, recompute: str) -> list[str]:
         """Where torch.compile fails on what tp splits."""
         if self.compile == "model":

@@ -16,6 +16,11 @@ from dtlayout.signals import note_signals
 from dtlayout.training.metrics import Summary, read_summary
 
 SECONDS_TO_SAY_WHY = 5.0
+_LAUNCHERS = (  # how many processes it started, which of them this one is
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # SLURM_NTASKS and SLURM_PROCID are there in a batch script too
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),  # MPICH's and Intel's
+)
 USAGE = "usage: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=value ...]"
 
 
@@ -25,14 +30,48 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0 if arguments else EXIT_REFUSED
     try:
+        refuse_separate_worlds()
         return _run(load_config(arguments[0], arguments[1:]))
     except DtlayoutError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _says_why():
             print(error, file=sys.stderr, flush=True)
         else:
             # torchrun ends all ranks as soon as one has failed: let that be the one that says why.
             time.sleep(SECONDS_TO_SAY_WHY)
         return error.exit_code
+
+
+def refuse_separate_worlds() -> None:
+    """InvalidConfig if something that is no torchrun started several processes, of which each would be a world alone.
+
+    All of them would write one run folder. A task of srun is told from a batch script, which is no step with a number
+    of tasks, whatever its job has.
+    """
+    if "RANK" in os.environ:
+        return
+    for name, size, _ in _LAUNCHERS:
+        if (number := _count(size)) > 1:
+            raise InvalidConfig(
+                f"{name} started {number} processes ({size}={number}) without saying which rank each is, so that every "
+                f"one would train alone and write the same run folder; let {name} start one torchrun a node, or set "
+                f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
+            )
+
+
+def _says_why() -> bool:
+    """Whether this process prints a refusal: one a node under torchrun, the first of those that srun or mpirun started.
+
+    Ranks that somebody else numbered all do: it may be one's own, and nothing ends the others for it.
+    """
+    if "RANK" not in os.environ and any(_count(size) > 1 and _count(rank) > 0 for _, size, rank in _LAUNCHERS):
+        return False
+    return os.environ.get("LOCAL_RANK", "0") == "0" or "LOCAL_WORLD_SIZE" not in os.environ
+
+
+def _count(variable: str) -> int:
+    """A number of the environment; 0 where there is none."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else 0
 
 
 def _run(config: Config) -> int:

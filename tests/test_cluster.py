@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from dtlayout import toml
-from dtlayout.cluster import Cluster, Gpu, find_gpu, find_gpu_by_device, known_gpus, load_cluster, parse_gpu
+from dtlayout.cluster import (
+    Cluster,
+    Gpu,
+    find_gpu,
+    find_gpu_by_device,
+    known_gpus,
+    load_cluster,
+    parse_gpu,
+    why_unknown,
+)
 from dtlayout.errors import InvalidConfig
 
 FILES = {entry.name: entry for entry in (files("dtlayout") / "constants" / "clusters").iterdir()}
@@ -99,8 +108,51 @@ def test_an_unknown_gpu_is_refused_by_name_and_nothing_by_device():
     assert str(caught.value) == f"GPU type 'voodoo2' is unknown; use one of {everything}"
     with pytest.raises(InvalidConfig) as caught:
         find_gpu("A100")
-    assert str(caught.value) == "GPU type 'A100' is unknown; use a100-40g-sxm or a100-80g-sxm"
+    assert str(caught.value) == "GPU type 'A100' is unknown; use " + " or ".join(
+        f"a100-{memory}-{form}" for memory in ("40g", "80g") for form in ("pcie", "sxm")
+    )
     assert find_gpu_by_device("NVIDIA A100") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80g-sxm"),
+        ("NVIDIA H100 PCIe", "h100-80g-pcie"),
+        ("NVIDIA H100 NVL", "h100-94g-nvl"),
+        ("NVIDIA H200", "h200-141g-sxm"),
+        ("NVIDIA H200 NVL", "h200-141g-nvl"),
+        ("NVIDIA GH200 480GB", "gh200-96g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g-sxm"),
+        ("A100-SXM4-40GB", "a100-40g-sxm"),  # as drivers before 470 say it
+        ("NVIDIA A100-PCIE-40GB", "a100-40g-pcie"),
+        ("NVIDIA A100-SXM-80GB", "a100-80g-sxm"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H100", None),  # a test board, whatever it is
+        ("NVIDIA GH200 144G HBM3e", None),
+    ],
+)
+def test_a_variant_of_a_gpu_is_a_type_of_its_own_or_unknown(device, name):
+    found = find_gpu_by_device(device)
+    assert (found.name if found else None) == name
+    if found is None:
+        why = (
+            "is a part of a GPU, whose peak is not known" if "MIG" in device else "is no GPU whose data sheet is known"
+        )
+        assert why_unknown(device) == f"{device} {why}"
+
+
+def test_a_card_has_what_its_data_sheet_says_and_not_what_the_module_has():
+    for card, module in (("a100-80g-pcie", "a100-80g-sxm"), ("a100-40g-pcie", "a100-40g-sxm")):
+        assert find_gpu(card).peak_flops_per_s == find_gpu(module).peak_flops_per_s
+    for card in ("h100-80g-pcie", "h100-94g-nvl"):
+        assert find_gpu(card).peak_flops_per_s < find_gpu("h100-80g-sxm").peak_flops_per_s
+    assert find_gpu("h200-141g-nvl").peak_flops_per_s < find_gpu("h200-141g-sxm").peak_flops_per_s
+    cards = [gpu for name, gpu in known_gpus().items() if name.endswith(("-pcie", "-nvl"))]
+    assert len(cards) == 5
+    assert all(gpu.link_bytes_per_s < find_gpu("v100-32g-sxm").link_bytes_per_s for gpu in cards)
 
 
 def test_the_cpu_can_be_predicted_with_but_is_no_gpu_that_mfu_knows():
@@ -252,7 +304,7 @@ def test_all_problems_of_a_cluster_come_at_once(write):
         "gpus=0 must be a whole number of at least 1",
         "memory.unit='GB' must be 'byte'; convert the value",
     ]
-    assert unknown.startswith("GPU type 'h100' is unknown; use h100-80g-sxm")
+    assert unknown.startswith("GPU type 'h100' is unknown; use h100-80g-pcie or h100-80g-sxm")
     assert problems_of_cluster(write("")) == ["gpu is missing", "gpus is missing"]
 
 

@@ -469,6 +469,18 @@ def test_a_layout_fits_exactly_the_multiples_of_its_fixed_degrees(world_size):
             check_layout(config, world_size)
 
 
+def test_kernels_that_cannot_repeat_their_bits_are_refused_where_they_have_to():
+    def config_with(attention, *, deterministic):
+        train = {"steps": 1, "device": "cuda", "deterministic": deterministic}
+        return parse_config(tables(kernels={"attention": attention}, train=train, precision={"compute": "bfloat16"}))
+
+    assert not parse_config(tables()).train.deterministic
+    assert check_layout(config_with("sdpa-cudnn", deterministic=False), 1).world_size == 1
+    assert check_layout(config_with("sdpa-flash", deterministic=True), 1).world_size == 1
+    with pytest.raises(InvalidLayout, match="sdpa-cudnn gives other bits each time on CUDA"):
+        check_layout(config_with("sdpa-cudnn", deterministic=True), 1)
+
+
 def test_the_world_size_and_the_layout_are_complained_of_together():
     config = parse_config(tables(layout={"pp": 5, "tp": 3}))
     with pytest.raises(InvalidLayout) as caught:

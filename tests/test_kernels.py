@@ -108,6 +108,21 @@ def test_what_is_advised_instead_of_a_kernel_runs_there(kernel, compute, device)
             assert f"kernels.{kernel.operation}={other}" in problem
 
 
+def test_a_kernel_that_cannot_repeat_its_bits_is_told_where_it_would_run_on_cuda():
+    (problem,) = Kernels(attention="sdpa-cudnn").unrepeatable(CUDA)
+    assert problem == (
+        "kernels.attention=sdpa-cudnn gives other bits each time on CUDA, and train.deterministic=true asks for the "
+        "same; use kernels.attention=sdpa-flash or train.deterministic=false"
+    )
+    assert Kernels(attention="sdpa-cudnn").unrepeatable(Device()) == [problem]  # it runs nowhere else
+    assert Kernels(attention="sdpa-cudnn").unrepeatable(CPU) == []  # where it is refused anyway
+    assert Kernels().unrepeatable(CUDA) == Kernels(attention="auto").unrepeatable(CUDA) == []
+    with kernels_replaced(NormKernel(name="mine", is_repeatable=False)):
+        mine = Kernels(norm="mine")
+        assert [len(mine.unrepeatable(device)) for device in (CUDA, CPU, Device())] == [1, 0, 0]
+        assert "use kernels.norm=fused" in mine.unrepeatable(CUDA)[0]
+
+
 def test_a_kernel_that_no_device_has_in_this_format_is_refused_before_the_device_is_known():
     precision = Precision(params="float64", compute="float64")
     (problem,) = Kernels(attention="flash-attn").problems(precision, Device())

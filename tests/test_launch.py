@@ -1,6 +1,7 @@
 """train.py up to the first import of torch: what is refused, who says so and how the process ends."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,14 @@ from dtlayout.launch import USAGE, main
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
     monkeypatch.setattr(launch, "SECONDS_TO_SAY_WHY", 0.0)
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
     return write_tiny(tmp_path)
+
+
+LAUNCHED = ("RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"}
+"""What srun sets beside the SLURM_PROCID of each task."""
 
 
 def test_help_is_the_usage_and_no_argument_is_a_refusal_with_it(capsys):
@@ -26,17 +34,21 @@ def test_help_is_the_usage_and_no_argument_is_a_refusal_with_it(capsys):
     assert capsys.readouterr().out == f"{USAGE}\n" * 3
 
 
-def test_a_refusal_comes_before_torch_is_imported(files):
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [({}, "world size 1 does not fit the layout"), ({**SRUN, "SLURM_PROCID": "0"}, "srun started 4 processes")],
+)
+def test_a_refusal_comes_before_torch_is_imported(files, environment, said):
     code = (
         "import sys; from dtlayout.launch import main; code = main(sys.argv[1:]);"
         "print(sorted({'torch', 'numpy', 'datasets'} & set(sys.modules))); sys.exit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(files.config), "--layout.tp=3"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "[]\n")
-    assert done.stderr.startswith("world size 1 does not fit the layout") and "Traceback" not in done.stderr
+    assert done.stderr.startswith(said) and "Traceback" not in done.stderr
 
 
 def test_train_py_ends_with_the_exit_code_of_a_refusal_and_no_traceback(files):
@@ -48,14 +60,61 @@ def test_train_py_ends_with_the_exit_code_of_a_refusal_and_no_traceback(files):
     assert done.stderr == "train.stpes is unknown; did you mean train.steps?\n"
 
 
+@pytest.mark.parametrize(
+    ("environment", "rank", "said"),
+    [
+        (SRUN, "SLURM_PROCID", "srun started 4 processes (SLURM_STEP_NUM_TASKS=4)"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK", "mpirun started 2 processes (OMPI_COMM_WORLD_SIZE=2)"),
+        ({"PMI_SIZE": "16"}, "PMI_RANK", "mpirun started 16 processes (PMI_SIZE=16)"),
+    ],
+)
+def test_worlds_of_one_rank_that_would_share_a_folder_are_refused(files, capsys, monkeypatch, environment, rank, said):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    waited = []
+    monkeypatch.setattr("dtlayout.launch.time.sleep", waited.append)
+    monkeypatch.setenv(rank, "1")
+    assert main([str(files.config)]) == 2
+    assert (capsys.readouterr().err, waited) == ("", [launch.SECONDS_TO_SAY_WHY])
+    monkeypatch.setenv(rank, "0")
+    assert main([str(files.config)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
+    assert "start one torchrun a node, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT" in error
+    assert not files.run.exists()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # a batch script, and the shell of salloc
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "3"},  # srun -n 1
+        {**SRUN, "SLURM_PROCID": "2", "RANK": "0"},  # a torchrun on each node, which says the ranks
+        {"PMI_SIZE": "", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_one_process_of_a_job_and_those_that_know_their_rank_go_on(files, capsys, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main([str(files.config), "--layout.tp=3"]) == 2  # what a rank refuses that got so far
+    assert capsys.readouterr().err.startswith("world size 1 does not fit the layout")
+
+
 @pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (1, 1), (7, 7), (8, 0)])
 def test_one_rank_of_each_node_says_why(files, capsys, monkeypatch, rank, local_rank):
-    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 16)):
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", 8), ("WORLD_SIZE", 16)):
         monkeypatch.setenv(name, str(value))
     assert main([str(files.config), "--layout.dp_shard=2"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("world size 16 does not fit the layout: dp_shard=2 needs 2 ranks") == (local_rank == 0)
     assert bool(said) == (local_rank == 0)
+
+
+def test_ranks_that_no_torchrun_would_end_all_say_why(files, capsys, monkeypatch):
+    for name, value in (("RANK", "3"), ("LOCAL_RANK", "3"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert main([str(files.config), "--layout.tp=3"]) == 2
+    assert capsys.readouterr().err.startswith("world size 4 does not fit the layout")
 
 
 def test_the_world_size_is_torchruns_and_one_without_it(files, capsys, monkeypatch):
@@ -162,6 +221,7 @@ def test_a_finished_folder_refuses_another_experiment(files, capsys):
 def test_a_rank_that_says_nothing_leaves_last(files, monkeypatch):
     waited = []
     monkeypatch.setattr("dtlayout.launch.time.sleep", waited.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main([str(files.config), "--layout.tp=3"]) == 2
     assert waited == [launch.SECONDS_TO_SAY_WHY]

@@ -17,7 +17,7 @@ from dtlayout.calibrate import measures
 from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
-from dtlayout.cluster import find_gpu_by_device, known_gpus
+from dtlayout.cluster import find_gpu_by_device, known_gpus, why_unknown
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.training.devices import join_ranks, open_device
@@ -42,13 +42,11 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(path: Path) -> None:
     """Measure, and write it; what would fail after minutes of measuring is refused at once."""
     check_writable(path)
-    num_gpus, per_node = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if 0 < num_gpus < per_node:
-        raise InvalidConfig(f"{per_node} ranks on a host with {num_gpus} GPUs; start one for each GPU")
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = open_device("auto", None)
     known = find_gpu_by_device(device.name)
     if device.type == "cuda" and known is None:
-        raise InvalidConfig(f"{device.name} is no GPU whose data sheet is known; use one of {', '.join(known_gpus())}")
+        raise InvalidConfig(f"{why_unknown(device.name)}; use one of {', '.join(known_gpus())}")
     join_ranks(device, TIMEOUT_S)
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

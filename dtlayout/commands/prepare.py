@@ -15,10 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
-    from dtlayout.data.samples import open_samples  # only now: it imports numpy and tokenizers
+    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
+    from dtlayout.data.samples import open_samples
 
     config = load_config(options.config, options.overrides)
-    samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
+    prepared = prepare_tokens(config.data)
+    samples = open_samples(prepared, config.model.vocab_size, config.batch, seed=config.train.seed)
     tokens, num_samples, folder = samples.tokens, samples.num_samples, samples.tokens.folder
     document = {"folder": str(folder), "num_tokens": tokens.num_tokens, "num_samples": num_samples}
     text = f"{tokens.num_tokens:,} tokens, {num_samples:,} samples of {config.batch.seq_len} in {folder}"

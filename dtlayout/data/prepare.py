@@ -1,16 +1,24 @@
 """Tokenize a corpus once into one flat file of token ids.
 
     folder/<fingerprint>/tokens.bin     ids, little-endian uint16 or uint32, an end of document after every document
-    folder/<fingerprint>/tokens.json    what they are; written last, so where it is, tokens.bin is whole
-    folder/<fingerprint>.lock           held while one process prepares and the others wait
+    folder/<fingerprint>/tokens.json    what they are
+    folder/<fingerprint>.<host>-<process>.partial/
+                                        both while they are written; one that a kill has left may be deleted
 
 The fingerprint is a hash of everything that decides the ids. For local files it sees names, sizes and modification
 times, not contents; for a hub dataset only the name and the split: delete the folder to fetch a newer revision.
+
+[Note: no locks]
+File locks fail or hang on some shared filesystems. Whoever finds no folder of the fingerprint writes one under a name
+of its own and renames it when it is whole. A rename onto a folder that is not empty fails, so the first one wins, what
+is there is whole and never changes under its readers, and who comes later has worked in vain and uses it.
 """
 
 import hashlib
 import json
 import os
+import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,7 +28,6 @@ from dtlayout.config import DataConfig
 from dtlayout.data.sources import list_files, open_documents
 from dtlayout.data.tokenizer import Ids, Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
-from dtlayout.files import write_whole
 
 TOKENS_NAME = "tokens.bin"
 INFO_NAME = "tokens.json"
@@ -33,25 +40,38 @@ def prepare_tokens(data: DataConfig) -> Path:
     """Tokenize `data.source` below `data.folder`, unless that is done already; the folder that `TokenFile.open` reads.
 
     `max_tokens` stops after exactly that many ids, 0 takes all; the last document may then be cut and lack its end.
-    Any number of processes may call this at once on one filesystem: one works, the rest wait for it.
+    Any number of processes may call this at once on one filesystem: [Note: no locks].
     """
-    from filelock import FileLock
-
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     provenance = {name: getattr(data, name) for name in ("source", "text_field", "split", "max_tokens")}
     target = Path(data.folder) / _fingerprint(provenance, tokenizer, list_files(data.source))
+    own = target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
         if (target / INFO_NAME).exists():
             return target
-        target.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
-            if not (target / INFO_NAME).exists():
-                info = _write_tokens(data, tokenizer, target / TOKENS_NAME)
-                info |= {"tokenizer": data.tokenizer, **provenance}
-                write_whole(target / INFO_NAME, json.dumps(info, indent=2) + "\n")
+        own.mkdir(parents=True, exist_ok=True)
+        try:
+            info = _write_tokens(data, tokenizer, own / TOKENS_NAME)
+            info |= {"tokenizer": data.tokenizer, **provenance}
+            (own / INFO_NAME).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+            _publish(own, target)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
     except OSError as error:
         raise DataError(f"cannot write tokens to {str(target)!r}: {error}") from error
     return target
+
+
+def _publish(own: Path, target: Path) -> None:
+    """Make what is whole the tokens that all read, unless somebody was faster: [Note: no locks]."""
+    try:
+        own.rename(target)
+    except OSError:
+        if (target / INFO_NAME).exists():
+            return
+        if target.exists():
+            raise DataError(f"{str(target)!r} has no {INFO_NAME}, so it is not whole; delete it") from None
+        raise
 
 
 def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: list[Path]) -> str:
@@ -62,32 +82,27 @@ def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: lis
 
 
 def _write_tokens(data: DataConfig, tokenizer: Tokenizer, path: Path) -> dict[str, object]:
-    """Write the ids, all or no file; what they are."""
+    """Write the ids; what they are."""
     documents = open_documents(data.source, data.split, data.text_field)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     digest = hashlib.sha256()
     num_tokens = num_documents = 0
     has_text = False
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            for ids in _encode_documents(documents, tokenizer):
-                kept = ids[: data.max_tokens - num_tokens] if data.max_tokens else ids
-                written = kept.astype(dtype).tobytes()
-                file.write(written)
-                digest.update(written)
-                num_documents += 1
-                num_tokens += kept.size
-                has_text = has_text or ids.size > 1
-                if num_tokens == data.max_tokens:
-                    break
-            file.flush()
-            os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
-        if not has_text:
-            raise DataError(f"{data.source!r} holds no text: {num_documents} documents and all of them empty")
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        for ids in _encode_documents(documents, tokenizer):
+            kept = ids[: data.max_tokens - num_tokens] if data.max_tokens else ids
+            written = kept.astype(dtype).tobytes()
+            file.write(written)
+            digest.update(written)
+            num_documents += 1
+            num_tokens += kept.size
+            has_text = has_text or ids.size > 1
+            if num_tokens == data.max_tokens:
+                break
+        file.flush()
+        os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
+    if not has_text:
+        raise DataError(f"{data.source!r} holds no text: {num_documents} documents and all of them empty")
     return {
         "dtype": dtype.name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": digest.hexdigest(),

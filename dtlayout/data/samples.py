@@ -27,21 +27,20 @@ import numpy as np
 import numpy.typing as npt
 
 from dtlayout.batch import Batch
-from dtlayout.config import DataConfig
 from dtlayout.data.permutation import hash_integers, permute
-from dtlayout.data.prepare import INFO_NAME, TOKENS_NAME, prepare_tokens
+from dtlayout.data.prepare import INFO_NAME, TOKENS_NAME
 from dtlayout.errors import DataError
 
 if TYPE_CHECKING:
     import torch
 
 
-def open_samples(data: DataConfig, vocab_size: int, batch: Batch, *, seed: int) -> "Samples":
-    """The samples of a run; whoever comes first on a filesystem prepares their tokens, the others wait.
+def open_samples(folder: Path, vocab_size: int, batch: Batch, *, seed: int) -> "Samples":
+    """The samples of a run, from the tokens that `prepare_tokens` left in `folder`.
 
     DataError if the tokens do not fit the model's vocabulary or hold less than one sample.
     """
-    tokens = TokenFile.open(prepare_tokens(data))
+    tokens = TokenFile.open(folder)
     tokens.check_vocab(vocab_size)
     return Samples(tokens, batch, seed)
 

@@ -4,7 +4,7 @@ Everything follows from the config, the layout and the GPU type, so all ranks co
 same refusal, without a word between them.
 """
 
-from dtlayout.cluster import Cluster, Gpu
+from dtlayout.cluster import Cluster, Gpu, is_slice, why_unknown
 from dtlayout.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
@@ -81,7 +81,9 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
 def describe(predicted: Estimate | None, scenario: Scenario) -> str:
     """The one line that a run starts with."""
     if predicted is None:
-        return "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
+        name = scenario.cluster.gpu.name
+        advice = "give it a peak_bf16 in a cluster file" if is_slice(name) else "name its type with cluster.gpu"
+        return f"predicted: n/a, for {why_unknown(name)}; {advice}"
     engine = scenario.engine
     size, unit = (2**20, "MiB") if scenario.is_on_host else (GIB, "GiB")
     peak = f"peak {predicted.peak_bytes / size:.1f} {unit} on pipeline rank {predicted.busiest_rank}"

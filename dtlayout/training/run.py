@@ -17,9 +17,18 @@ from rich.console import Console
 from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
+from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, find_starts, open_samples, own_indices
 from dtlayout.device import Device
-from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, CheckpointError, DtlayoutError, KernelError
+from dtlayout.errors import (
+    EXIT_DONE,
+    EXIT_NON_FINITE,
+    EXIT_STOPPED,
+    CheckpointError,
+    DtlayoutError,
+    InvalidConfig,
+    KernelError,
+)
 from dtlayout.files import write_whole
 from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.kernels import Kernels
@@ -35,7 +44,7 @@ from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.signals import StopRequest
 from dtlayout.training.build import assemble
-from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.devices import join_ranks, open_device, open_store, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, time_steps
@@ -49,13 +58,19 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 
 def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
+    if config.train.deterministic:
+        repeat_bits(config.train.device)
     device = open_device(config.train.device, config.cluster.known_gpu)
+    if config.train.deterministic and (problems := config.kernels.unrepeatable(device)):
+        raise InvalidConfig(problems)
     config.kernels.check(config.precision, device, tp=layout.tp, recompute=layout.recompute)
     kernels, why = config.kernels.resolve(config.precision, device)
     refuse_hopeless(config, layout, device.gpu)
-    samples = open_samples(config.data, config.model.vocab_size, config.batch, seed=config.train.seed)
+    store = open_store(config.train.timeout_s)
+    tokens = prepare_on_node(config.data, store, timeout_s=config.train.timeout_s)
+    samples = open_samples(tokens, config.model.vocab_size, config.batch, seed=config.train.seed)
     with attention_implementation(kernels.attention):
-        join_ranks(device, config.train.timeout_s)
+        join_ranks(device, config.train.timeout_s, store)
         run = _Run(config, layout, kernels, device, samples, stop)
         if kernels != config.kernels:
             run.display.say(f"kernels.attention=auto is {kernels.attention}: {why}")

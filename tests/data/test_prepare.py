@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,20 +158,49 @@ def start_child(folder, log, ending):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_prepare_once(tmp_path):
+def test_two_processes_leave_one_folder_that_is_whole(tmp_path):
     children = [start_child(tmp_path / "tokens", tmp_path / "log", "done") for _ in range(2)]
     said = [child.communicate(timeout=60)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     assert said[0] == said[1]
-    assert (tmp_path / "log").read_text() == "opened\n"
+    info, ids = read(Path(said[0].strip()))
+    assert info["num_tokens"] == ids.size == 55
+    assert [file.name for file in (tmp_path / "tokens").iterdir()] == [Path(said[0].strip()).name]
+
+
+def test_the_first_whole_preparation_wins_and_is_left_as_it_is(tmp_path, serve, monkeypatch):
+    inside = []
+
+    def slow_documents():
+        serve(["first"])  # another process begins later and is done earlier
+        inside.append(prepare("x/y", "bytes", tmp_path))
+        assert (inside[0] / "tokens.json").exists()
+        yield "second"
+
+    serve(slow_documents())
+    monkeypatch.setattr(dtlayout.data.prepare.os, "getpid", iter([1, 2]).__next__)
+    folder = prepare("x/y", "bytes", tmp_path)
+    assert inside == [folder]
+    assert read(folder)[1].tolist() == [*b"first", 256]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_that_somebody_took_the_description_out_of_is_an_error(tmp_path, serve):
+    serve(["once"])
+    folder = prepare("x/y", "bytes", tmp_path)
+    (folder / "tokens.json").unlink()
+    serve(["again"])
+    with pytest.raises(DataError, match=r"has no tokens\.json, so it is not whole; delete it"):
+        prepare("x/y", "bytes", tmp_path)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_kill_leaves_nothing_that_looks_done(tmp_path, serve):
     child = start_child(tmp_path / "tokens", tmp_path / "log", "killed")
     child.communicate(timeout=60)
     assert child.returncode == -9
-    left = [file.name for file in (tmp_path / "tokens").rglob("tokens*")]
-    assert left == ["tokens.bin.partial"]
+    (left,) = (tmp_path / "tokens").iterdir()
+    assert left.suffix == ".partial" and [file.name for file in left.iterdir()] == ["tokens.bin"]
     serve(["x" * 10] * 5)
     info, ids = read(prepare("x/y", "bytes", tmp_path / "tokens"))
     assert info["num_tokens"] == ids.size == 55

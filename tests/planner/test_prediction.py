@@ -106,7 +106,14 @@ def test_an_unknown_gpu_has_no_prediction_and_refuses_nothing():
     config = make_config()
     scenario = own_scenario(config, 1, gpu_named("GeForce GTX 970"))
     assert predict(config, Layout(), None) is None and to_predicted(None, scenario) is None
-    assert describe(None, scenario) == "predicted: n/a, for the GPU type is not known; name one with cluster.gpu"
+    assert describe(None, scenario) == (
+        "predicted: n/a, for GeForce GTX 970 is no GPU whose data sheet is known; name its type with cluster.gpu"
+    )
+    scenario = own_scenario(config, 1, gpu_named("NVIDIA H100 80GB HBM3 MIG 1g.10gb"))
+    assert describe(None, scenario) == (
+        "predicted: n/a, for NVIDIA H100 80GB HBM3 MIG 1g.10gb is a part of a GPU, whose peak is not known; give it a "
+        "peak_bf16 in a cluster file"
+    )
     refuse_hopeless(config, Layout(), None)
 
 

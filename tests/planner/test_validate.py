@@ -288,7 +288,7 @@ def test_tables_are_read_as_runs(tmp_path):
         ("tied", "perhaps", "'perhaps' is unknown; use true, false"),
         ("recompute", "some", "layout.recompute='some' is unknown; use none, full"),
         ("engine", "steam", "'steam' is unknown; use one of aa-scaling, dtlayout, megatron"),
-        ("gpu", "abacus", "GPU type 'abacus' is unknown; use one of a100-40g-sxm"),
+        ("gpu", "abacus", "GPU type 'abacus' is unknown; use one of a100-40g-pcie"),
         ("kernel", "fast", "'fast' is unknown; use torch, megatron-softmax, flash1"),
         ("status", "fine", "'fine' is unknown; use ok, oom, crashed_or_oom"),
         ("step_time_s", "0", "'0' must be empty or a number above 0"),

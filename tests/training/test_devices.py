@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtlayout.cluster import find_gpu, known_gpus
-from dtlayout.device import Device, describe_cpu, describe_gpu, expect_device
+from dtlayout.cluster import find_gpu, gpu_named, known_gpus
+from dtlayout.device import Device, describe_cpu, describe_gpu, device_of, expect_device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
-from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.devices import join_ranks, open_device, repeat_bits
+
+SLICE = replace(find_gpu("a100-40g-sxm"), peak_flops_per_s=120e12)
+"""A part of a GPU, as a cluster file describes it."""
 
 
 @pytest.fixture
@@ -21,9 +24,10 @@ def without_cuda(monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch) -> list[int]:
-    """A machine whose GPUs are all H100s; the GPUs that were taken."""
+    """A machine with four GPUs, all H100s; the GPUs that were taken."""
     found: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", found.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -62,6 +66,44 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_and_the_peak_of_its_name(taken, 
     assert found.packages == find_packages() and taken == [3]
 
 
+def test_deterministic_kernels_are_asked_for_on_cuda_alone(monkeypatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(os, "environ", {})
+    for has_cuda, wanted in ((False, "auto"), (True, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        repeat_bits(wanted)
+    assert (asked, os.environ, torch.backends.cudnn.deterministic) == ([], {}, False)
+    for set_before in ("", ":16:8"):
+        monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": set_before} if set_before else {})
+        repeat_bits("auto")
+        assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": set_before or ":4096:8"}
+    assert asked == [True, True]
+    assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (True, False)
+    assert torch.utils.deterministic.fill_uninitialized_memory is False
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_ranks"),
+    [
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}, 8),  # so that the rank which prints refuses too
+        ({"LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"LOCAL_RANK": "4"}, 5),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(taken, monkeypatch, environment, num_ranks):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said = f"{num_ranks} ranks on a node on which torch finds 4 CUDA devices.*use at most --nproc-per-node 4"
+    with pytest.raises(InvalidConfig, match=said):
+        open_device("auto", None)
+    assert taken == []
+    assert open_device("cpu", None).type == "cpu"
+
+
 @pytest.mark.usefixtures("taken")
 def test_a_gpu_that_no_constants_file_knows_has_no_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce GTX 970")
@@ -78,6 +120,10 @@ def test_a_gpu_that_no_constants_file_knows_has_no_peak(monkeypatch):
         (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("a100-80g-sxm"), (9, 0)), "a100-80g-sxm", "a100-80g-sxm"),
         (describe_gpu("NVIDIA H100 80GB HBM3", find_gpu("cpu"), (9, 0)), "cpu", None),
         (describe_gpu("NVIDIA GeForce GTX 970", None, ()), None, None),
+        (describe_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, (8, 0)), None, None),
+        (describe_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb", find_gpu("a100-40g-sxm"), (8, 0)), None, None),
+        (device_of(gpu_named("NVIDIA A100-SXM4-40GB MIG 3g.20gb")), None, None),
+        (describe_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb", SLICE, (8, 0)), None, "a100-40g-sxm"),
     ],
 )
 def test_predictions_are_for_the_device_that_runs(device, known, name):

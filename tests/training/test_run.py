@@ -67,6 +67,34 @@ def test_a_kernel_that_is_not_here_is_refused_before_ranks_join(monkeypatch, nam
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_determinism_is_asked_for_before_the_device_is_opened_and_cudnn_refused(monkeypatch, deterministic):
+    train = {"steps": 1, "deterministic": deterministic}
+    config = parse_config(
+        {
+            "model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 8}, "train": train,
+            "precision": {"compute": "bfloat16"}, "kernels": {"attention": "sdpa-cudnn"},
+        }
+    )  # fmt: skip
+    done: list[str] = []
+
+    def open_device(*_):
+        done.append("device")
+        return Device("cuda", "a GPU", None, (9, 0), packages=find_packages())
+
+    def stop(*_):
+        raise KernelError("so far")
+
+    monkeypatch.setattr(run, "repeat_bits", done.append)
+    monkeypatch.setattr(run, "open_device", open_device)
+    monkeypatch.setattr(run, "open_store", stop)
+    with pytest.raises(
+        InvalidConfig if deterministic else KernelError, match="other bits" if deterministic else "so far"
+    ):
+        run.train(config, Layout(), StopRequest())
+    assert done == (["auto", "device"] if deterministic else ["device"])
+
+
 def test_a_checkpoint_beyond_the_last_step_is_refused():
     check_steps_left(Path("step-8"), 8, 8)
     with pytest.raises(CheckpointError, match=r"step-8 has done 8 steps, more than train.steps=7; raise train.steps"):
