@@ -228,3 +228,11 @@ def test_a_rank_that_says_nothing_leaves_last(files, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main([str(files.config), "--layout.tp=3"]) == 2
     assert len(waited) == 1
+
+
+def test_torch_is_asked_for_the_nccl_that_gives_each_pair_of_ranks_a_stream(files, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "")  # so that it is as before afterwards
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
+    asked = []
+    monkeypatch.setattr("dtlayout.training.run.train", lambda *_: asked.append(os.environ["TORCH_DIST_USE_NCCL2"]) or 0)
+    assert main([str(files.config)]) == 0 and asked == ["0"]

@@ -57,7 +57,8 @@ def bind_attention(kernel: AttentionKernel) -> Attend:
                 raise _refusal(kernel, q_BHSK)
             from dtlayout.ops.varlen import attend_by_document
 
-            return attend_by_document(q_BHSK, k_BGSK, v_BGSK, mask)
+            with sdpa_kernel(backend):  # or torch 2.15 takes cuDNN's kernel on Hopper
+                return attend_by_document(q_BHSK, k_BGSK, v_BGSK, mask)
         if kernel.repeats_heads:
             k_BGSK, v_BGSK = repeat_heads(k_BGSK, q_BHSK.shape[1]), repeat_heads(v_BGSK, q_BHSK.shape[1])
         try:

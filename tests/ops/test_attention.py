@@ -1,5 +1,7 @@
 """Causal attention: softmax attention in float64 with exactly the kernel that was asked for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention import STARTS, attention_of_each_document, explicit_attention, make_inputs
@@ -8,7 +10,13 @@ from torch.nn.attention import SDPBackend
 from dtlayout.errors import KernelError
 from dtlayout.kernel import AttentionKernel, find_kernel, find_packages, list_kernels
 from dtlayout.measure.kernels import KernelRecorder
-from dtlayout.ops.attention import attention_implementation, causal_attention, prepare_mask, repeat_heads
+from dtlayout.ops.attention import (
+    attention_implementation,
+    bind_attention,
+    causal_attention,
+    prepare_mask,
+    repeat_heads,
+)
 from dtlayout.ops.documents import Documents, make_mask
 
 KERNELS = [kernel for kernel in list_kernels(AttentionKernel) if kernel.formats()]
@@ -44,6 +52,20 @@ def test_with_documents_output_and_gradients_are_those_of_each_document_alone(ke
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (got, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+def test_no_other_kernel_takes_what_comes_as_offsets(monkeypatch):
+    enabled = []
+
+    def attend(*inputs):
+        cuda = torch.backends.cuda
+        enabled.append([cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled()])
+        return inputs[0]
+
+    monkeypatch.setattr("dtlayout.ops.varlen.attend_by_document", attend)
+    kernel = replace(find_kernel(AttentionKernel, "sdpa-flash"), offsets=("cpu",))
+    bind_attention(kernel)(*make_inputs(2), torch.tensor([0, 8]))
+    assert enabled == [[True, False, False]]
 
 
 def test_documents_come_as_offsets_to_flash_kernels_on_cuda_and_as_a_mask_to_all_others():
