@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd, inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig, InvalidLayout
@@ -172,8 +172,7 @@ class OpenLayout(Layout):
         )
 
 
-@dataclass(frozen=True)
-class _Broken:
+class _Broken(NamedTuple):
     """A rule that a layout does not keep."""
 
     rule: str

@@ -7,11 +7,11 @@ Left out: that messages share a link, and that a rank's kernels slow down while 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, groupby
 from math import inf
 from operator import le
+from typing import NamedTuple
 
 from dtlayout.pipelining.actions import RELEASE, Action, Kind, Result, input_of, result_of
 from dtlayout.pipelining.placement import Placement
@@ -19,8 +19,7 @@ from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
 from dtlayout.pipelining.waves import Moment, StageTimes
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When a rank works on an action, in the unit of the durations that were simulated."""
 
     rank: int
@@ -29,8 +28,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class PipelineTime:
+class PipelineTime(NamedTuple):
     """When the pipeline ranks work, from the start of the first action on."""
 
     total_s: float

@@ -9,7 +9,6 @@ the same blocks are one group: of a group the first rank, which warms up longest
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
 from typing import Any, NamedTuple
@@ -30,8 +29,7 @@ Moments = set[tuple[float, float]]
 """At the fullest moments of a step: blocks in flight that keep all, and blocks that are computed again."""
 
 
-@dataclass(frozen=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """Pipeline ranks whose stages are of the same classes."""
 
     ranks: tuple[int, ...]
@@ -48,8 +46,7 @@ class RankGroup:
     """Whether it holds the head."""
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """The stages of a pipeline, and which of its ranks are alike."""
 
     classes: tuple[StageClass, ...]
