@@ -25,6 +25,8 @@ from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
+Counts = tuple[tuple[StageClass, int], ...]
+"""Classes of stages, and how many of each."""
 Moments = set[tuple[float, float]]
 """At the fullest moments of a step: blocks in flight that keep all, and blocks that are computed again."""
 
@@ -36,9 +38,9 @@ class RankGroup(NamedTuple):
     """The ranks, first to last."""
     classes: tuple[StageClass, ...]
     """The class of each of their stages."""
-    counts: tuple[tuple[StageClass, int], ...]
+    counts: Counts
     """What of them its parameters depend on, nothing recomputed: the different ones, and how many of each."""
-    before: tuple[tuple[StageClass, int], ...]
+    before: Counts
     """Classes of the first chunks of all ranks before the last of these, and how many of each."""
     recomputes: bool
     """Whether any of its blocks are computed again."""
@@ -103,6 +105,7 @@ class Peaks:
         """Parameters of ranks with a group's `counts` at some tp, and of their largest unit."""
         self.in_flight = cache(self._find_in_flight)
         """Each group of ranks of a PipelineLayout with what it has in flight in a step of m microbatches."""
+        self._in_flight_peaks = cache(in_flight_peaks)
 
     def held_bytes(self, block: BlockBytes, in_flight: Iterable[tuple[RankGroup, Moments]]) -> Iterator[float]:
         """Least bytes that each group of ranks holds beside its state."""
@@ -120,7 +123,7 @@ class Peaks:
         found = []
         for group in self.stages(pipeline).groups:
             whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
-            peaks = in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
+            peaks = self._in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
             moments = set(zip(weigh_moments(peaks, whole), weigh_moments(peaks, covered), strict=True))
             found.append((group, moments))
         return found
@@ -158,7 +161,7 @@ class Peaks:
         return sum(memory.state_bytes(self.scenario, layout, n, unit).values())
 
 
-def _count_sizes(scenario: Scenario, counts: tuple[tuple[StageClass, int], ...], tp: int) -> tuple[float, float]:
+def _count_sizes(scenario: Scenario, counts: Counts, tp: int) -> tuple[float, float]:
     examples = [(each.example, count) for each, count in counts]
     n = sum([count * memory.count_stage_parameters(scenario.model, stage, tp) for stage, count in examples])
     return n, memory.largest_unit(scenario.model, [stage for stage, _ in examples], tp)
