@@ -191,7 +191,7 @@ def in_flight_peaks(
     placement = played.place(num_ranks, virtual_stages)
     if played.is_breadth_first:  # it holds a row of microbatches or none
         return count_in_flight(played, placement, 1, rank, each=num_microbatches)
-    shortened = played.shorten(placement, num_microbatches)
+    shortened = played.shorten(num_ranks, virtual_stages, num_microbatches)
     if played.in_flight:
         return played.in_flight(num_ranks, virtual_stages, shortened, rank)
     return count_in_flight(played, placement, shortened, rank)

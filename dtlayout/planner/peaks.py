@@ -76,9 +76,9 @@ def group_stages(estimator: Estimator, pipeline: PipelineLayout) -> Stages:
     """Put the ranks of a pipeline into groups."""
     recompute = Recompute(pipeline.recompute_every)
     classes = tuple([StageClass.of(stage, recompute) for stage in estimator.stages(pipeline)])
-    ranks: dict[tuple[StageClass, ...], list[int]] = {}
+    placement, ranks = pipeline.placement, dict[tuple[StageClass, ...], list[int]]()
     for rank in range(pipeline.pp):
-        ranks.setdefault(pipeline.placement.take(classes, rank), []).append(rank)
+        ranks.setdefault(placement.take(classes, rank), []).append(rank)
     groups = []
     for group, members in ranks.items():
         above = classes[: members[-1]]
