@@ -6,7 +6,6 @@ nothing else. Problems are lines on stderr, exit code 2.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -52,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(command.run(options))
     except DtlayoutError as error:
         if options.json:
+            import json  # only now: most answers are read by people
+
             print(json.dumps({"ok": False, "problems": str(error).splitlines()}, indent=2))
         else:
             print(error, file=sys.stderr)

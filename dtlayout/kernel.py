@@ -6,7 +6,6 @@ what computes it when a model is built. docs/kernels.md says how to add one.
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T tokens, D model width, V vocabulary.
 """
 
-import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +74,8 @@ class Kernel:
 
     def load(self) -> Callable[..., Any]:
         """What computes it, imported."""
+        import pkgutil  # only now: what predicts and checks loads none
+
         return pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd, inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig, InvalidLayout
@@ -19,6 +19,7 @@ from dtlayout.recompute import Recompute
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _POSITIVE = (*AXES, "micro_batch", "virtual_stages")
+_CHOICES: dict[str, Collection[Any]] = {"schedule": SCHEDULES, "zero": (1, 2, 3)}
 _NO_VIRTUAL_STAGES: dict[str, Any] = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
 
 
@@ -55,11 +56,9 @@ class Layout:
     def __post_init__(self) -> None:
         values = vars(self)
         problems = [f"layout.{name}={values[name]} must be at least 1" for name in _POSITIVE if values[name] < 1]
-        problems += [f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks"] * (
-            min(self.stage_layers, default=1) < 1
-        )
-        choices: dict[str, Collection[Any]] = {"schedule": SCHEDULES, "zero": (1, 2, 3)}
-        for name, allowed in choices.items():
+        if min(self.stage_layers, default=1) < 1:
+            problems.append(f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks")
+        for name, allowed in _CHOICES.items():
             if values[name] not in allowed:
                 problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {list(allowed)}")
         try:
@@ -172,8 +171,7 @@ class OpenLayout(Layout):
         )
 
 
-@dataclass(frozen=True)
-class _Broken:
+class _Broken(NamedTuple):
     """A rule that a layout does not keep."""
 
     rule: str

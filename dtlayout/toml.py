@@ -4,7 +4,6 @@
 and says everything that is wrong with a table at once; `read_keys` does so for keys that are no dataclass.
 """
 
-import difflib
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -126,6 +125,8 @@ def read_keys(
 
 def describe_unknown_key(key: str, known: Collection[str], prefix: str = "") -> str:
     """Why a key of a table is refused: the nearest that is known, or all of them; `prefix` names the table."""
+    import difflib  # only now: most files have no such key
+
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
     return f"{prefix}{key} is unknown; {advice}"

@@ -1,7 +1,6 @@
 """What several commands share: a config and a GPU type as arguments, and an answer as JSON or text."""
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,12 @@ if TYPE_CHECKING:
 
 def show(options: argparse.Namespace, document: object, lines: Iterable[str], **style: Any) -> int:
     """Print the answer of a command, one JSON document with `--json` and lines without; exit code 0."""
-    print(json.dumps(document, **{"indent": 2, **style}) if options.json else "\n".join(lines))
+    if options.json:
+        import json  # only now: most answers are read by people
+
+        print(json.dumps(document, **{"indent": 2, **style}))
+    else:
+        print("\n".join(lines))
     return 0
 
 

@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
         raise InvalidLayout(explain_nothing(space, result))
     verified = verify(space.scenario, result, options.verify) if options.verify else []
     ooms = {v.estimate.layout for v in verified if not v.fits}
-    result = replace(result, ranked=tuple(e for e in result.ranked if e.layout not in ooms))
+    result = result._replace(ranked=tuple(e for e in result.ranked if e.layout not in ooms))
     answer = Answer(search, result, options, verified)
     if options.emit:
         from dtlayout.commands.emit import write_config  # only now: a search does without configs

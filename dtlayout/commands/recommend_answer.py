@@ -2,10 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtlayout import toml
 from dtlayout.costmodel.estimate import Estimate
@@ -31,8 +31,7 @@ _COUNTED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """A layout and what a dry run of it held."""
 
     estimate: Estimate

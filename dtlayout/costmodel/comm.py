@@ -5,15 +5,14 @@ all-reduce is one of each (rings; arXiv:2104.04473, sec. 3). Groups are placed a
 pp outermost.
 """
 
-from dataclasses import dataclass, replace
 from math import ceil, log2
+from typing import NamedTuple
 
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.layout import Layout
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """The connection that a collective or a message takes."""
 
     bytes_per_s: float
@@ -79,7 +78,7 @@ def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -
 def message_link(scenario: Scenario, layout: Layout) -> Link:
     """Between neighbouring stages: the network, unless the whole job is in one node."""
     if layout.world_size <= scenario.cluster.gpus_per_node:
-        return replace(node_link(scenario), start_s=0.0)  # two ranks need not meet
+        return node_link(scenario)._replace(start_s=0.0)  # two ranks need not meet
     gpu, efficiency = scenario.cluster.gpu, scenario.engine.constants.message_efficiency
     return Link(gpu.network_bytes_per_s * efficiency, 0.0, gpu.network_latency_s, crosses_nodes=True)
 

@@ -4,7 +4,7 @@ T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp. docs/time-
 is one third of elementwise traffic, backward two.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
@@ -23,8 +23,7 @@ _FFN_TRAFFIC_BYTES = 12.0
 """Moved by the activation function and its backward for each token and unit of the FFN, over t."""
 
 
-@dataclass(frozen=True)
-class BlockTime:
+class BlockTime(NamedTuple):
     """Seconds of one microbatch, computing and sending apart."""
 
     forward_s: float

@@ -3,7 +3,7 @@
 Sizes are those of fsdp2_sizes.py. Left out: what a kernel allocates and frees inside one call.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.phase import Part, Phase, changes
@@ -14,8 +14,7 @@ Steps = list[tuple[Part, float]]
 _A, _G, _L = Part.ACTIVATIONS, Part.GRADIENTS, Part.LOGITS
 
 
-@dataclass(frozen=True)
-class WeightGradients:
+class WeightGradients(NamedTuple):
     """How the gradients of a unit's weights come: each one beside the others, or added at once to what is there."""
 
     num_bytes: dict[str, float]

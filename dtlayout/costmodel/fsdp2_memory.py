@@ -107,7 +107,8 @@ def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -
 
     Of a long step a part is enough, see `PipelineSchedule`.
     """
-    shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else schedule.shorten(placement, m)
+    p, v = placement.num_ranks, placement.virtual_stages
+    shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else schedule.shorten(p, v, m)
     played = _steps(schedule, placement, shorter, rank)
     steps = (each for _, step, leaves_message in played for each in ((step, None) if leaves_message else (step,)))
     rows: list[tuple[_Step | None, int]] = [(step, len(list(run))) for step, run in groupby(steps)]

@@ -10,10 +10,10 @@ attention and what they read, one number a token for each norm, and the result o
 It computes silu(gate) again. Its norms are so as if one kernel did them. `tests/plans/test_compile.py` counts.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from math import ceil
+from typing import NamedTuple
 
 from dtlayout.costmodel.scenario import Scenario, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
@@ -25,8 +25,7 @@ from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
 
-@dataclass(frozen=True)
-class NormBytes:
+class NormBytes(NamedTuple):
     """Bytes of a norm's tensors."""
 
     gradient: float

@@ -18,6 +18,7 @@ reduction each rank gets its own.
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import ceil, prod
+from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients
 from dtlayout.costmodel.phase import Part, Phase, changes
@@ -53,8 +54,7 @@ def _count_shard(unit: Unit, shards: int) -> int:
     return sum(ceil(rows / shards) * prod(columns) for rows, *columns in unit.weights.values())
 
 
-@dataclass(frozen=True)
-class StageUnits:
+class StageUnits(NamedTuple):
     """The units of a stage; a stage without embedding or head has none of it."""
 
     block: Unit

@@ -28,7 +28,6 @@ from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
 from dtlayout.recompute import Recompute
 
 
-@dataclass(frozen=True)
 class Components:
     """Amounts that add up."""
 

@@ -76,7 +76,7 @@ class PipelineLayout(NamedTuple):
 
     def shorten(self, m: int) -> int:
         """`PipelineSchedule.shorten`: microbatches of the shortest step that holds as much as one of m."""
-        return find_schedule(self.schedule).shorten(self.placement, m)
+        return find_schedule(self.schedule).shorten(self.pp, self.virtual_stages, m)
 
 
 class StateLayout(NamedTuple):

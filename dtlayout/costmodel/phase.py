@@ -7,9 +7,9 @@ thousand operations is found without playing them one by one.
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
+from typing import NamedTuple
 
 Bytes = tuple[float, ...]
 """One number for each `Part`."""
@@ -29,8 +29,7 @@ class Part(IntEnum):
 NOTHING: Bytes = (0.0,) * len(Part)
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """Bytes relative to those held before it."""
 
     fullest: Bytes

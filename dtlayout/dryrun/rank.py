@@ -95,7 +95,7 @@ def dry_run(
 def fold(layout: Layout, batch: Batch) -> Batch:
     """The batch with no more microbatches than show all that happens: [Note: folding]."""
     m = layout.num_microbatches(batch)
-    enough = find_schedule(layout.schedule).shorten(layout.placement, m)
+    enough = find_schedule(layout.schedule).shorten(layout.pp, layout.virtual_stages, m)
     return replace(batch, global_batch=enough * layout.micro_batch * layout.dp)
 
 

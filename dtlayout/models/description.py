@@ -46,7 +46,6 @@ class Weight:
         return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
 
 
-@dataclass(frozen=True)
 class _Operation:
     """What all operations say."""
 

@@ -4,8 +4,6 @@ A TOML file has a section [model] with the fields of `ModelShape`, on top of the
 a training config is such a file. Of a config.json only `models.families` are taken. No torch.
 """
 
-import difflib
-import json
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -35,9 +33,13 @@ def find_model(text: str) -> ModelShape:
     if path.is_dir():
         path /= "config.json"
     if path.suffix not in (".json", ".toml"):
+        import difflib  # only now: most names are known
+
         near = difflib.get_close_matches(text, PRESETS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
         raise InvalidConfig(f"model {text!r} is no preset, config.json or TOML file; {advice}")
+    import json  # only now: most models are presets
+
     try:
         content = path.read_text(encoding="utf-8")
         return parse_hf(json.loads(content), path.parent.name) if path.suffix == ".json" else parse_toml(content)

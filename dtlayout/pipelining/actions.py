@@ -5,7 +5,6 @@ input, which stage s - 1 takes. A backward may be split in two (zero bubble, arX
 comes as early as it can, the part of the weights, for which nobody waits, fills what would be idle.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -31,8 +30,7 @@ RELEASE = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Kinds after which a stage needs nothing more of a microbatch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a rank does. A message carries the name of the stage that sends or receives it."""
 
     kind: Kind

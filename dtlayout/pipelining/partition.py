@@ -4,10 +4,10 @@ Costs come in as plain numbers (seconds, FLOPs, bytes: the caller's choice), so 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 from dtlayout.batch import Batch
 from dtlayout.layout import Layout
@@ -15,8 +15,7 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_flops_per_token, count_head_flops_per_token
 
 
-@dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(NamedTuple):
     """What the pieces of a model cost, in any one unit."""
 
     block: float
@@ -29,8 +28,7 @@ class LayerCosts:
     """Added to the last stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageSlice:
+class StageSlice(NamedTuple):
     """The part of a model that one pipeline stage holds."""
 
     layers: range

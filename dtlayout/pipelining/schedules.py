@@ -65,9 +65,9 @@ class PipelineSchedule:
         """For each rank its forwards and backwards in their order."""
         return [self.order(placement, rank, num_microbatches) for rank in range(placement.num_ranks)]
 
-    def shorten(self, placement: Placement, m: int) -> int:
+    def shorten(self, p: int, v: int, m: int) -> int:
         """Microbatches of the shortest step that holds as much as one of m, and repeats nothing."""
-        return min(m, self.enough(placement.num_ranks, placement.virtual_stages)) if self.enough else m
+        return min(m, self.enough(p, v)) if self.enough else m
 
     @cached_property
     def splits_backward(self) -> bool:

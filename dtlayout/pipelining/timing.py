@@ -7,11 +7,11 @@ Left out: that messages share a link, and that a rank's kernels slow down while 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, groupby
 from math import inf
 from operator import le
+from typing import NamedTuple
 
 from dtlayout.pipelining.actions import RELEASE, Action, Kind, Result, input_of, result_of
 from dtlayout.pipelining.placement import Placement
@@ -19,8 +19,7 @@ from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
 from dtlayout.pipelining.waves import Moment, StageTimes
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When a rank works on an action, in the unit of the durations that were simulated."""
 
     rank: int
@@ -29,8 +28,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class PipelineTime:
+class PipelineTime(NamedTuple):
     """When the pipeline ranks work, from the start of the first action on."""
 
     total_s: float
@@ -193,7 +191,7 @@ def in_flight_peaks(
     placement = played.place(num_ranks, virtual_stages)
     if played.is_breadth_first:  # it holds a row of microbatches or none
         return count_in_flight(played, placement, 1, rank, each=num_microbatches)
-    shortened = played.shorten(placement, num_microbatches)
+    shortened = played.shorten(num_ranks, virtual_stages, num_microbatches)
     if played.in_flight:
         return played.in_flight(num_ranks, virtual_stages, shortened, rank)
     return count_in_flight(played, placement, shortened, rank)

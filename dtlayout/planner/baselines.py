@@ -11,9 +11,9 @@ Both try micro-batches from the largest on and take the first layout that is leg
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.kernels import Kernels
@@ -29,8 +29,7 @@ _GAIN = 0.002
 """Relative gain of a change below which the Playbook's last step stops."""
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """A layout and how a procedure came to it."""
 
     estimate: Estimate

@@ -18,7 +18,7 @@ from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.peaks import Moments, Peaks, RankGroup, Stages, gradient_phase
+from dtlayout.planner.peaks import Counts, Moments, Peaks, RankGroup, Stages, gradient_phase
 from dtlayout.planner.space import Sharding, Space
 
 Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "sharded otherwise", "ranked"]
@@ -181,13 +181,14 @@ class Candidates:
         return {sharding: sharding.of(plain) for sharding in self.space.shardings(tp, dp)}
 
     def _find_pipeline(self, pipeline: PipelineLayout, tp: int, m: int) -> Pipeline:
-        state = self._states(pipeline, tp, gradient_phase(pipeline, m))
-        return Pipeline(self.peaks.stages(pipeline), self.peaks.in_flight(pipeline, m), state)
+        stages, phase = self.peaks.stages(pipeline), gradient_phase(pipeline, m)
+        state = self._states(tp, pipeline.pp, tuple([group.counts for group in stages.groups]), phase)
+        return Pipeline(stages, self.peaks.in_flight(pipeline, m), state)
 
-    def _find_states(self, pipeline: PipelineLayout, tp: int, phase: int) -> State:
-        sizes = [self.peaks.sizes(group.counts, tp) for group in self.peaks.stages(pipeline).groups]
-        least = [self._group_states(tp, pipeline.pp, *size, phase) for size in sizes]
-        ways = tuple(zip(self.examples(tp, pipeline.pp), zip(*least, strict=True), strict=True))
+    def _find_states(self, tp: int, pp: int, counts: tuple[Counts, ...], phase: int) -> State:
+        sizes = [self.peaks.sizes(each, tp) for each in counts]
+        least = [self._group_states(tp, pp, *size, phase) for size in sizes]
+        ways = tuple(zip(self.examples(tp, pp), zip(*least, strict=True), strict=True))
         return State(tuple([n for n, _ in sizes]), ways, tuple([min(each, default=inf) for each in least]))
 
     def _find_group_states(self, tp: int, pp: int, n: float, unit: float, phase: int) -> list[float]:

@@ -9,7 +9,6 @@ the same blocks are one group: of a group the first rank, which warms up longest
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
 from typing import Any, NamedTuple
@@ -26,21 +25,22 @@ from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
+Counts = tuple[tuple[StageClass, int], ...]
+"""Classes of stages, and how many of each."""
 Moments = set[tuple[float, float]]
 """At the fullest moments of a step: blocks in flight that keep all, and blocks that are computed again."""
 
 
-@dataclass(frozen=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """Pipeline ranks whose stages are of the same classes."""
 
     ranks: tuple[int, ...]
     """The ranks, first to last."""
     classes: tuple[StageClass, ...]
     """The class of each of their stages."""
-    counts: tuple[tuple[StageClass, int], ...]
+    counts: Counts
     """What of them its parameters depend on, nothing recomputed: the different ones, and how many of each."""
-    before: tuple[tuple[StageClass, int], ...]
+    before: Counts
     """Classes of the first chunks of all ranks before the last of these, and how many of each."""
     recomputes: bool
     """Whether any of its blocks are computed again."""
@@ -48,8 +48,7 @@ class RankGroup:
     """Whether it holds the head."""
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """The stages of a pipeline, and which of its ranks are alike."""
 
     classes: tuple[StageClass, ...]
@@ -77,9 +76,9 @@ def group_stages(estimator: Estimator, pipeline: PipelineLayout) -> Stages:
     """Put the ranks of a pipeline into groups."""
     recompute = Recompute(pipeline.recompute_every)
     classes = tuple([StageClass.of(stage, recompute) for stage in estimator.stages(pipeline)])
-    ranks: dict[tuple[StageClass, ...], list[int]] = {}
+    placement, ranks = pipeline.placement, dict[tuple[StageClass, ...], list[int]]()
     for rank in range(pipeline.pp):
-        ranks.setdefault(pipeline.placement.take(classes, rank), []).append(rank)
+        ranks.setdefault(placement.take(classes, rank), []).append(rank)
     groups = []
     for group, members in ranks.items():
         above = classes[: members[-1]]
@@ -106,6 +105,7 @@ class Peaks:
         """Parameters of ranks with a group's `counts` at some tp, and of their largest unit."""
         self.in_flight = cache(self._find_in_flight)
         """Each group of ranks of a PipelineLayout with what it has in flight in a step of m microbatches."""
+        self._in_flight_peaks = cache(in_flight_peaks)
 
     def held_bytes(self, block: BlockBytes, in_flight: Iterable[tuple[RankGroup, Moments]]) -> Iterator[float]:
         """Least bytes that each group of ranks holds beside its state."""
@@ -123,7 +123,7 @@ class Peaks:
         found = []
         for group in self.stages(pipeline).groups:
             whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
-            peaks = in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
+            peaks = self._in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
             moments = set(zip(weigh_moments(peaks, whole), weigh_moments(peaks, covered), strict=True))
             found.append((group, moments))
         return found
@@ -161,7 +161,7 @@ class Peaks:
         return sum(memory.state_bytes(self.scenario, layout, n, unit).values())
 
 
-def _count_sizes(scenario: Scenario, counts: tuple[tuple[StageClass, int], ...], tp: int) -> tuple[float, float]:
+def _count_sizes(scenario: Scenario, counts: Counts, tp: int) -> tuple[float, float]:
     examples = [(each.example, count) for each, count in counts]
     n = sum([count * memory.count_stage_parameters(scenario.model, stage, tp) for stage, count in examples])
     return n, memory.largest_unit(scenario.model, [stage for stage, _ in examples], tp)

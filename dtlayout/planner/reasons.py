@@ -5,8 +5,8 @@ A layout is illegal, or a rank holds too much, or it is slower than another and 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import find_refusals
@@ -23,8 +23,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The judgement of a layout: everything that stands against it."""
 
     layout: Layout

@@ -13,7 +13,6 @@ parallelism (tp · pp), then time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush, nsmallest
 from math import inf
@@ -34,8 +33,7 @@ TIE = 0.005
 """Relative difference of step times below which two layouts are equally fast."""
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The best layouts of a space, and what became of the others."""
 
     ranked: tuple[Estimate, ...]
@@ -82,8 +80,7 @@ class _Open(NamedTuple):
     """The first thing that is not known yet."""
 
 
-@dataclass(frozen=True)
-class _Timed:
+class _Timed(NamedTuple):
     """A layout with its exact step time, and what it needs as far as that is allowed."""
 
     time_s: float

@@ -1,7 +1,7 @@
 """Sizing: the smallest cluster that trains a model, and what more GPUs gain on the same batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
@@ -17,8 +17,7 @@ MOST_NODES = 512
 """Nodes up to which the smallest cluster is looked for."""
 
 
-@dataclass(frozen=True)
-class ScaleRow:
+class ScaleRow(NamedTuple):
     """The best layout on so many GPUs."""
 
     num_gpus: int
