@@ -119,6 +119,7 @@ def recording_stage(stage: int, num_stages: int, num_ranks: int, done: list[str]
         forward_one_chunk=lambda i, *_, **__: done.append(f"{stage}F{i}"),
         backward_one_chunk=lambda i, **_: done.append(f"{stage}B{i}"),
         perform_reduce_grad=lambda _: None,
+        release_fwd_send_outputs=lambda _: None,
         **dict.fromkeys(messages, lambda i: []),
     )  # fmt: skip
 
