@@ -106,8 +106,8 @@ class Kernels:
         """Where torch.compile fails on what tp splits."""
         if self.compile == "model":
             return [
-                f"kernels.compile=model falls apart into many graphs, each compiled for several kinds of tensors, where "
-                f"layout.tp={tp} splits modules; use kernels.compile=blocks"
+                f"kernels.compile=model falls apart into many graphs where layout.tp={tp} splits modules; "
+                f"use kernels.compile=blocks"
             ]
         if self.compile == "blocks" and recompute == "keep-matmuls" and device.type == "cpu":
             attention = find_kernel(AttentionKernel, self.resolve(precision, device)[0].attention)
