@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -23,6 +23,10 @@ check: .venv/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# A step of the trainer beside one of a plain loop around transformers, on this CPU: forty minutes of nothing else.
+bench: .venv/.installed-test
+	PYTHONPATH=. $(BIN)/python -m benchmarks.speed > benchmarks/speed.md
 
 # On a machine with a GPU and torch, which needs nothing to be installed.
 bench-gpu:

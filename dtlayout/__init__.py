@@ -8,6 +8,9 @@ import os
 from importlib import import_module
 from typing import Any
 
+# Torch 2.15 asks for it when it is imported: its new "nccl" puts all messages of a pipeline rank on one stream.
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+
 _PUBLIC = {
     "batch": ["Batch"], "kernels": ["Kernels"], "layout": ["Layout"], "model_shape": ["ModelShape"],
     "precision": ["Precision"], "recompute": ["Recompute"], "optimizers": ["Optimizer", "register_optimizer"],

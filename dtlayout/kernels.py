@@ -103,7 +103,7 @@ class Kernels:
         ]
 
     def _compile_problems(self, precision: Precision, device: Device, tp: int, recompute: str) -> list[str]:
-        """Where torch.compile fails on what tp splits."""
+        """Where torch.compile fails on what tp splits, or compiles it again and again."""
         if self.compile == "model":
             return [
                 f"kernels.compile=model falls apart into many graphs where layout.tp={tp} splits modules; "

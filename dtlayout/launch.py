@@ -95,8 +95,6 @@ def _run(config: Config) -> int:
 
     try:
         with note_signals() as stop:
-            # From torch 2.15 on "nccl" is another backend, which puts all messages of a pipeline rank on one stream.
-            os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
             from dtlayout.training.run import train  # only now: it imports torch
 
             return train(config, layout, stop)

@@ -111,7 +111,9 @@ def test_an_unknown_section_names_the_nearest():
 def test_an_unknown_key_near_to_nothing_lists_the_known(key):
     known = [field.name for field in fields(CheckpointConfig)]
     if key not in known and not difflib.get_close_matches(key, known, cutoff=0.5):
-        assert problems_of(tables(checkpoint={key: 1})) == [f"checkpoint.{key} is unknown; known: every, keep, save"]
+        assert problems_of(tables(checkpoint={key: 1})) == [
+            f"checkpoint.{key} is unknown; known: every, timeout_s, keep, save"
+        ]
 
 
 def test_an_unknown_key_of_a_nested_table_is_refused():

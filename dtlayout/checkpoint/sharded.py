@@ -138,8 +138,10 @@ def load_checkpoint(
     try:
         tensors = _collect_tensors(modules, optimizer, model, settings)
         dcp.load(tensors, checkpoint_id=str(path / "tensors"), process_group=group)
-    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+    except (CheckpointException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
+    except RuntimeError as error:  # not of the files: a rank is gone, or memory
+        raise CheckpointError(f"{path} was not loaded: {_last_line(error)}") from error
     return step
 
 

@@ -63,7 +63,9 @@ def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verifi
         fits = peak_bytes + scenario.engine.constants.overhead_bytes <= result.allowed_bytes
         found.append(Verified(estimate, peak_bytes, fits))
         if len(found) >= number and any(v.fits for v in found):
-            return found
+            break
+    if any(v.fits for v in found):
+        return found
     advice = "use a larger --top or a smaller --max-memory"
     problem = f"none of the {len(found)} best fits when it is dry-run; {advice}"
     raise InvalidLayout([problem, *_describe_dry_runs(found)])

@@ -20,45 +20,46 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-def prepare_on_node(data: DataConfig, store: "dist.Store", *, timeout_s: float) -> Path:
+PATIENCE = timedelta(days=1)
+"""How long others wait for tokens; a process that fails says so, and torchrun ends who waits for one that died."""
+
+
+def prepare_on_node(data: DataConfig, store: "dist.Store") -> Path:
     """The folder that `prepare_tokens` leaves; it is called by local rank 0 of each node alone.
 
-    DataError on all ranks of the node, with the reason, if it fails there, and on those that wait longer for it than
-    `timeout_s`. Nodes that share a filesystem may each prepare the same.
+    DataError on all ranks of all nodes, with the reason, if it fails on one. All wait for the slowest, so that none is
+    alone in a process group. Nodes that share a filesystem may each prepare the same.
     """
-    key = f"tokens/{os.environ.get('GROUP_RANK', socket.gethostname())}"
+    node = os.environ.get("GROUP_RANK", socket.gethostname())
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        return _prepare(data, store, key)
-    return _hear(data, store, key, timeout_s)
-
-
-def _prepare(data: DataConfig, store: "dist.Store", key: str) -> Path:
-    """Prepare, and tell the others of this node however it ends."""
-    try:
-        folder = prepare_tokens(data)
-    except BaseException as error:
-        reason = str(error)
-        if not isinstance(error, DtlayoutError):
+        try:
+            _say(store, node, folder=str(prepare_tokens(data).absolute()))
+        except BaseException as error:
             reason = f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
-        store.set(key, json.dumps({"error": reason}))
-        raise
-    store.set(key, json.dumps({"folder": str(folder.absolute())}))
-    return folder
+            _say(store, node, error=str(error) if isinstance(error, DtlayoutError) else reason)
+            raise
+    others = map(str, range(int(os.environ.get("GROUP_WORLD_SIZE", "0"))))
+    answers = {each: _hear(data, store, each) for each in dict.fromkeys([node, *others])}
+    if failures := [answer["error"] for answer in answers.values() if "error" in answer]:
+        raise DataError(failures[0])
+    return Path(answers[node]["folder"])
 
 
-def _hear(data: DataConfig, store: "dist.Store", key: str, timeout_s: float) -> Path:
-    """What local rank 0 of this node says."""
+def _say(store: "dist.Store", node: str, **answer: str) -> None:
+    store.set(f"tokens/{node}", json.dumps(answer))
+
+
+def _hear(data: DataConfig, store: "dist.Store", node: str) -> dict[str, str]:
+    """What local rank 0 of a node says."""
     import torch.distributed as dist
 
+    key = f"tokens/{node}"
     try:
-        store.wait([key], timedelta(seconds=timeout_s))
-        answer = json.loads(store.get(key))
+        store.wait([key], PATIENCE)
+        answer: dict[str, str] = json.loads(store.get(key))
     except dist.DistError as error:
         raise DataError(
-            f"local rank 0 of this node said nothing in {timeout_s:g} s about the tokens of "
-            f"data.source={data.source!r} below data.folder={data.folder!r} ({str(error).splitlines()[0]}); "
-            f"prepare them beforehand with dtlayout prepare, or raise train.timeout_s"
+            f"node {node} did not say where the tokens of data.source={data.source!r} lie "
+            f"({str(error).splitlines()[0]}); prepare them beforehand with dtlayout prepare"
         ) from error
-    if "error" in answer:
-        raise DataError(answer["error"])
-    return Path(answer["folder"])
+    return answer

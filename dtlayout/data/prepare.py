@@ -2,7 +2,7 @@
 
     folder/<fingerprint>/tokens.bin     ids, little-endian uint16 or uint32, an end of document after every document
     folder/<fingerprint>/tokens.json    what they are
-    folder/<fingerprint>.<host>-<process>.partial/
+    folder/<fingerprint>.<random>.partial/
                                         both while they are written; one that a kill has left may be deleted
 
 The fingerprint is a hash of everything that decides the ids. For local files it sees names, sizes and modification
@@ -18,9 +18,9 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 
@@ -45,11 +45,12 @@ def prepare_tokens(data: DataConfig) -> Path:
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     provenance = {name: getattr(data, name) for name in ("source", "text_field", "split", "max_tokens")}
     target = Path(data.folder) / _fingerprint(provenance, tokenizer, list_files(data.source))
-    own = target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    own = target.with_name(f"{target.name}.{uuid4().hex[:8]}.partial")
     try:
         if (target / INFO_NAME).exists():
             return target
-        own.mkdir(parents=True, exist_ok=True)
+        _refuse_unfinished(target)
+        own.mkdir(parents=True)
         try:
             info = _write_tokens(data, tokenizer, own / TOKENS_NAME)
             info |= {"tokenizer": data.tokenizer, **provenance}
@@ -69,9 +70,14 @@ def _publish(own: Path, target: Path) -> None:
     except OSError:
         if (target / INFO_NAME).exists():
             return
-        if target.exists():
-            raise DataError(f"{str(target)!r} has no {INFO_NAME}, so it is not whole; delete it") from None
+        _refuse_unfinished(target)
         raise
+
+
+def _refuse_unfinished(target: Path) -> None:
+    """DataError if some files are where tokens are to be, and not all of them: an older version left such folders."""
+    if target.exists() and any(target.iterdir()):
+        raise DataError(f"{str(target)!r} has no {INFO_NAME}, so it is not whole; delete it")
 
 
 def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: list[Path]) -> str:

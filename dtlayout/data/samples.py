@@ -151,7 +151,8 @@ def own_indices(global_batch: int, dp_rank: int, num_dp_ranks: int) -> range:
     >>> own_indices(8, 1, 2)
     range(4, 8)
     """
-    num_own = global_batch // num_dp_ranks
+    num_own, rest = divmod(global_batch, num_dp_ranks)
+    assert not rest, "Layout.check has refused a batch that the ranks do not share equally"
     return range(dp_rank * num_own, (dp_rank + 1) * num_own)
 
 

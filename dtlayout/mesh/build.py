@@ -42,6 +42,24 @@ def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> Devi
     return meshes[key]
 
 
+def open_host_group(timeout_s: float, patience_s: float) -> dist.ProcessGroup:
+    """A group of all ranks over gloo, whose messages go from host to host; not under the watchdog of NCCL.
+
+    It is open after at most `timeout_s`, and what it does may then take `patience_s`. InvalidLayout if hosts do not
+    reach each other.
+    """
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise InvalidLayout(
+            f"the hosts do not reach each other: {(str(error).splitlines() or [''])[0]}; name the network interface "
+            f"that they share in GLOO_SOCKET_IFNAME"
+        ) from error
+    assert group is not None, "every rank is in it"
+    _set_pg_timeout(timedelta(seconds=patience_s), group)
+    return group
+
+
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The view that FSDP2 shards over: (dp_replicate, dp_shard) for HSDP and plain replication, else (dp_shard)."""
     return mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]

@@ -1,4 +1,4 @@
-"""The styles of a plan as what PyTorch applies: its own, and those that it lacks, for norms and for the head.
+"""The styles of a plan as what PyTorch applies: its own, and those that it lacks, for norms, embedding and head.
 
 Each rank computes norms on its part: of the sequence under sequence parallelism, or of the heads. DTensor knows
 what PyTorch's operators do to shards; a kernel that is none of them gets plain tensors. No rank sees more than its
@@ -73,12 +73,12 @@ class VocabParallelEmbedding(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _SplitEmbedding
         assert isinstance(module, _SplitEmbedding), "the style is for an nn.Embedding"
-        module.columns = _LocalColumns(device_mesh)
+        module.columns = _LocalVocabulary(device_mesh)
         return distribute_module(module, device_mesh, _split_rows, output_fn=partial(_add_up, self.output_layout))
 
 
 class _SplitEmbedding(nn.Embedding):
-    columns: "_LocalColumns"
+    columns: "_LocalVocabulary"
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight_VD = self.columns.local(self.weight)
@@ -100,12 +100,12 @@ class VocabParallelHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Head), "only the head has a loss"
-        module.columns = _LocalColumns(device_mesh)
+        module.columns = _LocalVocabulary(device_mesh)
         return distribute_module(module, device_mesh, _split_rows, partial(_gather_input, self.input_layout))
 
 
-class _LocalColumns(Columns):
-    """This rank's columns; two all-reduces, of one and of two numbers a token, join what the ranks know of a loss."""
+class _LocalVocabulary(Columns):
+    """This rank's part; two all-reduces, of one and of two numbers a token, join what the ranks know of a loss."""
 
     def __init__(self, mesh: DeviceMesh):
         self.group = mesh.get_group()

@@ -50,6 +50,8 @@ def open_device(wanted: str, known: Gpu | None) -> Device:
 def _check_gpus(local_rank: int) -> None:
     """InvalidConfig if this node has more ranks than GPUs; without torchrun a rank knows of its own number alone."""
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if num_gpus == 1 and local_rank == 0 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return  # its own, which somebody chose for it
     if local_rank >= num_gpus or num_ranks > num_gpus:
         raise InvalidConfig(
             f"{max(num_ranks, local_rank + 1)} ranks on a node on which torch finds {num_gpus} CUDA devices, one for "

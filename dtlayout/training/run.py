@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
@@ -35,6 +34,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
+from dtlayout.mesh.build import open_host_group
 from dtlayout.models.counting import count_parameters
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.actions import Action, Kind
@@ -67,7 +67,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     kernels, why = config.kernels.resolve(config.precision, device)
     refuse_hopeless(config, layout, device.gpu)
     store = open_store(config.train.timeout_s)
-    tokens = prepare_on_node(config.data, store, timeout_s=config.train.timeout_s)
+    tokens = prepare_on_node(config.data, store)
     samples = open_samples(tokens, config.model.vocab_size, config.batch, seed=config.train.seed)
     with attention_implementation(kernels.attention):
         join_ranks(device, config.train.timeout_s, store)
@@ -97,8 +97,7 @@ class _Run:
         self.device = device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
-        self.host = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
-        """All ranks, for what goes from host to host and may take long; not under the watchdog of NCCL."""
+        self.host = open_host_group(config.train.timeout_s, config.checkpoint.timeout_s)
         self.stop = stop
         self.samples = samples
         self.indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
@@ -147,9 +146,8 @@ class _Run:
         """Load the newest checkpoint of the run folder, if there is one; the steps that are done."""
         found = list_checkpoints(self.folder / "checkpoints")
         newest = [found[-1] if found else None]
-        dist.broadcast_object_list(
-            newest, group=self.host
-        )  # a shared filesystem may not show every node the same at once
+        # A shared filesystem may not show every node the same at once.
+        dist.broadcast_object_list(newest, group=self.host)
         if newest[0] is None:
             return 0
         model, settings = self.config.model, self.config.optimizer
@@ -198,8 +196,16 @@ class _Run:
         with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
             result = self.step(tokens, targets, starts, stop=self.stop.is_made)
         if is_first:
-            check_attention(self.kernels.attention, set(self.recorder.executed["attention"]))
+            self._check_attention()
         return result, lr
+
+    def _check_attention(self) -> None:
+        """KernelError on every rank if one that was recorded ran another kernel than was asked for."""
+        problem = find_other_attention(self.kernels.attention, set(self.recorder.executed["attention"]))
+        problems = torch.tensor(int(bool(problem)))
+        dist.all_reduce(problems, group=self.host)
+        if problems:
+            raise KernelError(problem or f"kernels.attention={self.kernels.attention!r} did not run on another rank")
 
     def _note(self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool) -> None:
         self.step_times_s.append(step_time_s)
@@ -307,10 +313,11 @@ def first_forward(runtime: Runtime, recorder: KernelRecorder) -> Iterator[None]:
     runtime.before_action = watch
 
 
-def check_attention(asked: str, executed: set[str]) -> None:
-    """KernelError if another kernel ran than was asked for, where that one would be seen."""
-    if find_kernel(AttentionKernel, asked).traces and executed - {asked.removeprefix("sdpa-")}:
-        raise KernelError(f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here")
+def find_other_attention(asked: str, executed: set[str]) -> str:
+    """What is wrong if another kernel ran than was asked for, where that one would be seen; empty if it did."""
+    if not find_kernel(AttentionKernel, asked).traces or not executed - {asked.removeprefix("sdpa-")}:
+        return ""
+    return f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here"
 
 
 def check_steps_left(checkpoint: Path, done: int, num_steps: int) -> None:

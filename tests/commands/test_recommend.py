@@ -386,6 +386,8 @@ def test_the_best_are_dry_run_and_a_misfit_is_dropped(capsys, monkeypatch):
     assert [v["fits"] for v in corrected["verified"]] == [False, True]
     assert corrected["layouts"][0]["layout"] == honest["layouts"][1]["layout"]
     assert "does not fit" in refuse(capsys, *one[:-1], "1", "--verify", "1")
+    monkeypatch.setattr("dtlayout.dryrun.ranks.dry_run_ranks", lambda *_, **__: [SimpleNamespace(peak_bytes=2**20)])
+    assert [v["fits"] for v in ask_with_progress(capsys, *one, "--verify", "9")["verified"]] == [True] * 3
 
 
 @pytest.mark.parametrize(

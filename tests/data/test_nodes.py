@@ -19,7 +19,7 @@ DATA = DataConfig(source="x/y", folder="somewhere")
 def call(monkeypatch):
     """Calls it as a local rank of a node; `prepared` is what preparing gives or raises there."""
 
-    def call_as(local_rank, store, prepared=None, node="0", timeout_s=5.0):
+    def call_as(local_rank, store, prepared=None, node="0"):
         def prepare_tokens(data):
             assert data is DATA and prepared is not None, "only local rank 0 prepares"
             if isinstance(prepared, BaseException):
@@ -29,7 +29,7 @@ def call(monkeypatch):
         monkeypatch.setattr(nodes, "prepare_tokens", prepare_tokens)
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setenv("GROUP_RANK", node)
-        return prepare_on_node(DATA, store, timeout_s=timeout_s)
+        return prepare_on_node(DATA, store)
 
     return call_as
 
@@ -37,7 +37,7 @@ def call(monkeypatch):
 def test_the_ranks_of_a_node_get_what_its_first_one_prepared(call, tmp_path, monkeypatch):
     store = dist.HashStore()
     monkeypatch.chdir(tmp_path)
-    assert call(0, store, Path("tokens/a")) == Path("tokens/a")
+    assert call(0, store, Path("tokens/a")) == tmp_path / "tokens" / "a"
     assert call(0, store, Path("/node1/b"), node="1") == Path("/node1/b")
     assert call(1, store) == call(7, store) == tmp_path / "tokens" / "a"
     assert call(1, store, node="1") == Path("/node1/b")
@@ -48,10 +48,10 @@ def test_without_torchrun_the_ranks_of_a_host_are_a_node(monkeypatch):
     monkeypatch.setattr(nodes, "prepare_tokens", lambda data: Path("/tokens"))
     store = dist.HashStore()
     monkeypatch.setenv("LOCAL_RANK", "0")
-    prepare_on_node(DATA, store, timeout_s=1)
+    prepare_on_node(DATA, store)
     assert store.check([f"tokens/{socket.gethostname()}"])
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert prepare_on_node(DATA, store, timeout_s=1) == Path("/tokens")
+    assert prepare_on_node(DATA, store) == Path("/tokens")
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,26 @@ def test_all_ranks_of_a_node_end_with_the_reason_of_its_first(call, error, said)
         call(1, store)
 
 
-def test_who_hears_nothing_says_what_it_waited_for(call):
+def test_all_nodes_wait_for_the_slowest_and_end_with_its_reason(call, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setattr(nodes, "PATIENCE", timedelta(seconds=0.1))
+    store = dist.HashStore()
     with pytest.raises(
-        DataError, match=r"said nothing in 0\.1 s about the tokens of data.source='x/y' below data.folder"
+        DataError, match=r"node 1 did not say where the tokens of data.source='x/y' lie .*dtlayout prepare"
     ):
-        call(1, dist.HashStore(), timeout_s=0.1)
+        call(0, store, Path("/a"))
+    with pytest.raises(DataError, match="full"):
+        call(0, store, DataError("the disk is full"), node="1")
+    with pytest.raises(DataError, match=r"^the disk is full$"):
+        call(3, store)
+    store = dist.HashStore()
+    store.set("tokens/1", '{"folder": "/b"}')
+    assert call(0, store, Path("/a")) == Path("/a") == call(1, store)
 
 
 def test_a_store_that_is_gone_is_no_hang(call):
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5))
     store = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
     del server  # with the process of rank 0, where no torchrun serves it
-    with pytest.raises(DataError, match=r"said nothing in 30 s .* or raise train\.timeout_s"):
-        call(1, store, timeout_s=30)
+    with pytest.raises(DataError, match="node 0 did not say where the tokens"):
+        call(1, store)
