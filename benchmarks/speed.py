@@ -27,6 +27,7 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW
 from dtlayout.precision import Precision
+from dtlayout.training.devices import join_ranks, open_device
 
 MODEL = ModelShape(
     name="bench", hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=8, ffn_size=768, vocab_size=2048,
@@ -97,10 +98,8 @@ def make_plain_step(number_format: str, mode: str, sharding: str) -> Step:
 
 def work(program: str, number_format: str, mode: str, num_steps: int) -> None:
     """Print the seconds of each step, on rank 0."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    torch.set_num_threads(2 // int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group("gloo")
+    join_ranks(open_device("cpu", None), timeout_s=600)
+    torch.set_num_threads(2 // dist.get_world_size())
     name, _, sharding = program.partition(", ")
     step = make_own_step(number_format, mode) if name == "dtlayout" else make_plain_step(number_format, mode, sharding)
     generator = torch.Generator().manual_seed(dist.get_rank())

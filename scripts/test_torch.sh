@@ -2,7 +2,7 @@
 # test_torch.sh VERSION: what depends on torch, tested on another version of it, in an environment of its own.
 #
 # pip takes torch from where it always does, which for most versions means gigabytes of CUDA's libraries; the tests run
-# on the CPU. PIP_INDEX_URL=https://download.pytorch.org/whl/cpu takes a build without them.
+# on the CPU. An index of CPU builds in PIP_EXTRA_INDEX_URL may spare them.
 set -eu
 version=${1:?usage: make test-torch VERSION=2.15.0}
 venv=.venv-torch-$version

@@ -25,41 +25,41 @@ PATIENCE = timedelta(days=1)
 
 
 def prepare_on_node(data: DataConfig, store: "dist.Store") -> Path:
-    """The folder that `prepare_tokens` leaves; it is called by local rank 0 of each node alone.
+    """The folder that `prepare_tokens` leaves; of all ranks, which call this, local rank 0 of each node prepares it.
 
     DataError on all ranks of all nodes, with the reason, if it fails on one. All wait for the slowest, so that none is
-    alone in a process group. Nodes that share a filesystem may each prepare the same.
+    alone in a process group. Nodes that share a filesystem may each prepare the same. However many nodes there are, a
+    rank asks the store for two answers.
     """
-    node = os.environ.get("GROUP_RANK", socket.gethostname())
+    node, num_nodes = os.environ.get("GROUP_RANK", socket.gethostname()), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    own, everywhere = f"tokens/{node}", "tokens/everywhere"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            _say(store, node, folder=str(prepare_tokens(data).absolute()))
+            store.set(own, json.dumps({"folder": str(prepare_tokens(data).absolute())}))
         except BaseException as error:
             reason = f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
-            _say(store, node, error=str(error) if isinstance(error, DtlayoutError) else reason)
+            for key in (own, everywhere):
+                store.set(key, json.dumps({"error": str(error) if isinstance(error, DtlayoutError) else reason}))
             raise
-    others = map(str, range(int(os.environ.get("GROUP_WORLD_SIZE", "0"))))
-    answers = {each: _hear(data, store, each) for each in dict.fromkeys([node, *others])}
-    if failures := [answer["error"] for answer in answers.values() if "error" in answer]:
-        raise DataError(failures[0])
-    return Path(answers[node]["folder"])
+        if store.add("tokens/ready", 1) == num_nodes:
+            store.set(everywhere, "{}")
+    if num_nodes > 1:
+        _hear(data, store, everywhere)
+    return Path(_hear(data, store, own)["folder"])
 
 
-def _say(store: "dist.Store", node: str, **answer: str) -> None:
-    store.set(f"tokens/{node}", json.dumps(answer))
-
-
-def _hear(data: DataConfig, store: "dist.Store", node: str) -> dict[str, str]:
-    """What local rank 0 of a node says."""
+def _hear(data: DataConfig, store: "dist.Store", key: str) -> dict[str, str]:
+    """An answer, once it is there; DataError if it is that something failed."""
     import torch.distributed as dist
 
-    key = f"tokens/{node}"
     try:
         store.wait([key], PATIENCE)
         answer: dict[str, str] = json.loads(store.get(key))
     except dist.DistError as error:
         raise DataError(
-            f"node {node} did not say where the tokens of data.source={data.source!r} lie "
+            f"a node did not say where the tokens of data.source={data.source!r} lie "
             f"({str(error).splitlines()[0]}); prepare them beforehand with dtlayout prepare"
         ) from error
+    if "error" in answer:
+        raise DataError(answer["error"])
     return answer

@@ -75,7 +75,7 @@ def test_all_nodes_wait_for_the_slowest_and_end_with_its_reason(call, monkeypatc
     monkeypatch.setattr(nodes, "PATIENCE", timedelta(seconds=0.1))
     store = dist.HashStore()
     with pytest.raises(
-        DataError, match=r"node 1 did not say where the tokens of data.source='x/y' lie .*dtlayout prepare"
+        DataError, match=r"a node did not say where the tokens of data.source='x/y' lie .*dtlayout prepare"
     ):
         call(0, store, Path("/a"))
     with pytest.raises(DataError, match="full"):
@@ -83,13 +83,15 @@ def test_all_nodes_wait_for_the_slowest_and_end_with_its_reason(call, monkeypatc
     with pytest.raises(DataError, match=r"^the disk is full$"):
         call(3, store)
     store = dist.HashStore()
-    store.set("tokens/1", '{"folder": "/b"}')
+    with pytest.raises(DataError, match="did not say"):
+        call(0, store, Path("/b"), node="1")
     assert call(0, store, Path("/a")) == Path("/a") == call(1, store)
+    assert call(1, store, node="1") == Path("/b")
 
 
 def test_a_store_that_is_gone_is_no_hang(call):
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5))
     store = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
     del server  # with the process of rank 0, where no torchrun serves it
-    with pytest.raises(DataError, match="node 0 did not say where the tokens"):
+    with pytest.raises(DataError, match="a node did not say where the tokens"):
         call(1, store)
