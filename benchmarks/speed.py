@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtlayout.batch import Batch
+from dtlayout.device import Device
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
@@ -53,8 +54,9 @@ def make_own_step(number_format: str, mode: str) -> Step:
         Batch(global_batch=ROWS * world_size, seq_len=SEQ_LEN),
         Layout(micro_batch=ROWS, dp_shard=world_size),
     )
-    kernels = Kernels(compile="blocks" if mode == "compiled" else "none")
     precision = Precision(compute=number_format)
+    kernels = Kernels(attention="auto", compile="blocks" if mode == "compiled" else "none")
+    kernels, _ = kernels.resolve(precision, Device("cpu"))
     assembly = assemble(MODEL, batch, layout, kernels, precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, MODEL, AdamW())
     set_learning_rate(optimizer, 1e-3)

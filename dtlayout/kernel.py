@@ -266,6 +266,11 @@ _KERNELS: tuple[Kernel, ...] = (
         efficiency="flash3_efficiency",
     ),
     AttentionKernel(
+        name="blockwise", cuda=(), function="dtlayout.ops.blockwise:blockwise_attention",
+        traces=(r"^dtlayout::blockwise_attention$",), operators=("dtlayout.blockwise_attention.default",),
+        efficiency="efficient_efficiency",
+    ),
+    AttentionKernel(
         name="flash1", cpu=(), cuda=(), efficiency="flash1_efficiency", saved="flash1_saved_bytes", keeps_mask=False
     ),
     AttentionKernel(

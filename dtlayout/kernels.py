@@ -61,7 +61,7 @@ class Kernels:
         if self.attention != "auto":
             return self, "asked for"
         if device.type == "cpu":
-            return replace(self, attention="sdpa-flash"), "the CPU's one fused kernel"
+            return replace(self, attention="blockwise"), "as fast as the CPU's matmuls"
         surely = replace(device, capability=device.capability or (0, 0), packages=device.packages or frozenset())
         for name, why in _FASTEST.items():
             kernel = find_kernel(AttentionKernel, name)
@@ -111,7 +111,7 @@ class Kernels:
             ]
         if self.compile == "blocks" and recompute == "keep-matmuls" and device.type == "cpu":
             attention = find_kernel(AttentionKernel, self.resolve(precision, device)[0].attention)
-            if not attention.holds_scores:
+            if attention.backend and not attention.holds_scores:
                 return [
                     f"kernels.compile=blocks cannot keep the random state that layout.recompute=keep-matmuls needs to "
                     f"run kernels.attention={self.attention} again on a CPU beside the mesh of layout.tp={tp}; "

@@ -43,8 +43,8 @@ def test_flash_attention_on_cuda_computes_in_bf16_alone():
 @pytest.mark.parametrize(
     ("device_type", "capability", "compute", "modules", "attention"),
     [
-        ("cpu", (), "float64", (), "sdpa-flash"),
-        ("cpu", (), "bfloat16", ("flash_attn_interface", "flash_attn"), "sdpa-flash"),
+        ("cpu", (), "float64", (), "blockwise"),
+        ("cpu", (), "bfloat16", ("flash_attn_interface", "flash_attn"), "blockwise"),
         ("cuda", (9, 0), "bfloat16", ("flash_attn_interface",), "fa3"),
         ("cuda", (9, 0), "bfloat16", ("flash_attn", "liger_kernel"), "sdpa-flash"),
         ("cuda", (8, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),

@@ -88,7 +88,7 @@ class Constants:
     flash3_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
     """Share for FlashAttention-3 and cuDNN's attention, which are made for Hopper; on older GPUs as fast as 2."""
     efficient_efficiency: float = _constant(0.4, 0.1, 0.8, "share")
-    """Share of the peak that PyTorch's memory-efficient attention achieves, without the masked half."""
+    """Share of the peak that memory-efficient attention achieves, PyTorch's or blockwise, without the masked half."""
     flash1_efficiency: float = _constant(0.28, 0.1, 0.7, "share")
     """Share of the peak that the first FlashAttention achieves, without the masked half."""
     memory_efficiency: float = _constant(0.85, 0.5, 1.0, "share")

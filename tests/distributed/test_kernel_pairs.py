@@ -19,7 +19,7 @@ from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "attention": ("sdpa-flash", "sdpa-math"),
+    "attention": ("sdpa-flash", "sdpa-math", "blockwise"),
     "norm": ("fused", "eager"),
     "loss": tuple(KERNELS["loss"]),
     "compile": get_args(Compile),

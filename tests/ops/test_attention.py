@@ -1,5 +1,6 @@
 """Causal attention: softmax attention in float64 with exactly the kernel that was asked for."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.attention import SDPBackend
 from dtlayout.errors import KernelError
 from dtlayout.kernel import AttentionKernel, find_kernel, find_packages, list_kernels
 from dtlayout.measure.kernels import KernelRecorder
+from dtlayout.ops import blockwise
 from dtlayout.ops.attention import (
     attention_implementation,
     bind_attention,
@@ -17,17 +19,18 @@ from dtlayout.ops.attention import (
     prepare_mask,
     repeat_heads,
 )
+from dtlayout.ops.blockwise import _weigh
 from dtlayout.ops.documents import Documents, make_mask
 
 KERNELS = [kernel for kernel in list_kernels(AttentionKernel) if kernel.formats()]
-RAN = {"sdpa-flash": "flash", "sdpa-math": "math"}
+RAN = {"sdpa-flash": "flash", "sdpa-math": "math", "blockwise": "blockwise"}
 on_cpu = pytest.mark.parametrize("kernel", RAN)
 
 
-def test_every_kernel_but_those_of_other_engines_and_auto_has_a_backend():
+def test_every_kernel_but_those_of_other_engines_and_auto_has_a_backend_or_a_function():
     predicted_only = {kernel.name for kernel in list_kernels(AttentionKernel)} - {kernel.name for kernel in KERNELS}
     assert predicted_only == {"flash1", "megatron-softmax", "torch"}
-    assert all(kernel.backend in SDPBackend.__members__ for kernel in KERNELS)
+    assert all(kernel.backend in SDPBackend.__members__ or kernel.load() for kernel in KERNELS)
     assert {kernel.name for kernel in KERNELS if kernel.cpu} == set(RAN)
 
 
@@ -52,6 +55,29 @@ def test_with_documents_output_and_gradients_are_those_of_each_document_alone(ke
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (got, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("chunk", "heads"), [(2, 1), (4, 2), (8, 1)])
+def test_blockwise_is_the_same_in_every_number_of_chunks(monkeypatch, chunk, heads, documents):
+    inputs = make_inputs(2)
+    mask = prepare_mask(Documents.from_starts(STARTS), "blockwise", inputs[0]) if documents else None
+    expected = (attention_of_each_document if documents else explicit_attention)(*inputs)
+    (_, num_heads, seq_len, _), num_chunks = inputs[0].shape, []
+    monkeypatch.setattr(blockwise, "_CHUNK_BYTES", 8 * chunk)
+    monkeypatch.setattr(blockwise, "_SCORES_BYTES", 8 * chunk * seq_len * num_heads // 2 * heads)
+    monkeypatch.setattr(blockwise, "_weigh", lambda *args: num_chunks.append(args[1].shape[0]) or _weigh(*args))
+    got = causal_attention(*inputs, "blockwise", mask)
+    assert num_chunks == [heads] * (len(inputs[0]) * 2 // heads * math.ceil(seq_len / chunk))
+    weights = torch.randn(got.shape, dtype=torch.float64)
+    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (got, expected)]
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+def test_blockwise_is_an_operator_that_torch_can_trace():
+    q, k, v = (t[:1].detach().requires_grad_() for t in make_inputs(2))
+    torch.library.opcheck(torch.ops.dtlayout.blockwise_attention.default, (q, k, v, None))
 
 
 def test_no_other_kernel_takes_what_comes_as_offsets(monkeypatch):
