@@ -1,25 +1,29 @@
 """A step of the trainer beside one of a plain loop around Hugging Face's Llama, on this CPU, in turn.
 
 `python -m benchmarks.speed` runs every program, number format and mode once a round, each in processes of its own, and
-prints a page of medians: one process with two threads, and two data-parallel ones with a thread each.
+prints a page of medians: one process with two threads, and two data-parallel ones with a thread each. Then it times
+what lies around the steps of a run: the start of 8 ranks, and fetching batches and writing metrics.
 """
 
 import argparse
 import json
 import os
 import platform
+import pstats
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtlayout.batch import Batch
 from dtlayout.device import Device
@@ -38,9 +42,16 @@ SEQ_LEN, ROWS = 512, 4
 """Tokens of a sequence, and sequences of a rank in a step."""
 WARM_UP = 3
 """Steps that are not counted: the first compiles, the second has the optimizer's state."""
-PROGRAMS = {1: ("dtlayout", "transformers"), 2: ("dtlayout", "transformers, FSDP2", "transformers, DDP")}
+BARE = "dtlayout, bare module"
+PROGRAMS = {1: ("dtlayout", BARE, "transformers"), 2: ("dtlayout", "transformers, FSDP2", "transformers, DDP")}
 FORMATS, MODES = ("float32", "bfloat16"), ("eager", "compiled")
 Step = Callable[[Tensor, Tensor], float]
+
+
+def choose_kernels(precision: Precision, mode: str) -> Kernels:
+    """The fastest on a CPU."""
+    kernels = Kernels(attention="auto", compile="blocks" if mode == "compiled" else "none")
+    return kernels.resolve(precision, Device("cpu"))[0]
 
 
 def make_own_step(number_format: str, mode: str) -> Step:
@@ -50,13 +61,10 @@ def make_own_step(number_format: str, mode: str) -> Step:
     from dtlayout.training.step import TrainStep
 
     world_size = dist.get_world_size()
-    batch, layout = (
-        Batch(global_batch=ROWS * world_size, seq_len=SEQ_LEN),
-        Layout(micro_batch=ROWS, dp_shard=world_size),
-    )
+    batch = Batch(global_batch=ROWS * world_size, seq_len=SEQ_LEN)
+    layout = Layout(micro_batch=ROWS, dp_shard=world_size)
     precision = Precision(compute=number_format)
-    kernels = Kernels(attention="auto", compile="blocks" if mode == "compiled" else "none")
-    kernels, _ = kernels.resolve(precision, Device("cpu"))
+    kernels = choose_kernels(precision, mode)
     assembly = assemble(MODEL, batch, layout, kernels, precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, MODEL, AdamW())
     set_learning_rate(optimizer, 1e-3)
@@ -64,8 +72,24 @@ def make_own_step(number_format: str, mode: str) -> Step:
     return lambda tokens, targets: step(tokens, targets).loss
 
 
+def make_bare_step(number_format: str, mode: str) -> Step:
+    """Our module without mesh, plan and runtime, in the same loop as transformers'."""
+    from dtlayout.pipelining.partition import StageSlice
+    from dtlayout.pipelining.stage import build_stage
+    from dtlayout.plans.init import initialize
+
+    precision, batch = Precision(compute=number_format), Batch(global_batch=ROWS, seq_len=SEQ_LEN)
+    whole = StageSlice(layers=range(MODEL.num_layers), embedding=True, head=True)
+    model = build_stage(MODEL, choose_kernels(precision, mode), precision, batch, whole)
+    initialize([model], MODEL, 0, "cpu")
+    run = torch.compile(model) if mode == "compiled" else model
+    return make_loop(
+        model, number_format, lambda tokens, targets: run(tokens, targets=targets, num_targets=targets.numel())
+    )
+
+
 def make_plain_step(number_format: str, mode: str, sharding: str) -> Step:
-    """A step of the loop that one writes around `LlamaForCausalLM`: autocast for bf16, clipping, fused AdamW."""
+    """A step of the loop that one writes around `LlamaForCausalLM`."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -84,16 +108,21 @@ def make_plain_step(number_format: str, mode: str, sharding: str) -> Step:
         fully_shard(model)
     trained = DistributedDataParallel(model) if sharding == "DDP" else model
     run = torch.compile(trained) if mode == "compiled" else trained
+    return make_loop(model, number_format, lambda tokens, _: run(input_ids=tokens, labels=tokens).loss)  # it shifts
+
+
+def make_loop(model: nn.Module, number_format: str, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """What one writes around a module: autocast for bf16, clipping, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
-    def step(tokens: Tensor, _: Tensor) -> float:
+    def step(tokens: Tensor, targets: Tensor) -> float:
         with torch.autocast("cpu", torch.bfloat16) if number_format == "bfloat16" else nullcontext():
-            loss = run(input_ids=tokens, labels=tokens).loss  # which it shifts itself
+            loss = loss_of(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     return step
 
@@ -102,8 +131,12 @@ def work(program: str, number_format: str, mode: str, num_steps: int) -> None:
     """Print the seconds of each step, on rank 0."""
     join_ranks(open_device("cpu", None), timeout_s=600)
     torch.set_num_threads(2 // dist.get_world_size())
-    name, _, sharding = program.partition(", ")
-    step = make_own_step(number_format, mode) if name == "dtlayout" else make_plain_step(number_format, mode, sharding)
+    if program == "dtlayout":
+        step = make_own_step(number_format, mode)
+    elif program == BARE:
+        step = make_bare_step(number_format, mode)
+    else:
+        step = make_plain_step(number_format, mode, sharding=program.partition(", ")[2])
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
     seconds = []
@@ -122,13 +155,42 @@ def measure(world_size: int, program: str, number_format: str, mode: str, num_st
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"] if world_size > 1 else []
     )
     command = [sys.executable, *launcher, "-m", "benchmarks.speed", "--work", program, number_format, mode]
-    done = subprocess.run(
-        [*command, "--steps", str(num_steps)], capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": str(2 // world_size)},
-    )  # fmt: skip
+    printed = execute([*command, "--steps", str(num_steps)], num_threads=2 // world_size)
+    return statistics.median(json.loads(printed.splitlines()[-1]))
+
+
+def execute(command: Sequence[str], num_threads: int) -> str:
+    """What a command prints; SystemExit with its words if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return statistics.median(json.loads(done.stdout.splitlines()[-1]))
+    return done.stdout
+
+
+def debug_run(folder: str, num_steps: int) -> list[str]:
+    """The run that `make train` starts, in a folder."""
+    options = {"train.steps": num_steps, "train.run_folder": folder, "checkpoint.save": "false"}
+    return ["train.py", "configs/debug.toml", *(f"--{key}={value}" for key, value in options.items())]
+
+
+def time_start(num_ranks: int) -> float:
+    """Seconds from the command to the end of the first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        started = time.time()
+        execute([sys.executable, *launcher, *debug_run(folder, num_steps=1)], num_threads=1)
+        return Path(folder, "metrics.jsonl").stat().st_mtime - started
+
+
+def time_around(num_steps: int) -> float:
+    """Share of a run's loop on one rank that is not in its steps: batches, learning rate, metrics, the line printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile = str(Path(folder, "profile"))
+        alone = [*debug_run(folder, num_steps), "--layout.pp=1", "--layout.tp=1"]
+        execute([sys.executable, "-m", "cProfile", "-o", profile, *alone], num_threads=1)
+        seconds = {(Path(file).name, name): found[3] for (file, _, name), found in pstats.Stats(profile).stats.items()}  # type: ignore[attr-defined]
+        return 1 - seconds["step.py", "__call__"] / seconds["run.py", "_loop"]
 
 
 def main() -> None:
@@ -164,11 +226,13 @@ def write_page(medians: dict[tuple[int, str, str, str], float], options: argpars
     print("|---|---|---|---|---|---|")
     for world_size, number_format in product(PROGRAMS, FORMATS):
         best = {p: min(medians[world_size, number_format, p, m] for m in MODES) for p in PROGRAMS[world_size]}
-        theirs = min(seconds for program, seconds in best.items() if program != "dtlayout")
+        theirs = min(seconds for program, seconds in best.items() if program.startswith("transformers"))
         for program in PROGRAMS[world_size]:
             times = " | ".join(f"{1e3 * medians[world_size, number_format, program, mode]:.0f}" for mode in MODES)
             speed = f"x {theirs / best[program]:.2f}"
             print(f"| {world_size} x {2 // world_size} | {number_format} | {program} | {times} | {speed} |")
+    print(f"\n8 ranks of `configs/debug.toml`, from the command to the end of the first step: {time_start(8):.1f} s.")
+    print(f"One rank of it: {time_around(40):.1%} of the loop is spent on batches, metrics and what it prints.")
 
 
 if __name__ == "__main__":
