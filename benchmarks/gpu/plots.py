@@ -7,8 +7,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot, which looks for a display
 
-from benchmarks.gpu.cells import Suite, Training
+from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Row, Trained
+from benchmarks.gpu.suites import Suite
 
 GIB = 2**30
 NUM_COLUMNS = 3
@@ -17,7 +18,7 @@ BEST_COLOUR, COLOUR = "tab:blue", "0.7"
 
 def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
     """A panel for each model of the ablation, a bar for each change of one kernel; FLOP/s where there is no peak."""
-    wanted = {cell for name in ("blocks", "kernels") for cell in suite.groups.get(name, ())}
+    wanted = {cell for name in ("blocks", "models", "kernels") for cell in suite.groups.get(name, ())}
     panels: dict[str, dict[str, float]] = defaultdict(dict)
     by_peak = any(row.peak_flops_per_s for row in rows)
     for row in rows:
