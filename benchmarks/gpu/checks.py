@@ -8,6 +8,7 @@ Legend: B batch, H query heads, G key-value heads, S sequence, K head width, D m
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from benchmarks.gpu.rows import Checked
 from dtlayout.batch import Batch
 from dtlayout.data.samples import find_starts
 from dtlayout.device import Device
-from dtlayout.kernel import Kernel, list_kernels
+from dtlayout.kernel import KERNELS
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.measure.kernels import KernelRecorder
@@ -59,9 +60,7 @@ Tensors = Mapping[str, Tensor]
 def check_step(cell: StepCheck, device: Device) -> Checked:
     """One step, its loss and each gradient."""
     assembly, step = build_step(cell, device)
-    weights = {
-        name: parameter.detach().full_tensor().cpu() for name, parameter in assembly.modules[0].named_parameters()
-    }
+    weights = gather_parameters(assembly)
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients(*_: object) -> None:
@@ -78,6 +77,12 @@ def check_step(cell: StepCheck, device: Device) -> Checked:
         error=error, where=where, limit=LIMITS[cell.compute], ran=describe_ran(recorder),
         problem=find_other_kernels(cell.kernels, recorder.executed),
     )  # fmt: skip
+
+
+def gather_parameters(assembly: Assembly) -> dict[str, Tensor]:
+    """Copies on the CPU."""
+    named = assembly.modules[0].named_parameters()
+    return {name: p.detach().full_tensor().cpu().clone() for name, p in named}  # type: ignore[attr-defined]
 
 
 def build_step(cell: StepCheck, device: Device) -> tuple[Assembly, TrainStep]:
@@ -154,7 +159,7 @@ def _attend(kernel: str, documents: bool, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK
 
 
 def _normalize(kernel: str, documents: bool, x_BSD: Tensor, weight_D: Tensor) -> list[Tensor]:
-    return [_load("norm", kernel)(x_BSD, weight_D, 1e-5)]
+    return [KERNELS["norm"][kernel].load()(x_BSD, weight_D, 1e-5)]
 
 
 def _rotate(kernel: str, documents: bool, q_BHSK: Tensor, k_BGSK: Tensor) -> list[Tensor]:
@@ -162,22 +167,20 @@ def _rotate(kernel: str, documents: bool, q_BHSK: Tensor, k_BGSK: Tensor) -> lis
     angles = torch.outer(torch.arange(seq_len), 100.0 ** -torch.linspace(0, 1, width // 2).double()).repeat(1, 2)
     exact = torch.promote_types(q_BHSK.dtype, torch.float32)
     cos, sin = (table.to(q_BHSK.device, exact) for table in (angles.cos(), angles.sin()))
-    return list(_load("rope", kernel)(q_BHSK, k_BGSK, cos, sin))
+    return list(KERNELS["rope"][kernel].load()(q_BHSK, k_BGSK, cos, sin))
 
 
 def _gate(kernel: str, documents: bool, gate: Tensor, up: Tensor) -> list[Tensor]:
-    return [_load("swiglu", kernel)(gate.clone(), up.clone())]  # whose gradients one of them writes over its inputs
+    return [
+        KERNELS["swiglu"][kernel].load()(gate.clone(), up.clone())
+    ]  # whose gradients one of them writes over its inputs
 
 
 def _compare_with_targets(kernel: str, documents: bool, h_TD: Tensor, weight_VD: Tensor) -> list[Tensor]:
     head = Head(h_TD.shape[1], len(weight_VD), kernel, h_TD.dtype)
     targets = torch.arange(len(h_TD), device=h_TD.device) % len(weight_VD)
     targets[::5] = IGNORED
-    return [_load("loss", kernel)(h_TD, weight_VD, targets, head, 1 / len(targets))]
-
-
-def _load(operation: str, name: str) -> Callable[..., Tensor]:
-    return next(k for k in list_kernels(Kernel) if (k.operation, k.name) == (operation, name)).load()
+    return [KERNELS["loss"][kernel].load()(h_TD, weight_VD, targets, head, 1 / len(targets))]
 
 
 _HEADS = (2, 8, 256, 128), (2, 2, 256, 128)
@@ -194,7 +197,7 @@ OPERATIONS: dict[str, tuple[Sequence[tuple[int, ...]], str, Callable[..., list[T
 def largest_error(found: Tensors, expected: Tensors) -> tuple[float, str]:
     """The largest ‖a - b‖ / ‖b‖ and whose it is; what is not finite counts as infinitely wrong."""
     assert found.keys() == expected.keys(), f"{found.keys() ^ expected.keys()} is on one side alone"
-    return max((_error(found[name], expected[name]), name) for name in expected)
+    return max(((_error(found[name], expected[name]), name) for name in expected), key=itemgetter(0))
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

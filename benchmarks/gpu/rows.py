@@ -34,11 +34,8 @@ class Checked:
     @property
     def wrong(self) -> str:
         """What is wrong, in a line; empty if it is right."""
-        if self.error > self.limit:
-            return f"{self.where} is off by {self.error:.2g}, more than {self.limit:g}" + f"; {self.problem}" * bool(
-                self.problem
-            )
-        return self.problem
+        size = f"{self.where} is off by {self.error:.2g}, more than {self.limit:g}" if self.error > self.limit else ""
+        return "; ".join(filter(None, (size, self.problem)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +130,7 @@ class Row:
         values = {name: value for name, value in table.items() if name not in ("kind", "name")}
         for name, kind in (("cell", cell), ("measured", measured), ("predicted", Prediction)):
             if values[name] is not None:
-                values[name] = toml.parse(values[name], kind)  # type: ignore[arg-type]
+                values[name] = toml.parse(values[name], kind)
         return Row(**values)
 
 
