@@ -18,7 +18,7 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import bits, calibration, processes, report
 from benchmarks.gpu.blocks import Blocks
 from benchmarks.gpu.cells import (
-    BEST,
+    BASE,
     Calibration,
     Cell,
     Check,
@@ -128,7 +128,7 @@ def test_a_signal_ends_a_call_with_its_rows_and_its_page(tmp_path: Path) -> None
 def test_the_most_valuable_cells_come_first_and_none_twice() -> None:
     cells = GPU.cells(GPU.groups)
     assert [*GPU.groups] == [*CPU.groups] == [*report.TITLES] and next(iter(GPU.groups)) == "checks"
-    assert str(GPU.groups["blocks"][0]) == "llama3.1-8b, 8 blocks, sequence 4096, 1 rank mb1 zero1, best"
+    assert str(GPU.groups["blocks"][0]) == "llama3.1-8b, 8 blocks, sequence 4096, 1 rank mb1 zero1, base"
     assert len(set(cells)) == len(cells) and set(cells) == {cell for group in GPU.groups.values() for cell in group}
     assert all(isinstance(cell, Training) and cell.num_blocks for cell in GPU.cells(["blocks"]))
     assert all(isinstance(cell, get_args(Check)) for cell in GPU.cells(["checks"]))
@@ -136,7 +136,7 @@ def test_the_most_valuable_cells_come_first_and_none_twice() -> None:
     assert kernels == {name for name, kernel in KERNELS["attention"].items() if kernel.cuda}
 
 
-def test_every_cell_of_the_gpu_is_legal_and_the_best_kernels_are_predicted_to_fit() -> None:
+def test_every_cell_of_the_gpu_is_legal_and_those_without_scores_are_predicted_to_fit() -> None:
     gpu = find_gpu("h100-80g-sxm")
     for cell in GPU.cells(["memory", "blocks", "models", "kernels"]):
         assert isinstance(cell, Training)
@@ -201,10 +201,10 @@ def test_what_is_wrong_is_seen(ranks_of_one: None, monkeypatch: pytest.MonkeyPat
 
 def test_kernels_that_the_profile_does_not_show_are_named() -> None:
     shown = {"attention": ["flash"], "norm": ["fused"], "swiglu": ["eager"]}
-    assert find_other_kernels(BEST, shown) == ""
-    assert find_other_kernels(replace(BEST, compile="blocks"), {"attention": ["flash"]}) == ""
-    assert find_other_kernels(BEST, shown | {"attention": ["math"]}) == "attention=sdpa-flash, but math ran"
-    assert find_other_kernels(replace(BEST, norm="eager"), shown) == "norm=eager, but fused ran"
+    assert find_other_kernels(BASE, shown) == ""
+    assert find_other_kernels(replace(BASE, compile="blocks"), {"attention": ["flash"]}) == ""
+    assert find_other_kernels(BASE, shown | {"attention": ["math"]}) == "attention=sdpa-flash, but math ran"
+    assert find_other_kernels(replace(BASE, norm="eager"), shown) == "norm=eager, but fused ran"
     assert find_other_kernels(Kernels(attention="fa3"), shown) == "attention=fa3, but flash ran"
 
 
@@ -231,7 +231,7 @@ def test_train_py_that_fails_is_an_error_and_without_rich_it_is_not_run(
 
 
 def test_a_kernel_that_gives_other_bits_is_not_asked_for_the_same() -> None:
-    step = StepCheck(kernels=replace(BEST, attention="sdpa-cudnn"))
+    step = StepCheck(kernels=replace(BASE, attention="sdpa-cudnn"))
     on_cuda = Device("cuda", "a GPU")
     row = attempt(RepeatCheck(step=step), lambda cell: processes.measure(cell, on_cuda, 1, None))
     assert row.status == "not run" and "sdpa-cudnn gives other bits each time on CUDA" in row.note
@@ -447,7 +447,7 @@ def test_rows_from_elsewhere_become_a_page_with_constants(tmp_path: Path, capsys
     assert program.main(["--report", "--resume", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]) == 1
     path = tmp_path / "bench_gpu-nvidia-h100-80gb-hbm3.md"
     text = path.read_text()
-    assert "- 1 of 2 checks are right; not: step of llama, bfloat16, best, recompute=full." in text
+    assert "- 1 of 2 checks are right; not: step of llama, bfloat16, base, recompute=full." in text
     assert "error: loss is off by 0.5, more than 0.1" in text
     assert "- llama3.1-8b, 8 blocks, sequence 4096: 50.0% MFU at best, " in text
     assert "| all | 8 | 16.7% | " in text

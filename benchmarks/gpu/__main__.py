@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.cells import Cell
-from benchmarks.gpu.processes import Worker, find_open, measure_all
+from benchmarks.gpu.processes import PATIENCE_S, Worker, find_open, measure_all
 from benchmarks.gpu.report import Report, count_by_status
 from benchmarks.gpu.rows import RowsFile
 from benchmarks.gpu.suites import CPU, GPU, Suite
@@ -93,6 +93,7 @@ def _measure(cells: Sequence[Cell], suite: Suite, file: RowsFile, report: Report
             row = replace(row, device=report.device, torch=report.torch)
             file.append(row)
             report.add(row)
+        worker.close(PATIENCE_S)
     finally:
         worker.close()
         report.write()

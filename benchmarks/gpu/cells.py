@@ -85,7 +85,7 @@ class AttentionCall:
 
 Ceiling = Matmul | Copy | AttentionCall
 
-BEST = Kernels(attention="sdpa-flash", norm="fused", loss="chunked", compile="none")
+BASE = Kernels(attention="sdpa-flash", norm="fused", loss="chunked", compile="none")
 """What is varied, one factor at a time."""
 
 
@@ -102,7 +102,7 @@ class Training:
     """Sequences of an optimizer step: a smaller micro-batch only means more forwards."""
     micro_batch: int
     recompute: str = "none"
-    kernels: Kernels = BEST
+    kernels: Kernels = BASE
 
     @property
     def shape(self) -> ModelShape:
@@ -141,7 +141,7 @@ class Training:
 
     @property
     def variant(self) -> str:
-        """What differs from the best kernels."""
+        """What differs from the base."""
         return describe_variant(self.kernels)
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ class StepCheck:
     world: ClassVar[World] = "one rank"
     model: Literal["llama", "tied", "qwen3"] = "llama"
     """Which small model."""
-    kernels: Kernels = BEST
+    kernels: Kernels = BASE
     compute: Format = "bfloat16"
     recompute: str = "none"
     documents: bool = False
@@ -271,5 +271,5 @@ Cell = Check | Ceiling | Training | HostTime | Calibration
 
 
 def describe_variant(kernels: Kernels) -> str:
-    """What differs from the best kernels."""
-    return " ".join(f"{k}={v}" for k, v in vars(kernels).items() if v != getattr(BEST, k)) or "best"
+    """What differs from the base."""
+    return " ".join(f"{k}={v}" for k, v in vars(kernels).items() if v != getattr(BASE, k)) or "base"

@@ -22,7 +22,7 @@ from dtlayout.training.build import Assembly, assemble
 
 _FEW, _MANY = 2, 6
 """Layers of the two models whose steps are compared, so that embedding, head and the step's rest drop out."""
-_MICROBATCHES, _ROUNDS = 4, 7
+_MICROBATCHES, _ROUNDS = 4, 5
 _BATCH = Batch(global_batch=_MICROBATCHES, seq_len=32)
 
 

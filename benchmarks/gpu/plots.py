@@ -12,8 +12,8 @@ from benchmarks.gpu.rows import Row, Trained
 from benchmarks.gpu.suites import Suite
 
 GIB = 2**30
-NUM_COLUMNS = 3
-BEST_COLOUR, COLOUR = "tab:blue", "0.7"
+NUM_COLUMNS = 2
+BASE_COLOUR, COLOUR = "tab:blue", "0.7"
 
 
 def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
@@ -28,11 +28,11 @@ def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
     if not panels:
         return
     num_rows = -(-len(panels) // NUM_COLUMNS)
-    figure = Figure(figsize=(5 * NUM_COLUMNS, 2.6 * num_rows), layout="constrained")
+    figure = Figure(figsize=(7 * NUM_COLUMNS, 2.6 * num_rows), layout="constrained")
     for i, (title, values) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(num_rows, NUM_COLUMNS, i)
         names = list(values)[::-1]  # bars grow upwards
-        colours = [BEST_COLOUR if name == "best" else COLOUR for name in names]
+        colours = [BASE_COLOUR if name == "base" else COLOUR for name in names]
         bars = axes.barh(names, [values[name] for name in names], color=colours)
         axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
         axes.set_title(title, loc="left", fontsize=10)

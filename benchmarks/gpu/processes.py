@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.gpu.bits import check_repeat, check_resume, check_trainer
 from benchmarks.gpu.calibration import measure_calibration
@@ -58,6 +59,8 @@ from dtlayout.training.devices import join_ranks, open_device, repeat_bits
 
 LEFT_BEHIND_BYTES = 256 << 20
 """What a cell may leave allocated for the next one: cuBLAS keeps workspaces of some 32 MiB a stream."""
+PATIENCE_S = 10.0
+"""How long a process may take to end by itself."""
 MOST_TRIES = 2
 """How often a cell that ends in an error is measured, over all calls."""
 MEASURES: dict[type[Cell], Callable[[Any, Device], Measurement]] = {
@@ -134,7 +137,7 @@ class Worker:
     def run(self, cell: Cell, left_s: float) -> Row | None:
         """The row of a cell, whatever happens to the process meanwhile; None if it has none after `left_s`."""
         if cell.world != self._world:
-            self.close()
+            self.close(PATIENCE_S)
         pipe = self._pipe or self._start(cell.world)
         limit_s = min(left_s, self.suite.cell_limit_s)
         try:
@@ -145,26 +148,26 @@ class Worker:
                 return Row(cell=cell, status="error", note=f"no result within {limit_s:.0f} s") if is_hung else None
             answer: tuple[Row, bool] = pipe.recv()
         except (EOFError, OSError):
-            exit_code = self.close(wait_s=10)
+            exit_code = self.close(PATIENCE_S)
             return Row(cell=cell, status="error", note=f"the process ended with exit code {exit_code}")
         row, goes_on = answer
         if not goes_on:
-            self.close()
+            self.close(PATIENCE_S)
         return row
 
     def close(self, wait_s: float = 0) -> int | None:
-        """End the process, and what it started, if it does not end by itself meanwhile; its exit code."""
+        """Ask the process to end, and end it and what it started if it has not after `wait_s`; its exit code."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         if process is None or pipe is None:
             return None
+        pipe.close()
         process.join(wait_s)
         assert process.pid is not None, "it was started"
         with suppress(ProcessLookupError):  # it has gone, or has no group of its own yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
-        pipe.close()
         return process.exitcode
 
     def _start(self, world: World) -> Connection:
@@ -189,13 +192,15 @@ def work(suite: Suite, world: World, pipe: Connection) -> None:
     while goes_on:
         try:
             cell = pipe.recv()
-        except EOFError:  # who asked has gone
-            return
+        except EOFError:  # nobody asks for more
+            break
         predicted, why = attempt_prediction(cell, device.gpu)
         row = attempt(cell, partial(measure, device=device, num_steps=suite.num_steps, predicted=predicted))
         row = replace(row, predicted=predicted, not_predicted=why, device=device.name, torch=torch.__version__)
         goes_on = is_usable(device)
         pipe.send((replace(row, peak_flops_per_s=device.peak_flops_per_s), goes_on))
+    if goes_on and dist.is_initialized():  # after a failure NCCL might wait
+        dist.destroy_process_group()
 
 
 def measure(cell: Cell, device: Device, num_steps: int, predicted: Prediction | None) -> Measurement:

@@ -116,7 +116,7 @@ class Report:
             + (f"the peak is {peak / 1e12:g} TFLOP/s." if peak else "this device's peak is not known.")
         )
         yield (
-            "Blocks are decoder layers without embedding and head, and N counts them alone. Best kernels are "
+            "Blocks are decoder layers without embedding and head, and N counts them alone. The base is "
             "sdpa-flash, the fused norm and the chunked loss, not compiled. Ratios are predicted over measured."
         )
         if find_spec("matplotlib"):
