@@ -476,7 +476,7 @@ def test_a_fit_that_fails_costs_no_page(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     page.finish()
     text = page.path.with_name(f"{page.path.name}.md").read_text()
-    assert "None are fitted here, where scipy and tomli_w is missing" in text and "Pictures: none" in text
+    assert "None are fitted without scipy and tomli_w; " in text and "Pictures: none" in text
 
 
 def test_nothing_is_said_of_what_was_not_measured() -> None:

@@ -143,7 +143,7 @@ class Report:
         yield from ("", "## Constants of the cost model", "")
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             yield (
-                f"None are fitted here, where {' and '.join(missing)} is missing; `python -m benchmarks.gpu --report` "
+                f"None are fitted without {' and '.join(missing)}; `python -m benchmarks.gpu --report` "
                 f"does it elsewhere, or `dtlayout calibrate --measured {json_path.name} --out FILE`."
             )
             return
