@@ -28,9 +28,9 @@ check: .venv/.installed-test
 bench: .venv/.installed-test
 	PYTHONPATH=. $(BIN)/python -m benchmarks.speed > benchmarks/speed.md
 
-# On a machine with a GPU and torch, which needs nothing to be installed.
+# On a machine with a GPU and torch, which needs nothing to be installed: nine minutes of it, and again, it goes on.
 bench-gpu:
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 # What each kind of recomputation saves and costs, on the CPU: two minutes.
 bench-recompute: .venv/.installed

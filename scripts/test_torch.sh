@@ -17,4 +17,5 @@ fi
 OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -n 2 --dist loadfile \
     tests/ops tests/models tests/plans tests/mesh tests/pipelining tests/training tests/checkpoint tests/measure \
     tests/dryrun tests/distributed/test_parity.py \
-    tests/distributed/test_sharding.py tests/distributed/test_runtime.py tests/distributed/test_kernel_pairs.py
+    tests/distributed/test_sharding.py tests/distributed/test_runtime.py tests/distributed/test_kernel_pairs.py \
+    tests/test_bench_gpu.py

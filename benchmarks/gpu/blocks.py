@@ -24,7 +24,9 @@ from dtlayout.training.build import Assembly
 class Blocks(Llama):
     """Hidden states [B, S, D] go in; backward begins with `targets` [B, S, D], the gradient of what comes out."""
 
-    def forward(self, x: Tensor, *, targets: Tensor | None = None, num_targets: Tensor | float = 1.0) -> Tensor:
+    def forward(  # type: ignore[override]  # of documents they know nothing
+        self, x: Tensor, *, targets: Tensor | None = None, num_targets: Tensor | float = 1.0
+    ) -> Tensor:
         loss: Tensor = _GivenGradient.apply(super().forward(x), targets)
         return loss
 

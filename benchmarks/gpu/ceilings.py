@@ -11,10 +11,8 @@ from torch import Tensor
 from benchmarks.gpu.cells import AttentionCall, Ceiling, Copy, Matmul
 from benchmarks.gpu.rows import Reached
 from dtlayout.device import Device, DeviceType
-from dtlayout.kernels import Kernels
 from dtlayout.models.presets import find_preset
 from dtlayout.ops.attention import causal_attention
-from dtlayout.precision import Precision
 
 NUM_ROUNDS = 5
 """Their median counts."""
@@ -49,7 +47,6 @@ def prepare_copy(cell: Copy, device_type: str) -> Operation:
 
 def prepare_attention(cell: AttentionCall, device_type: DeviceType) -> Operation:
     """Forward without autograd's bookkeeping, or backward alone."""
-    Kernels(attention=cell.kernel).check(Precision(), Device(device_type))
     model = find_preset(cell.model)
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     # Transposed as the model's own.

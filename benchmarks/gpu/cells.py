@@ -1,31 +1,34 @@
-"""What is measured, as data: cells, the groups they belong to, and the order in which they run.
+"""What is measured, as data: a *cell* is one choice of all that varies.
 
-A *cell* is one choice of all that varies. A `Ceiling` is one operation alone, a `Training` a step of the trainer: of a
-whole model, or of some of its decoder layers without embedding and head.
+A `Check` compares results with what they should be. A `Ceiling` is one operation alone, a `Training` a step of the
+trainer: of a whole model, or of some of its decoder layers without embedding and head. `HostTime` is what the host
+takes of a layer, and `Calibration` all that `dtlayout calibrate` measures. suites.py says which there are.
 
-Legend: T tokens, S sequence, D model width, F FFN, K head width, V vocabulary, N parameters, L layers.
+Legend: S sequence, D model width, N parameters, L layers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from dtlayout.batch import Batch
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_model_flops_per_token
 from dtlayout.models.presets import find_preset
 from dtlayout.pipelining.partition import StageSlice
+from dtlayout.precision import Format, Precision
 
 Direction = Literal["forward", "backward"]
+World = Literal["one rank", "one rank, deterministic", "none"]
+"""What a process has joined before it measures a cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
     """[m, k] times [k, n] in bf16."""
 
+    world: ClassVar[World] = "one rank"
     unit: ClassVar = "TFLOP/s"
     label: str
     """Whose it is."""
@@ -46,6 +49,7 @@ class Matmul:
 class Copy:
     """A copy from the device's memory to itself."""
 
+    world: ClassVar[World] = "one rank"
     unit: ClassVar = "GB/s"
     num_bytes: int
 
@@ -62,6 +66,7 @@ class Copy:
 class AttentionCall:
     """Causal attention of one sequence with a model's heads, in bf16."""
 
+    world: ClassVar[World] = "one rank"
     unit: ClassVar = "TFLOP/s"
     model: str
     seq_len: int
@@ -80,21 +85,15 @@ class AttentionCall:
 
 Ceiling = Matmul | Copy | AttentionCall
 
-BEST = Kernels(attention="sdpa-flash", norm="fused", loss="chunked", compile="none")
-"""What the ablation varies, one factor at a time."""
-BLOCK_FACTORS = {
-    "compile": ("blocks",),
-    "attention": ("sdpa-cudnn", "sdpa-efficient", "sdpa-math"),
-    "norm": ("eager",),
-}
-FACTORS = {"loss": ("linear", "eager"), **BLOCK_FACTORS}
-"""Field of Kernels → what is tried in place of the best."""
+BASE = Kernels(attention="sdpa-flash", norm="fused", loss="chunked", compile="none")
+"""What is varied, one factor at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Optimizer steps of one rank."""
 
+    world: ClassVar[World] = "one rank"
     model: str
     num_blocks: int | None = None
     """Decoder layers alone, fed with random hidden states; None for the whole model."""
@@ -103,7 +102,7 @@ class Training:
     """Sequences of an optimizer step: a smaller micro-batch only means more forwards."""
     micro_batch: int
     recompute: str = "none"
-    kernels: Kernels = BEST
+    kernels: Kernels = BASE
 
     @property
     def shape(self) -> ModelShape:
@@ -142,133 +141,135 @@ class Training:
 
     @property
     def variant(self) -> str:
-        """What differs from the best kernels."""
-        differing = [f"{k}={v}" for k, v in vars(self.kernels).items() if v != getattr(BEST, k)]
-        return " ".join(differing) or "best"
+        """What differs from the base."""
+        return describe_variant(self.kernels)
 
     def __str__(self) -> str:
         return f"{self.subject}, sequence {self.seq_len}, {self.layout}, {self.variant}"
 
 
-Cell = Ceiling | Training
+Compared = Literal["attention", "norm", "rope", "swiglu", "loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite:
-    """All that a kind of device is asked."""
+class OperationCheck:
+    """One kernel of one operation, its result and gradients against float64 on the CPU."""
 
-    device_type: Literal["cuda", "cpu"]
-    groups: Mapping[str, Sequence[Cell]]
-    """Name → its cells, most valuable first; a cell may belong to several."""
-    first: Sequence[Cell] = ()
-    """Cells of any group that run before all others."""
-    num_steps: int = 3
-    """Timed steps of a training cell."""
-    cell_limit_s: float = 90
-    """After it a cell counts as hung."""
-    limit_s: float = 450
-    """After it nothing more runs."""
+    world: ClassVar[World] = "one rank"
+    operation: Compared
+    kernel: str
+    compute: Format = "bfloat16"
+    documents: bool = False
+    """Whether documents are packed into a sample that do not see each other; of attention alone."""
 
-    def cells(self, only: Iterable[str]) -> list[Cell]:
-        """Cells of some groups, each once, in the order in which they run."""
-        groups = [self.groups[name] for name in self.groups if name in only]
-        wanted = dict.fromkeys(chain.from_iterable(groups))
-        return list(dict.fromkeys([*(cell for cell in self.first if cell in wanted), *wanted]))
+    @property
+    def kernels(self) -> Kernels:
+        """All choices, with this one among them."""
+        return replace(Kernels(), **{self.operation: self.kernel})  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.kernel}, {self.compute}{', packed documents' * self.documents}"
 
 
-def vary(base: Training, factors: Mapping[str, Sequence[str]]) -> Iterator[Training]:
-    """The base, then one change of one kernel after the other."""
-    yield base
-    for factor, choices in factors.items():
-        for choice in choices:
-            yield replace(base, kernels=replace(base.kernels, **{factor: choice}))  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True)
+class StepCheck:
+    """Loss and gradients of a step of the trainer against a plain float64 model on the CPU with the same weights.
+
+    Also whether the profile of the first forward names the kernels that were asked for.
+    """
+
+    world: ClassVar[World] = "one rank"
+    model: Literal["llama", "tied", "qwen3"] = "llama"
+    """Which small model."""
+    kernels: Kernels = BASE
+    compute: Format = "bfloat16"
+    recompute: str = "none"
+    documents: bool = False
+
+    @property
+    def precision(self) -> Precision:
+        """Masters and sums in fp32."""
+        return Precision(compute=self.compute)
+
+    def __str__(self) -> str:
+        recompute = f", recompute={self.recompute}" * (self.recompute != "none")
+        packed = ", packed documents" * self.documents
+        return f"step of {self.model}, {self.compute}, {describe_variant(self.kernels)}{recompute}{packed}"
 
 
-def sweep(base: Training, micro_batches: Sequence[int]) -> Iterator[Training]:
-    """Micro-batch over recomputation; what keeps one kind of operation alone, at the first micro-batch."""
-    for recompute, micro_batch in product(("none", "selective", "full"), micro_batches):
-        yield replace(base, recompute=recompute, micro_batch=micro_batch)
-    for recompute in ("keep-attention", "keep-matmuls"):
-        yield replace(base, recompute=recompute, micro_batch=micro_batches[0])
+@dataclass(frozen=True, kw_only=True)
+class WeightsCheck:
+    """Initial weights against those on the CPU."""
+
+    world: ClassVar[World] = "one rank"
+
+    def __str__(self) -> str:
+        return "initial weights"
 
 
-def block_matmuls(model: ModelShape, num_tokens: int) -> Iterator[Matmul]:
-    """The matmuls of a block and the head, forward; q, k and v as one."""
-    width, kv_width = model.hidden_size, model.kv_width
-    sizes = {  # name: n, k
-        "qkv": (width + 2 * kv_width, width),
-        "o": (width, width),
-        "gate": (model.ffn_size, width),
-        "down": (width, model.ffn_size),
-        "head": (model.vocab_size, width),
-    }
-    for name, (n, k) in sizes.items():
-        yield Matmul(label=f"{model.name} {name}", m=num_tokens, n=n, k=k)
+@dataclass(frozen=True, kw_only=True)
+class RepeatCheck:
+    """Two trainings with `train.deterministic`, which end with the same bits."""
+
+    world: ClassVar[World] = "one rank, deterministic"
+    step: StepCheck
+    """What is trained."""
+
+    def __str__(self) -> str:
+        return f"same bits twice: {self.step}"
 
 
-def ceilings(
-    models: Sequence[str],
-    num_tokens: Sequence[int],
-    squares: Sequence[int],
-    copies: Sequence[int],
-    attention: Sequence[str],
-) -> Iterator[Ceiling]:
-    """Matmuls of `models` and squares, copies, and attention with the heads of the models that `attention` names."""
-    for size in squares:
-        yield Matmul(label="square", m=size, n=size, k=size)
-    for num_bytes in copies:
-        yield Copy(num_bytes=num_bytes)
-    kernels: tuple[str, ...] = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
-    for model, seq_len, kernel, direction in product(attention, num_tokens, kernels, get_args(Direction)):
-        yield AttentionCall(model=model, seq_len=seq_len, kernel=kernel, direction=direction)
-    for model, tokens in product(models, num_tokens):
-        yield from block_matmuls(find_preset(model), tokens)
+@dataclass(frozen=True, kw_only=True)
+class ResumeCheck:
+    """A training that is saved, loaded by another one and goes on there, which ends with the bits of one in a piece."""
+
+    world: ClassVar[World] = "one rank, deterministic"
+    step: StepCheck
+    """What is trained."""
+
+    def __str__(self) -> str:
+        return f"same bits after a resume: {self.step}"
 
 
-_1B = Training(model="llama3.2-1b", seq_len=4096, global_batch=8, micro_batch=2)
-_3B = Training(model="llama3.2-3b", seq_len=4096, global_batch=4, micro_batch=1)
-# As many blocks as leave 10 % of an H200 free by our own prediction with sdpa-math, which keeps every score and so
-# needs most of all variants.
-_8B_BLOCKS = Training(model="llama3.1-8b", num_blocks=18, seq_len=4096, global_batch=4, micro_batch=1)
-_8B_BLOCKS_8192 = Training(model="llama3.1-8b", num_blocks=8, seq_len=8192, global_batch=2, micro_batch=1)
-_13B_BLOCKS = Training(model="llama-13b", num_blocks=13, seq_len=4096, global_batch=2, micro_batch=1)
-_65B_BLOCKS = Training(model="llama-65b", num_blocks=6, seq_len=4096, global_batch=2, micro_batch=1)
+@dataclass(frozen=True, kw_only=True)
+class TrainerCheck:
+    """train.py on made-up text: it ends with exit code 0, and so does one that resumes it."""
 
-GPU = Suite(
-    device_type="cuda",
-    first=[replace(_3B, micro_batch=2), _8B_BLOCKS, _8B_BLOCKS_8192],
-    groups={
-        "ceilings": list(
-            ceilings(
-                models=("llama3.1-8b", "llama3.2-3b", "llama3.2-1b", "llama-13b", "llama-65b"),
-                num_tokens=(4096, 8192),
-                squares=(2048, 4096, 8192, 16_384),
-                copies=(64 << 20, 256 << 20, 1 << 30, 4 << 30),
-                attention=("llama3.1-8b", "llama3.2-1b"),  # heads of 128 and of 64
-            )
-        ),
-        "blocks": [
-            cell
-            for base in (_8B_BLOCKS, _8B_BLOCKS_8192, _13B_BLOCKS, _65B_BLOCKS)
-            for cell in vary(base, BLOCK_FACTORS)
-        ],
-        "kernels": [cell for base in (_3B, _1B) for cell in vary(base, FACTORS)],
-        "sweep": [*sweep(_3B, (1, 2, 4)), *sweep(_1B, (1, 2, 4, 8))],
-    },
-)
+    world: ClassVar[World] = "none"
 
-_DEBUG = Training(model="debug", seq_len=32, global_batch=2, micro_batch=1)
-_DEBUG_BLOCKS = replace(_DEBUG, num_blocks=2, seq_len=64)
+    def __str__(self) -> str:
+        return "train.py, started and resumed"
 
-CPU = Suite(
-    device_type="cpu",
-    num_steps=2,
-    first=[_DEBUG_BLOCKS],
-    groups={
-        "ceilings": list(ceilings(["debug"], [64], squares=[128], copies=[1 << 20], attention=["debug"])),
-        "blocks": list(vary(_DEBUG_BLOCKS, {"norm": ("eager",)})),  # the others with the whole model
-        "kernels": list(vary(_DEBUG, FACTORS)),
-        "sweep": list(sweep(_DEBUG, (1, 2))),
-    },
-)
-"""The same at a size that a CPU does in a minute."""
+
+Check = OperationCheck | StepCheck | WeightsCheck | RepeatCheck | ResumeCheck | TrainerCheck
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTime:
+    """What the host takes of a layer and microbatch, forward and backward, as a rank among `tp` that are not there."""
+
+    world: ClassVar[World] = "none"
+    tp: int
+    compile: Compile = "none"
+
+    def __str__(self) -> str:
+        sharded = " with sequence parallelism" * (self.tp > 1)
+        return f"host, a layer at tp {self.tp}{sharded}, compile={self.compile}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What `dtlayout calibrate` measures, on one rank."""
+
+    world: ClassVar[World] = "one rank"
+
+    def __str__(self) -> str:
+        return "what dtlayout calibrate measures"
+
+
+Cell = Check | Ceiling | Training | HostTime | Calibration
+
+
+def describe_variant(kernels: Kernels) -> str:
+    """What differs from the base."""
+    return " ".join(f"{k}={v}" for k, v in vars(kernels).items() if v != getattr(BASE, k)) or "base"

@@ -7,17 +7,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot, which looks for a display
 
-from benchmarks.gpu.cells import Suite, Training
+from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Row, Trained
+from benchmarks.gpu.suites import Suite
 
 GIB = 2**30
-NUM_COLUMNS = 3
-BEST_COLOUR, COLOUR = "tab:blue", "0.7"
+NUM_COLUMNS = 2
+BASE_COLOUR, COLOUR = "tab:blue", "0.7"
 
 
 def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
     """A panel for each model of the ablation, a bar for each change of one kernel; FLOP/s where there is no peak."""
-    wanted = {cell for name in ("blocks", "kernels") for cell in suite.groups.get(name, ())}
+    wanted = {cell for name in ("blocks", "models", "kernels") for cell in suite.groups.get(name, ())}
     panels: dict[str, dict[str, float]] = defaultdict(dict)
     by_peak = any(row.peak_flops_per_s for row in rows)
     for row in rows:
@@ -27,11 +28,11 @@ def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
     if not panels:
         return
     num_rows = -(-len(panels) // NUM_COLUMNS)
-    figure = Figure(figsize=(5 * NUM_COLUMNS, 2.6 * num_rows), layout="constrained")
+    figure = Figure(figsize=(7 * NUM_COLUMNS, 2.6 * num_rows), layout="constrained")
     for i, (title, values) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(num_rows, NUM_COLUMNS, i)
         names = list(values)[::-1]  # bars grow upwards
-        colours = [BEST_COLOUR if name == "best" else COLOUR for name in names]
+        colours = [BASE_COLOUR if name == "base" else COLOUR for name in names]
         bars = axes.barh(names, [values[name] for name in names], color=colours)
         axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
         axes.set_title(title, loc="left", fontsize=10)

@@ -3,7 +3,7 @@
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Prediction
 from dtlayout.cluster import Cluster, Gpu
-from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import count_stage_parameters, estimate_ranks
 from dtlayout.costmodel.parts import StageClass, StageLayout, part_of
@@ -12,13 +12,13 @@ from dtlayout.costmodel.update import update_times
 from dtlayout.recompute import Recompute
 
 
-def predict(cell: Training, gpu: Gpu) -> Prediction:
-    """Step and peak of a cell with its kernels and its layout, by the constants of this trainer."""
+def predict(cell: Training, gpu: Gpu, engine: Engine | None = None) -> Prediction:
+    """Step and peak of a cell with its kernels and its layout, by the constants of this trainer or of `engine`."""
     scenario = Scenario(
         model=cell.shape,
         batch=cell.batch,
         cluster=Cluster(gpu=gpu, num_gpus=1, gpus_per_node=1),
-        engine=find_engine(OWN_ENGINE, gpu.name),
+        engine=engine or find_engine_on(OWN_ENGINE, gpu),
     )
     estimator = Estimator(scenario)
     if cell.num_blocks is not None:

@@ -1,11 +1,49 @@
-"""What came of a cell."""
+"""What came of a cell, and the file of it that one call leaves for the next."""
 
+import json
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Training
+from dtlayout import toml
+from dtlayout.calibrate.measured import Measured
+from dtlayout.errors import InvalidConfig
+from dtlayout.files import write_whole
 
 Status = Literal["ok", "oom", "error", "not run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """How far a check's results are from what they should be."""
+
+    error: float
+    """The largest ‖a - b‖ / ‖b‖; infinite where something is not finite."""
+    where: str
+    """Whose error it is."""
+    limit: float
+    """The largest that is right."""
+    ran: tuple[str, ...] = ()
+    """Operations and their kernels that really ran, where they were looked at."""
+    problem: str = ""
+    """What else is wrong."""
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong, in a line; empty if it is right."""
+        size = f"{self.where} is off by {self.error:.2g}, more than {self.limit:g}" if self.error > self.limit else ""
+        return "; ".join(filter(None, (size, self.problem)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """What the host takes."""
+
+    layer_s: float
+    """Of a layer and microbatch, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +89,16 @@ class Prediction:
     """What the allocator may hold."""
 
 
+Measurement = Checked | Reached | Trained | HostTimes | Measured
+_MEASUREMENTS: list[tuple[Any, type[Measurement]]] = [
+    (Check, Checked), (Ceiling, Reached), (Training, Trained), (HostTime, HostTimes), (Calibration, Measured)
+]  # fmt: skip
+"""Kinds of cells, and what is measured of them."""
+_KINDS: dict[str, tuple[type[Cell], type[Measurement]]] = {
+    cell.__name__: (cell, measured) for cells, measured in _MEASUREMENTS for cell in get_args(cells) or (cells,)
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A cell and what came of it."""
@@ -60,9 +108,11 @@ class Row:
     note: str = ""
     """Why it is not ok: first line of the failure."""
     device: str | None = None
+    torch: str = ""
+    """Its version."""
     peak_flops_per_s: float | None = None
     """The 100 % of MFU."""
-    measured: Reached | Trained | None = None
+    measured: Measurement | None = None
     """None if it is not ok."""
     predicted: Prediction | None = None
     """Of a training cell, whether it ran or not."""
@@ -70,5 +120,47 @@ class Row:
     """Why it has no prediction."""
 
     def flatten(self) -> dict[str, Any]:
-        """As the report's JSON holds it."""
+        """As JSON holds it."""
         return {"kind": type(self.cell).__name__, "name": str(self.cell), **asdict(self)}
+
+    @staticmethod
+    def parse(table: dict[str, Any]) -> "Row":
+        """What `flatten` gave; InvalidConfig, KeyError or TypeError if it is something else."""
+        cell, measured = _KINDS[table["kind"]]
+        values = {name: value for name, value in table.items() if name not in ("kind", "name")}
+        for name, kind in (("cell", cell), ("measured", measured), ("predicted", Prediction)):
+            if values[name] is not None:
+                values[name] = toml.parse(values[name], kind)
+        return Row(**values)
+
+
+class RowsFile:
+    """Rows, one a line, each on the disk before the next cell runs; a kill loses none but the one that it cuts."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def read(self) -> list[Row]:
+        """All rows that can be read; what an earlier version wrote in another form is left out."""
+        rows = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(Row.parse(json.loads(line)))
+            except (ValueError, KeyError, TypeError, InvalidConfig):  # cut by a kill, or of another version
+                continue
+        return rows
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Replace all rows."""
+        write_whole(self.path, "".join(map(_to_line, rows)))
+
+    def append(self, row: Row) -> None:
+        """Add a row."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_to_line(row))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _to_line(row: Row) -> str:
+    return json.dumps(row.flatten()) + "\n"

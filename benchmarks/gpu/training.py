@@ -19,6 +19,7 @@ from dtlayout.measure.memory import StorageTracker
 from dtlayout.optimizers import AdamW
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
+from dtlayout.training.kernels import first_forward
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 from dtlayout.training.step import StepResult, TrainStep
 
@@ -27,7 +28,7 @@ PRECISION = Precision()
 
 
 def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
-    """Build the trainer of a cell and time its steps: a first one, one that notes kernels, then those that count."""
+    """Build the trainer of a cell and time its steps: a first one, one whose first forward is profiled, then others."""
     cell.kernels.check(PRECISION, device)
     cell.layout.check(cell.shape, cell.batch)
     assembly, inputs, targets = prepare(cell, device.type)
@@ -39,7 +40,8 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     step = partial(train_step, inputs, targets)
 
     first_step_s, _ = time_once(step, device.type)
-    attention_kernels = record_attention(step)
+    with first_forward(assembly.runtime, recorder := KernelRecorder()):
+        step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times_s, results = zip(*(time_once(step, device.type) for _ in range(num_steps)), strict=True)
@@ -58,7 +60,7 @@ def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
         model_tflops_per_gpu=flops_per_s / 1e12,
         mfu=flops_per_s / device.peak_flops_per_s if device.peak_flops_per_s else None,
         peak_memory_bytes=peak_bytes(step, StorageTracker(assembly.modules, [optimizer]), device.type),
-        attention_kernels=attention_kernels,
+        attention_kernels=tuple(recorder.executed["attention"]),
         loss=result.loss if cell.num_blocks is None else None,
     )
 
@@ -78,13 +80,6 @@ def prepare(cell: Training, device_type: str) -> tuple[Assembly, Tensor, Tensor]
     tokens = torch.randint(cell.shape.vocab_size, (cell.global_batch, cell.seq_len + 1), generator=generator)
     tokens = tokens.to(device_type)
     return assembly, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def record_attention(step: Callable[[], Any]) -> tuple[str, ...]:
-    """The attention kernels that a step really runs."""
-    with KernelRecorder() as recorder:
-        step()
-    return tuple(recorder.executed["attention"])
 
 
 def peak_bytes(step: Callable[[], Any], tracker: StorageTracker, device_type: str) -> int:

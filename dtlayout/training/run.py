@@ -3,8 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +28,6 @@ from dtlayout.errors import (
     KernelError,
 )
 from dtlayout.files import write_whole
-from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
@@ -37,15 +35,14 @@ from dtlayout.mesh.axes import dp_rank
 from dtlayout.mesh.build import open_host_group
 from dtlayout.models.counting import count_parameters
 from dtlayout.ops.attention import attention_implementation
-from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.partition import count_blocks
-from dtlayout.pipelining.runtime import Runtime
 from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.signals import StopRequest
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import join_ranks, open_device, open_store, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks
+from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, time_steps
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -293,31 +290,6 @@ class _Run:
         if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
-
-
-@contextmanager
-def first_forward(runtime: Runtime, recorder: KernelRecorder) -> Iterator[None]:
-    """A block around a step, of which the recorder sees the first forward: a profile of it all takes gigabytes."""
-    watch, recording = runtime.before_action, ExitStack()
-    first = next(action for action in runtime.actions if action.kind is Kind.FORWARD)
-
-    def before(action: Action | None) -> None:
-        watch(action)
-        recording.close()
-        if action is first:
-            recording.enter_context(recorder)
-
-    runtime.before_action = before
-    with recording:
-        yield
-    runtime.before_action = watch
-
-
-def find_other_attention(asked: str, executed: set[str]) -> str:
-    """What is wrong if another kernel ran than was asked for, where that one would be seen; empty if it did."""
-    if not find_kernel(AttentionKernel, asked).traces or not executed - {asked.removeprefix("sdpa-")}:
-        return ""
-    return f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here"
 
 
 def check_steps_left(checkpoint: Path, done: int, num_steps: int) -> None:

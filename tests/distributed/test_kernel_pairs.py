@@ -95,7 +95,9 @@ def run_compiled(case: Case) -> Any:
     All blocks of a shape are one graph, or those after torch's limit of eight would run eagerly, without a word.
     """
     torch._dynamo.reset()  # what other layouts compiled would count as recompiles
-    with torch._dynamo.config.patch(error_on_recompile=True), compiling_with("aot_eager"):
+    # Torch 2.11 compiles a whole model again, once, for another number of documents, where a CPU does not look at it.
+    again = torch.__version__ < TorchVersion("2.12") and case.documents and case.kernels.compile == "model"
+    with torch._dynamo.config.patch(error_on_recompile=not again), compiling_with("aot_eager"):
         return run_layout(case)
 
 
@@ -134,7 +136,7 @@ FAILURES = {
     "RecompileError": Case(Layout(tp=4), kernels=Kernels(compile="model")),
     "DeviceMesh": Case(Layout(tp=4, recompute="keep-matmuls"), kernels=Kernels(compile="blocks")),
 }
-if torch.__version__ >= TorchVersion("2.15"):  # which has learnt it; earlier ones are supported too
+if not TorchVersion("2.12") <= torch.__version__ < TorchVersion("2.15"):  # which alone fail, and are supported too
     del FAILURES["DeviceMesh"]
 
 

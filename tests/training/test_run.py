@@ -15,7 +15,8 @@ from dtlayout.layout import Layout
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.signals import StopRequest
 from dtlayout.training import run
-from dtlayout.training.run import check_steps_left, find_other_attention, first_forward
+from dtlayout.training.kernels import find_other_attention, first_forward
+from dtlayout.training.run import check_steps_left
 
 
 def test_another_attention_kernel_than_was_asked_for_is_found():

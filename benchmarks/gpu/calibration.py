@@ -1,0 +1,87 @@
+"""What `dtlayout calibrate` measures, measured here, and the constants that follow from all rows.
+
+Kernels are read off their own measurements and the host's times are fitted to small steps, as `dtlayout calibrate`
+does. The host's time of a layer under tp comes from the rank of a fake group, and passes over memory, which nothing
+measures alone, from the steps that trained.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.cells import Calibration, HostTime, Training
+from benchmarks.gpu.predict import predict
+from benchmarks.gpu.rows import HostTimes, Row, Trained
+from dtlayout.calibrate import measures
+from dtlayout.calibrate.clock import Busy
+from dtlayout.calibrate.measured import Measured
+from dtlayout.calibrate.probes import measure_probes
+from dtlayout.cluster import Cluster
+from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Engine, find_engine_on
+from dtlayout.device import Device
+from dtlayout.errors import InvalidConfig
+
+PACKAGES = ("scipy", "tomli_w")
+"""What fitting and writing constants need."""
+_FROM_STEPS = ("width_traffic_bytes", "logit_traffic_bytes", "norm_traffic_bytes")
+"""Constants that nothing measures alone; on a CPU the small steps tell some of them."""
+_LOSSES = (("soft_l1", 0.05),)
+
+
+def measure_calibration(cell: Calibration, device: Device) -> Measured:
+    """All that one rank can measure, as `dtlayout.calibrate.ranks` does."""
+    if device.gpu is None:
+        raise InvalidConfig("no numbers of this GPU are known, of which constants are shares")
+    busy = Busy()
+    host_s, host_alone_s = measures.measure_host(device.type)
+    on_cuda = device.type == "cuda"
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory if on_cuda else device.gpu.memory_bytes
+    return Measured(
+        device=device.name, gpu=device.gpu.name, torch=torch.__version__,
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=1, ranks_per_node=1,
+        memory_bytes=memory_bytes, host_s=host_s, host_alone_s=host_alone_s,
+        stream_bytes_per_s=measures.measure_stream(device.type),
+        matmuls=tuple(measures.measure_matmuls(device.type)),
+        attention=tuple(measures.measure_attention(device.type)),
+        collectives=(),
+        probes=tuple(measure_probes(device.type)),
+        steal=busy.steal(),
+    )  # fmt: skip
+
+
+def find_measured(rows: Iterable[Row]) -> Measured | None:
+    """What was measured last; None if nothing was."""
+    return next((row.measured for row in reversed([*rows]) if isinstance(row.measured, Measured)), None)
+
+
+def derive(measured: Measured, rows: Sequence[Row]) -> Cluster:
+    """The machine as predictions take it: constants of the cost model in `gpu.achieved`."""
+    from dtlayout.calibrate.fit import calibrate  # which needs scipy
+    from dtlayout.planner.fit import minimise
+
+    cluster = calibrate(measured).cluster
+    achieved = dict(cluster.gpu.achieved) | dict(_read_host(rows))
+    engine = find_engine_on(OWN_ENGINE, replace(cluster.gpu, achieved=tuple(achieved.items())))
+    steps = [(row.cell, row.measured) for row in rows if isinstance(row.measured, Trained)]
+    trained = [(cell, found.step_time_s) for cell, found in steps if isinstance(cell, Training)]
+
+    def compare(engine: Engine) -> np.ndarray:
+        times_s = ((predict(cell, cluster.gpu, engine).step_time_s, seconds) for cell, seconds in trained)
+        return np.array([math.log(predicted_s / seconds) for predicted_s, seconds in times_s])
+
+    names = [name for name in _FROM_STEPS if name not in achieved] if len(trained) > len(_FROM_STEPS) else []
+    engine = minimise(engine, names, compare, _LOSSES)
+    achieved |= {name: getattr(engine.constants, name) for name in names}
+    return replace(cluster, gpu=replace(cluster.gpu, achieved=tuple(sorted(achieved.items()))))
+
+
+def _read_host(rows: Iterable[Row]) -> Iterator[tuple[str, float]]:
+    """Constants from the host's times under tp; without it the probes tell."""
+    for row in rows:
+        is_eager = isinstance(row.cell, HostTime) and row.cell.tp > 1 and row.cell.compile == "none"
+        if is_eager and isinstance(row.measured, HostTimes):
+            yield "layer_host_tp_s", float(np.clip(row.measured.layer_s, *BOUNDS["layer_host_tp_s"]))

@@ -1,0 +1,34 @@
+"""Which kernels a step really runs: its first forward is recorded, and compared with what was asked for."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from dtlayout.kernel import AttentionKernel, find_kernel
+from dtlayout.measure.kernels import KernelRecorder
+from dtlayout.pipelining.actions import Action, Kind
+from dtlayout.pipelining.runtime import Runtime
+
+
+@contextmanager
+def first_forward(runtime: Runtime, recorder: KernelRecorder) -> Iterator[None]:
+    """A block around a step, of which the recorder sees the first forward: a profile of it all takes gigabytes."""
+    watch, recording = runtime.before_action, ExitStack()
+    first = next(action for action in runtime.actions if action.kind is Kind.FORWARD)
+
+    def before(action: Action | None) -> None:
+        watch(action)
+        recording.close()
+        if action is first:
+            recording.enter_context(recorder)
+
+    runtime.before_action = before
+    with recording:
+        yield
+    runtime.before_action = watch
+
+
+def find_other_attention(asked: str, executed: set[str]) -> str:
+    """What is wrong if another kernel ran than was asked for, where that one would be seen; empty if it did."""
+    if not find_kernel(AttentionKernel, asked).traces or not executed - {asked.removeprefix("sdpa-")}:
+        return ""
+    return f"kernels.attention={asked!r}, but {', '.join(sorted(executed))} ran; ask for what runs here"
