@@ -14,14 +14,27 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from dtlayout.batch import Batch
 from dtlayout.dryrun.world import fake_world
 from dtlayout.kernels import Compile, Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
+from dtlayout.plans.plan import TensorStyle
+from dtlayout.plans.styles import STYLES
 from dtlayout.precision import Precision
 from dtlayout.training.build import assemble
 
@@ -33,19 +46,32 @@ NUM_LAYERS = (2, 10)
 """Of the shallow and the deep model."""
 NUM_STEPS = 12
 """Of which the fastest counts: whatever else the machine does only adds to it."""
-LAYOUTS = {
-    "one rank": Layout(),
-    "dp 8": Layout(dp_shard=8),
-    "tp 8, sequence parallel": Layout(tp=8),
-    "tp 8": Layout(tp=8, sequence_parallel=False),
-    "tp 8, sequence parallel, selective recomputation": Layout(tp=8, recompute="selective"),
-    "tp 8, sequence parallel, full recomputation": Layout(tp=8, recompute="full"),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sequence parallel": {},
+    "selective recomputation": {"recompute": "selective"},
+    "full recomputation": {"recompute": "full"},
+    "without sequence parallelism": {"sequence_parallel": False},
 }
+"""At tp 1 and 8."""
+_INPUTS = {"desired_input_layouts": (Replicate(),), "use_local_output": False}
+TORCH_STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "rowwise-scatter": lambda: RowwiseParallel(output_layouts=Shard(1)),
+    "input": lambda: PrepareModuleInput(input_layouts=(Replicate(),), **_INPUTS),
+    "input-gather": lambda: PrepareModuleInput(input_layouts=(Shard(1),), **_INPUTS),
+    "sequence": lambda: SequenceParallel(use_local_output=True),
+}
+"""torch's own, whose modules compute on DTensors."""
 
 
-def measure_host_s(layout: Layout, compile: Compile = "none", device_type: str = "cpu") -> float:
-    """Seconds of host time for one layer of one microbatch, forward and backward, on rank 0 of a layout without pp."""
-    shallow, deep = (_time_step(layout, compile, device_type, num_layers) for num_layers in NUM_LAYERS)
+def measure_host_s(tp: int, compile: Compile = "none", device_type: str = "cpu", **layout: Any) -> float:
+    """Seconds of host time for one layer of one microbatch, forward and backward, on a rank of tp.
+
+    `layout` are other fields of it, but no pp. The process must have no process group.
+    """
+    plan = Layout(tp=tp, **layout)
+    shallow, deep = (_time_step(plan, compile, device_type, num_layers) for num_layers in NUM_LAYERS)
     return (deep - shallow) / (NUM_LAYERS[1] - NUM_LAYERS[0]) / NUM_MICROBATCHES
 
 
@@ -59,25 +85,16 @@ def _time_step(layout: Layout, compile: Compile, device_type: str, num_layers: i
     with fake_world(0, layout.world_size):
         assembly = assemble(model, batch, layout, kernels, Precision(), seed=0, device_type=device_type)
         rows = torch.randint(model.vocab_size, (NUM_MICROBATCHES * layout.micro_batch, SEQ_LEN), device=device_type)
-
-        def step() -> None:
-            assembly.runtime.step(rows, targets=rows, num_targets=1.0)
-
         times_s = []
         for _ in range(NUM_STEPS):
-            times_s.append(_time(step, device_type))
+            if device_type == "cuda":
+                torch.cuda.synchronize()
+            start_s = time.process_time()  # not what others do meanwhile on a shared machine
+            assembly.runtime.step(rows, targets=rows, num_targets=1.0)
+            times_s.append(time.process_time() - start_s)
             for parameter in assembly.modules[0].parameters():
                 parameter.grad = None
     return min(times_s)
-
-
-def _time(step: Callable[[], None], device_type: str) -> float:
-    """Seconds until the host is through; a GPU begins without work."""
-    if device_type == "cuda":
-        torch.cuda.synchronize()
-    start = time.process_time()
-    step()
-    return time.process_time() - start
 
 
 def main() -> None:
@@ -90,15 +107,20 @@ def main() -> None:
         f"{platform.machine()}, {device_type}. `make bench-host`\n"
     )
     print(
-        f"Milliseconds for one layer of one microbatch, forward and backward: what {NUM_LAYERS[1] - NUM_LAYERS[0]} more\n"
-        f"layers add to the fastest of {NUM_STEPS} steps of {NUM_MICROBATCHES} microbatches, hidden "
-        f"{SHAPE.hidden_size}, sequence {SEQ_LEN}, bf16, beside a fake process\ngroup.\n"
+        f"Milliseconds of the processor for one layer of one microbatch, forward and backward: what\n"
+        f"{NUM_LAYERS[1] - NUM_LAYERS[0]} more layers add to the fastest of {NUM_STEPS} steps of {NUM_MICROBATCHES} "
+        f"microbatches. Hidden {SHAPE.hidden_size}, sequence {SEQ_LEN}, bf16, a fake process group.\n"
+        f"Beside it the same with torch's own tensor-parallel styles, whose modules compute on DTensors.\n"
     )
-    print("| layout | eager | compiled blocks |")
-    print("|---|--:|--:|")
+    print("| | tp 1 | tp 8 | ratio | tp 8 by torch's styles | tp 1, compiled blocks | tp 8, compiled blocks |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
     for name, layout in LAYOUTS.items():
-        cells = [f"{1e3 * measure_host_s(layout, compile, device_type):.2f}" for compile in ("none", "blocks")]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        measure = partial(measure_host_s, device_type=device_type, **layout)
+        alone_s, split_s, *compiled_s = (measure(tp, compile) for compile in ("none", "blocks") for tp in (1, 8))
+        with patch.dict(STYLES, TORCH_STYLES):
+            torch_s = measure(8)
+        times = [f"{1e3 * s:.2f}" for s in (alone_s, split_s, torch_s, *compiled_s)]
+        print(f"| {' | '.join([name, *times[:2], f'×{split_s / alone_s:.2f}', *times[2:]])} |", flush=True)
 
 
 if __name__ == "__main__":
