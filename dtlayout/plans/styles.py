@@ -196,7 +196,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
-        return DTensor(gradient[0].contiguous(), ctx.spec, requires_grad=False), None  # type: ignore[call-arg]
+        return DTensor(gradient[0].contiguous(), ctx.spec, requires_grad=False), None
 
 
 def _distribute(_: str, module: nn.Module, mesh: DeviceMesh, **placements: Any) -> None:
