@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -31,6 +31,10 @@ bench: .venv/.installed-test
 # On a machine with a GPU and torch, which needs nothing to be installed: nine minutes of it, and again, it goes on.
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(ARGS)
+
+# The host's time for a layer under tp, with a fake process group: five minutes.
+bench-host: .venv/.installed
+	PYTHONPATH=. $(BIN)/python -m benchmarks.host_time > benchmarks/host_time.md
 
 # What each kind of recomputation saves and costs, on the CPU: two minutes.
 bench-recompute: .venv/.installed

@@ -9,6 +9,7 @@ from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import KERNELS, AttentionKernel, Kernel, Package, find_kernel
 from dtlayout.precision import Precision
+from dtlayout.recompute import Recompute
 
 Compile = Literal["none", "blocks", "loss", "model"]
 
@@ -103,19 +104,16 @@ class Kernels:
         ]
 
     def _compile_problems(self, precision: Precision, device: Device, tp: int, recompute: str) -> list[str]:
-        """Where torch.compile fails on what tp splits, or compiles it again and again."""
-        if self.compile == "model":
-            return [
-                f"kernels.compile=model falls apart into many graphs where layout.tp={tp} splits modules; "
-                f"use kernels.compile=blocks"
-            ]
-        if self.compile == "blocks" and recompute == "keep-matmuls" and device.type == "cpu":
+        """Where torch.compile fails on what tp splits."""
+        repeated = Recompute.parse(recompute)
+        is_inside = self.compile == "model" or (self.compile == "blocks" and repeated.is_selective)
+        if is_inside and repeated.every and "attention" not in repeated.kept and device.type == "cpu":
             attention = find_kernel(AttentionKernel, self.resolve(precision, device)[0].attention)
             if attention.backend and not attention.holds_scores:
                 return [
-                    f"kernels.compile=blocks cannot keep the random state that layout.recompute=keep-matmuls needs to "
-                    f"run kernels.attention={self.attention} again on a CPU beside the mesh of layout.tp={tp}; "
-                    f"use layout.recompute=selective or kernels.attention=sdpa-math"
+                    f"kernels.compile={self.compile} cannot keep the random state that layout.recompute={recompute} "
+                    f"needs to run kernels.attention={self.attention} again on a CPU beside the mesh of "
+                    f"layout.tp={tp}; use layout.recompute=selective or kernels.attention=sdpa-math"
                 ]
         return []
 

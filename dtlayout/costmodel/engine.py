@@ -55,6 +55,9 @@ class Features:
     sums_embedding: bool = False
     """Whether each tp rank has a gradient of all rows of the embedding until these are summed, as DTensor's style has;
     else one of its own rows."""
+    dtensor_activations: bool = False
+    """Whether tp computes on DTensors, which add up two gradients in a third tensor and copy even a single sequence
+    where it is gathered or scattered; else on plain tensors."""
     scatters_messages: bool = False
     """Whether each tp rank sends only 1/tp of the hidden states to the next stage."""
     blocking_messages: bool = False

@@ -37,7 +37,7 @@ def block_forward(size: Sizes, kept: float) -> Phase:
     """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp."""
     in_attention = size.in_attention
     dropped = min(size.block - kept, size.last_branch) if kept < size.block else 0.0
-    summing = (size.stream + size.whole * size.shards_sequence) if size.is_split else 0.0
+    summing = (size.stream + size.whole * size.reorders) if size.is_split else 0.0
     at_end = kept + dropped + size.whole + summing + 2 * size.stream
     return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
 
@@ -117,8 +117,9 @@ def _activation_backward(size: Sizes, activation: Activation) -> Steps:
 
 
 def _gather(size: Sizes) -> Steps:
-    """A gradient is gathered along the sequence: once as ranks lie, once in the order of tokens."""
-    return [(_A, 2 * size.whole), (_A, -size.whole)] if size.shards_sequence else []
+    """A gradient is gathered along the sequence: once as ranks lie, and once in the order of tokens."""
+    copied: Steps = [(_A, size.whole), (_A, -size.whole)] if size.reorders else []
+    return [(_A, size.whole), *copied] if size.shards_sequence else []
 
 
 def _drop_gathered(size: Sizes) -> Steps:
@@ -126,14 +127,15 @@ def _drop_gathered(size: Sizes) -> Steps:
 
 
 def _add_two(size: Sizes) -> Steps:
-    """The gradients of two uses become one: in place, but not as DTensors."""
-    return [(_A, size.whole), (_A, -2 * size.whole)] if size.is_split else [(_A, -size.whole)]
+    """The gradients of two uses become one."""
+    return [(_A, -size.whole)] if size.adds_in_place else [(_A, size.whole), (_A, -2 * size.whole)]
 
 
 def _sum_over_tp(size: Sizes) -> Steps:
     """An all-reduce writes its result beside its input; a reduce-scatter first puts that in the order of ranks."""
     if size.shards_sequence:
-        return [(_A, size.whole + size.stream), (_A, -2 * size.whole)]
+        copied = size.whole * size.reorders
+        return [(_A, copied + size.stream), (_A, -copied - size.whole)]
     return [(_A, size.whole), (_A, -size.whole)] if size.is_split else []
 
 

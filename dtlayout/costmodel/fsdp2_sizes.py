@@ -64,6 +64,12 @@ class Sizes:
         """Whether tp splits matmuls."""
         self.shards_sequence = layout.shards_sequence
         """Whether tp splits the residual stream too."""
+        self.adds_in_place = not (self.is_split and scenario.engine.features.dtensor_activations)
+        """Whether the gradients of two uses become one in the place of the first."""
+        is_one_sequence = layout.micro_batch == 1 and not scenario.engine.features.dtensor_activations
+        self.reorders = layout.shards_sequence and not is_one_sequence
+        """Whether what tp gathers or scatters is copied from the order of ranks, or into it: of one sequence it is that
+        of tokens."""
         self.stream_ranks = layout.tp if layout.shards_sequence else 1
         """Ranks that share the residual stream outside of branches."""
         self.whole = self.element * scenario.model.hidden_size

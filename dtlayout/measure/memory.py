@@ -234,8 +234,11 @@ class StorageTracker(TorchDispatchMode):
     def _enter_forward(self, *_: Any) -> None:
         self._forward_depth += 1
 
-    def _leave_forward(self, *_: Any) -> None:
+    def _leave_forward(self, module: nn.Module, *_: Any) -> None:
         self._forward_depth -= 1
+        self._meet_parameters(
+            module.parameters(recurse=False)
+        )  # of a DTensor, operators may see the local tensor alone
         # What the call's frames still hold dies on the way out: look when the next operator comes.
         self._forward_is_over = self._forward_is_over or self._forward_depth == 0
 

@@ -35,13 +35,11 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """liger-kernel's RMSNorm; statistics in fp32."""
-    # Triton reads memory, and a result that a collective still writes has none of its own: copying it waits.
-    ready = x if type(x) is Tensor else x.clone()
-    if type(ready) is not Tensor:
+    if type(x) is not Tensor:  # Triton reads memory, of which a tensor of another kind has none of its own
         raise KernelError(
             "kernels.norm=liger runs on this rank's tensors, and a plan hands it sharded ones; give its module the "
             "style sequence, or use kernels.norm=fused"
         )
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    return LigerRMSNormFunction.apply(ready, weight, eps, 0.0, "llama", False)
+    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)

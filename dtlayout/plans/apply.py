@@ -34,8 +34,6 @@ def apply_plan(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     """
     if mesh[TP].size() > 1:
         split_tensors(module, plan.tensor, mesh[TP])
-        if plan.compile == "blocks":
-            await_embedding(module)
     prepare_blocks(module, plan.blocks, plan.recompute, compiles=plan.compile == "blocks")
     compile_rest(module, plan.compile)
     return shard(module, plan, mesh)
@@ -94,12 +92,6 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
     if compile == "loss":
         for head in (part for part in module.modules() if isinstance(part, Head)):
             head.token_losses = torch.compile(head.token_losses)
-
-
-def await_embedding(module: nn.Module) -> None:
-    """Copy the embedding's sum over tp, since a compiled block cannot take a tensor that waits for its collective."""
-    for embedding in (part for part in module.modules() if isinstance(part, nn.Embedding)):
-        embedding.register_forward_hook(lambda _, inputs, output: output.clone())
 
 
 _MATMULS = {"aten.mm.default", "aten.addmm.default"}

@@ -14,7 +14,6 @@ ZeRO stages (arXiv:1910.02054), for m microbatches and u units; collectives of a
 With HSDP the shards are summed over dp_replicate once a step, after the last backward.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,8 +48,6 @@ class GradientSync:
 
 def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
     """Shard the plan's units, then the rest with the root, over the data-parallel axes."""
-    # It warns of in-place operations on a unit's output, which tensor parallelism makes a view of a DTensor's.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, plan.precision.compute),
         reduce_dtype=getattr(torch, plan.precision.reduce),

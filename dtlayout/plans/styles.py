@@ -1,8 +1,9 @@
-"""The styles of a plan as what PyTorch applies: its own, and those that it lacks, for norms, embedding and head.
+"""The styles of a plan as what torch's `parallelize_module` applies. Parameters become DTensors, activations don't.
 
-Each rank computes norms on its part: of the sequence under sequence parallelism, or of the heads. DTensor knows
-what PyTorch's operators do to shards; a kernel that is none of them gets plain tensors. No rank sees more than its
-tokens or heads, so its gradient of the weight is one term of a sum over tp.
+What a module computes is on plain tensors: this rank's part of its weights, and of the sequence, the heads or the
+vocabulary. DTensor would dispatch each operator through Python, which takes the host several times as long as all else
+of a layer. So between modules only collectives know of other ranks, and each style says where they stand. Where a rank
+does not see all tokens or heads, its gradient of a whole weight is one term of a sum over tp.
 
 Embedding and head are split over the vocabulary: each rank looks up its rows, and computes its columns of the logits
 and their part of the loss, as in Megatron (arXiv:1909.08053, sec. 3). Legend: T tokens, V local vocabulary.
@@ -16,33 +17,77 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn import functional as F
 
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
+from dtlayout.plans.collectives import Group, all_gather, all_reduce, reduce_scatter, replicate
 from dtlayout.plans.plan import TensorStyle
 
+Edge = Callable[[Tensor, Group], Tensor]
+"""What happens to hidden states where a module with split weights begins or ends."""
 
-class SequenceNorm(SequenceParallel):
-    """`SequenceParallel` that gives an `RMSNorm`, whose kernel may be any, plain tensors; other norms get DTensors."""
+
+class Input(ParallelStyle):
+    """A module whose first argument, hidden states, becomes whole; all its matmuls read the one tensor.
+
+    So their gradients add up before one collective.
+    """
+
+    def __init__(self, edge: Edge):
+        super().__init__()
+        self.edge = edge
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, RMSNorm):
-            # Not a forward for each instance, for which torch.compile would compile each block anew.
-            module.__class__ = _ShardedRMSNorm
-        return super()._apply(module, device_mesh)
+        edge, group = self.edge, Group.of(device_mesh)
+        module.register_forward_pre_hook(lambda _, inputs: (edge(inputs[0], group), *inputs[1:]))
+        return module
+
+
+class Colwise(ParallelStyle):
+    """Splits an `nn.Linear` by its outputs, below a module that makes its input whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Not a forward for each instance, for which torch.compile would compile each block anew.
+        module.__class__ = _ColwiseLinear
+        return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0), bias=Shard(0)))
+
+
+class _ColwiseLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class Rowwise(ParallelStyle):
+    """Splits an `nn.Linear` by its inputs, which come split; each rank's outputs are terms of a sum."""
+
+    def __init__(self, edge: Edge):
+        super().__init__()
+        self.edge = edge
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__class__ = _RowwiseLinear
+        assert isinstance(module, _RowwiseLinear), "the style is for an nn.Linear"
+        module.edge, module.group = self.edge, Group.of(device_mesh)
+        return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(1), bias=Replicate()))
+
+
+class _RowwiseLinear(nn.Linear):
+    edge: Edge
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.edge(F.linear(x, local(self.weight)), self.group)
+        if self.bias is None:
+            return y
+        return y + (local(self.bias, Partial() if self.edge is reduce_scatter else Replicate()))
 
 
 class HeadNorm(ParallelStyle):
-    """An `RMSNorm` of each head, whose heads come as plain tensors of this rank."""
+    """An `RMSNorm` of which each rank sees its heads, or its tokens, and so has a term of the weight's gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RMSNorm), "heads are normalised by an RMSNorm"
@@ -50,14 +95,21 @@ class HeadNorm(ParallelStyle):
         return distribute_module(module, device_mesh)  # which replicates the weight
 
 
+class SequenceNorm(SequenceParallel):
+    """A norm of this rank's tokens: an `RMSNorm` on plain tensors, any other as torch's style has it."""
+
+    def __init__(self) -> None:
+        super().__init__(use_local_output=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, RMSNorm):
+            return HeadNorm()._apply(module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+
 class _ShardedRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.weight, DTensor), "tensor parallelism makes it one"
-        weight = self.weight.to_local(grad_placements=[Partial()])
-        if not isinstance(x, DTensor):
-            return self.function(x, weight, self.eps)
-        local = self.function(x.to_local(), weight, self.eps)
-        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False)
+        return self.function(x, local(self.weight, Partial()), self.eps)
 
 
 class VocabParallelEmbedding(ParallelStyle):
@@ -66,42 +118,36 @@ class VocabParallelEmbedding(ParallelStyle):
     So a rank's gradient is of its own rows; DTensor's would be of all of them, until they are summed over tp.
     """
 
-    def __init__(self, output_layout: Replicate | Shard):
+    def __init__(self, edge: Edge):
         super().__init__()
-        self.output_layout = output_layout
+        self.edge = edge
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _SplitEmbedding
         assert isinstance(module, _SplitEmbedding), "the style is for an nn.Embedding"
-        module.columns = _LocalVocabulary(device_mesh)
-        return distribute_module(module, device_mesh, _split_rows, output_fn=partial(_add_up, self.output_layout))
+        module.columns, module.edge, module.group = _LocalVocabulary(device_mesh), self.edge, Group.of(device_mesh)
+        return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0)))
 
 
 class _SplitEmbedding(nn.Embedding):
     columns: "_LocalVocabulary"
+    edge: Edge
+    group: Group
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight_VD = self.columns.local(self.weight)
         index, is_here = self.columns.locate(tokens)
-        return F.embedding(index, weight_VD).masked_fill(~is_here[..., None], 0)
+        return self.edge(F.embedding(index, weight_VD).masked_fill(~is_here[..., None], 0), self.group)
 
 
-def _add_up(layout: Replicate | Shard, _: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    terms = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-    return terms.redistribute(placements=[layout]).to_local()
-
-
-class VocabParallelHead(ParallelStyle):
-    """Splits a `Head` by columns; its hidden states come whole, or sharded along the sequence."""
-
-    def __init__(self, input_layout: Replicate | Shard):
-        super().__init__()
-        self.input_layout = input_layout
+class VocabParallelHead(Input):
+    """Splits a `Head` by columns."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Head), "only the head has a loss"
         module.columns = _LocalVocabulary(device_mesh)
-        return distribute_module(module, device_mesh, _split_rows, partial(_gather_input, self.input_layout))
+        distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0)))
+        return super()._apply(module, device_mesh)
 
 
 class _LocalVocabulary(Columns):
@@ -114,10 +160,9 @@ class _LocalVocabulary(Columns):
         """Known with the weight."""
 
     def local(self, weight: Tensor) -> Tensor:
-        assert isinstance(weight, DTensor), "tensor parallelism splits the weight"
-        local = weight.to_local()
-        self.num_columns = local.shape[0]
-        return local
+        weight_VD = local(weight)
+        self.num_columns = weight_VD.shape[0]
+        return weight_VD
 
     def locate(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         index_T = targets_T - self.num_columns * self.rank  # an IGNORED one is below 0
@@ -132,40 +177,43 @@ class _LocalVocabulary(Columns):
         return largest_T + sums[0].log(), sums[1]
 
 
-def _split_rows(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    weight = module.get_parameter("weight")
-    module.register_parameter("weight", nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
+    """This rank's part of a parameter; its gradient is placed as the parameter is, or as `gradient` says."""
+    assert isinstance(parameter, DTensor), "tensor parallelism makes it one"
+    if torch.compiler.is_compiling():
+        return parameter.to_local(grad_placements=None if gradient is None else (gradient,))
+    return _Local.apply(parameter, gradient)
 
 
-def _gather_input(layout: Replicate | Shard, _: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-    """The hidden states whole on every rank, each of which then knows a part of their gradient."""
-    h_BSD, *rest = inputs
-    if not isinstance(h_BSD, DTensor):
-        h_BSD = DTensor.from_local(h_BSD, mesh, [layout], run_check=False)
-    whole = h_BSD.redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial()]), *rest
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local`, whose backward keeps the host twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, gradient: Placement | None) -> Tensor:
+        spec, tensor = parameter._spec, parameter._local_tensor
+        ctx.spec = DTensorSpec(spec.mesh, (gradient,), tensor_meta=spec.tensor_meta) if gradient else spec
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
+        return DTensor(gradient[0].contiguous(), ctx.spec, requires_grad=False), None
 
 
-def _prepare_first_input(placement: Replicate | Shard) -> PrepareModuleInput:
-    """The first argument, hidden states, goes in replicated; the RoPE tables stay as they are.
+def _distribute(_: str, module: nn.Module, mesh: DeviceMesh, **placements: Any) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placements[name]])))
 
-    One DTensor for all the matmuls that read it: their gradients add up before one collective.
-    """
-    return PrepareModuleInput(input_layouts=(placement,), desired_input_layouts=(Replicate(),), use_local_output=False)
-
-
-SEQUENCE = Shard(1)  # hidden states are [B, S, D]
 
 STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "rowwise-scatter": lambda: RowwiseParallel(output_layouts=SEQUENCE),
-    "embedding": lambda: VocabParallelEmbedding(Replicate()),
-    "embedding-scatter": lambda: VocabParallelEmbedding(SEQUENCE),
-    "input": lambda: _prepare_first_input(Replicate()),
-    "input-gather": lambda: _prepare_first_input(SEQUENCE),
+    "colwise": Colwise,
+    "rowwise": lambda: Rowwise(all_reduce),
+    "rowwise-scatter": lambda: Rowwise(reduce_scatter),
+    "embedding": lambda: VocabParallelEmbedding(all_reduce),
+    "embedding-scatter": lambda: VocabParallelEmbedding(reduce_scatter),
+    "input": lambda: Input(replicate),
+    "input-gather": lambda: Input(all_gather),
     "sequence": SequenceNorm,
-    "head": lambda: VocabParallelHead(Replicate()),
-    "head-gather": lambda: VocabParallelHead(SEQUENCE),
+    "head": lambda: VocabParallelHead(replicate),
+    "head-gather": lambda: VocabParallelHead(all_gather),
     "head-norm": HeadNorm,
 }

@@ -30,13 +30,13 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 """On a CPU; kernels that need CUDA have their tests in tests/ops."""
 KERNELS = ("attention", "norm", "loss", "compile")
-SLOW = ("blocks", 4)
+SLOW = (("blocks", 4), ("model", 4))
 """Compile and tp of which one case, among WITH_DOCUMENTS, stands for all: tp=2 compiles the same operators."""
 
 
 def is_possible(choice: dict[str, Any]) -> bool:
     """Whether 4 ranks can be laid out so, nothing refuses it, and it takes no half a minute."""
-    if 4 % (choice["pp"] * choice["tp"]) > 0 or (choice["compile"], choice["tp"]) == SLOW:
+    if 4 % (choice["pp"] * choice["tp"]) > 0 or (choice["compile"], choice["tp"]) in SLOW:
         return False
     case = to_case(choice)
     layout = case.layout
@@ -72,6 +72,7 @@ WITH_DOCUMENTS = [
     Case(Layout(tp=4, recompute="selective"), kernels=Kernels(compile="blocks"), documents=True),
     Case(Layout(pp=2, tp=2), kernels=Kernels(compile="blocks", attention="sdpa-math"), documents=True),
     Case(Layout(dp_shard=4, zero=3), kernels=Kernels(compile="model"), documents=True),
+    Case(Layout(tp=4), kernels=Kernels(compile="model"), documents=True),
 ]
 
 
@@ -109,12 +110,11 @@ def test_all_pairs_are_there_but_those_that_are_refused_and_those_of_too_many_ra
         for x, y in product(AXES[a], AXES[b])
     }  # fmt: skip
     too_many = {(("pp", p), ("tp", t)) for p, t in ((2, 4), (4, 2), (4, 4))}
-    refused = {(("compile", "model"), ("tp", t)) for t in (2, 4)}
-    assert every - covered == too_many | refused | {(("compile", SLOW[0]), ("tp", SLOW[1]))}
+    assert every - covered == too_many | {(("compile", compile), ("tp", tp)) for compile, tp in SLOW}
 
 
 REFUSED = {
-    "kernels.compile=model .* use kernels.compile=blocks": ("none", "model"),
+    "kernels.compile=model .* layout.recompute=full .* use layout.recompute=selective": ("full", "model"),
     "kernels.compile=blocks .* use layout.recompute=selective": ("keep-matmuls", "blocks"),
 }
 
@@ -132,16 +132,13 @@ def test_what_torch_compile_fails_on_is_refused(reason: str) -> None:
         check_layout(config, world_size=4)
 
 
-FAILURES = {
-    "RecompileError": Case(Layout(tp=4), kernels=Kernels(compile="model")),
-    "DeviceMesh": Case(Layout(tp=4, recompute="keep-matmuls"), kernels=Kernels(compile="blocks")),
-}
-if not TorchVersion("2.12") <= torch.__version__ < TorchVersion("2.15"):  # which alone fail, and are supported too
-    del FAILURES["DeviceMesh"]
-
-
-@pytest.mark.parametrize("words", FAILURES)
-def test_what_is_refused_fails(ranks4: Ranks, words: str) -> None:
+@pytest.mark.skipif(
+    not TorchVersion("2.12") <= torch.__version__ < TorchVersion("2.15"), reason="this version of torch can do it"
+)
+@pytest.mark.parametrize(("recompute", "compile"), REFUSED.values())
+def test_what_is_refused_fails(ranks4: Ranks, recompute: str, compile: Compile) -> None:
     """When this fails, torch has learnt it: take the refusal away."""
-    with pytest.raises(AssertionError, match=words):
-        ranks4.run(run_compiled, FAILURES[words], timeout_s=120)
+    with pytest.raises(AssertionError, match="DeviceMesh"):
+        ranks4.run(
+            run_compiled, Case(Layout(tp=4, recompute=recompute), kernels=Kernels(compile=compile)), timeout_s=120
+        )

@@ -40,6 +40,10 @@ def _check_memory(*tensors: Tensor) -> None:
         assert tensor.data_ptr(), f"a {type(tensor).__name__} has no memory of its own"
 
 
+TORCH = "torch"
+"""In place of a kernel: a norm that is none of ours."""
+
+
 def find_differences(kernel: str) -> dict[str, float]:
     """‖ours - theirs‖ / ‖theirs‖ of the output and each gradient; for liger a stand-in of its package."""
     module = ModuleType("liger_kernel.ops.rms_norm")
@@ -55,7 +59,7 @@ def _compare(kernel: str) -> dict[str, float]:
     torch.manual_seed(0)
     layers = {
         "embed": nn.Embedding(20, 8),
-        "norm": RMSNorm(8, 1e-3, kernel, torch.float64),
+        "norm": nn.RMSNorm(8, eps=1e-3) if kernel == TORCH else RMSNorm(8, 1e-3, kernel, torch.float64),
         "matmul": nn.Linear(8, 12, bias=False),
     }
     model = nn.Sequential()
@@ -63,7 +67,8 @@ def _compare(kernel: str) -> dict[str, float]:
         model.add_module(name, layer.double())
     model.norm.weight.data.uniform_(0.5, 2.0)
     reference = deepcopy(model)
-    reference.norm.kernel = "eager"
+    reference.norm = RMSNorm(8, 1e-3, "eager", torch.float64)
+    reference.norm.weight.data = model.norm.weight.data.clone()
     tokens, weights = torch.randint(20, (2, 16)), torch.randn(2, 16, 12, dtype=torch.float64)
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))

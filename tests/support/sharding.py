@@ -60,7 +60,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 
 SABOTAGE = {
     "gradients over dp": lambda: mock.patch.object(dist, _REDUCE_SCATTER, _keep_own_chunk),
-    "activations over tp": lambda: mock.patch("torch.distributed._functional_collectives.all_reduce", _keep_local_sum),
+    "activations over tp": lambda: mock.patch("dtlayout.plans.collectives._all_reduce", _keep_local_sum),
     "loss over tp": lambda: mock.patch("dtlayout.plans.styles.dist.all_reduce"),
     "tied gradients over pp": lambda: mock.patch("dtlayout.training.step.sum_tied_gradients"),
 }
