@@ -9,9 +9,11 @@ ZeRO stages (arXiv:1910.02054), for m microbatches and u units; collectives of a
 |---|---|---|---|---|
 | 1 | gathered once a step | whole until the last backward | u | u |
 | 2 | gathered once a step | sharded after each backward | u | m·u |
-| 3 | gathered for each forward and backward | sharded after each backward | 2·m·u | m·u |
+| 3 | gathered for each forward and backward | sharded after each backward | 2·m·u, where the head is m less | m·u |
 
-With HSDP the shards are summed over dp_replicate once a step, after the last backward.
+Backward begins with final norm and head: under zero 3 they, or where the embedding is tied all of the root, stay
+gathered from a forward until a backward is over. With HSDP the shards are summed over dp_replicate once a step, after
+the last backward.
 """
 
 import warnings
@@ -24,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dtlayout.mesh.build import data_mesh
+from dtlayout.models.description import HEAD
 from dtlayout.plans.plan import Plan, match_names
 
 
@@ -36,7 +39,7 @@ class GradientSync:
     each_backward: bool
     """Reduce-scatter after every microbatch (zero 2 and 3), or after the last alone (zero 1)."""
     keep_gathered: bool
-    """Keep parameters gathered until the last backward (zero 1 and 2), or only while they are used (zero 3)."""
+    """Keep parameters gathered until the last backward (zero 1 and 2), or until each backward is over (zero 3)."""
 
     def before_backward(self, *, is_last: bool) -> None:
         """Call before each microbatch's backward; `is_last` for the last one of the step on this module."""
@@ -56,12 +59,12 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
         reduce_dtype=getattr(torch, plan.precision.reduce),
         cast_forward_inputs=False,  # stages and embeddings hand on what they compute
     )
-    keep_gathered = plan.zero < 3
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
     for members in [*groups, [""]]:  # the root comes last
         modules = [module.get_submodule(name) for name in members]
-        fully_shard(modules, mesh=data_mesh(mesh), reshard_after_forward=not keep_gathered, mp_policy=policy)
+        reshards = plan.zero == 3 and HEAD not in (names if members == [""] else members)
+        fully_shard(modules, mesh=data_mesh(mesh), reshard_after_forward=reshards, mp_policy=policy)
     in_order = sorted((members[0] for members in groups), key=names.index)
     units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
     for unit in units:
@@ -69,7 +72,7 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     _prefetch_backward(units)
-    return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=keep_gathered)
+    return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=plan.zero < 3)
 
 
 def _prefetch_backward(units: Sequence[FSDPModule]) -> None:

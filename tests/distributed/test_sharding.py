@@ -19,15 +19,21 @@ LOSS_SUMS = 2 * count_loss_chunks(4 * SEQ_LEN)
 """All-reduces of the loss for a microbatch of four samples: the largest logit and the sums, chunk by chunk."""
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("model", [SHAPE, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", ["", "1f1b", "gpipe", "interleaved-1f1b"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int, pp: int) -> None:
-    case = Case(Layout(pp=pp, dp_shard=4 // pp, zero=zero))  # type: ignore[arg-type]
+def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int, schedule: str, model) -> None:
+    pp, chunks = (2 if schedule else 1), (3 if schedule.startswith("interleaved") else 1)
+    layout = Layout(pp=pp, dp_shard=4 // pp, schedule=schedule or "1f1b", virtual_stages=chunks, zero=zero)  # type: ignore[arg-type]
+    case = Case(layout, model=model)
     m = case.layout.num_microbatches(case.batch)
     units = 8 // pp  # six blocks, the embedding, norm and head
-    for counts in ranks4.run(count_collectives, case, DATA):
+    if model is TIED and pp == 1:
+        units -= 1  # both ends belong to the root
+    for rank, counts in enumerate(ranks4.run(count_collectives, case, DATA)):
+        has_head = rank // (4 // pp) == pp - 1
         assert counts == {
-            "all_gather": {1: units, 2: units, 3: 2 * m * units}[zero],
+            "all_gather": {1: units, 2: units, 3: m * (2 * units - has_head)}[zero],
             "reduce_scatter": {1: units, 2: m * units, 3: m * units}[zero],
         }
 
