@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from dtlayout.mesh.build import data_mesh
 from dtlayout.models.description import HEAD
@@ -50,8 +52,23 @@ class GradientSync:
         self.units[-1].set_is_last_backward(is_last)
 
 
-def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
-    """Shard the plan's units, then the rest with the root, over the data-parallel axes."""
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP2's, in another group of the same ranks."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
+        return super().__call__(output_tensor, input_tensor, self.group, op, async_op)
+
+
+def shard(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None
+) -> GradientSync:
+    """Shard the plan's units, then the rest with the root, over the data-parallel axes.
+
+    Gradients are reduced over dp_shard in the mesh's own group, or else in `reduction_group`.
+    """
     # It warns of in-place operations on a unit's output, which tensor parallelism makes a view of a DTensor's.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(
@@ -71,6 +88,8 @@ def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
         if data_mesh(mesh).size() > 1:  # one rank divides by nothing, and would make a buffer for it
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        if reduction_group is not None:
+            unit.set_custom_reduce_scatter(_ReduceScatter(reduction_group))
     _prefetch_backward(units)
     return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=plan.zero < 3)
 

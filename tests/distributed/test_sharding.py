@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from parity import FP32, SEED, SEQ_LEN, SHAPE, TIED, Case, largest_difference, merge, run_reference
 from ranks import Ranks
-from sharding import count_collectives, initial_weights, measure_bytes, run_sabotaged
+from sharding import count_collectives, initial_weights, measure_bytes, run_sabotaged, train_in_two_groups
 
 from dtlayout.kernels import count_loss_chunks
 from dtlayout.layout import Layout
@@ -43,6 +43,24 @@ def test_hsdp_sums_over_its_replicas_once_a_step(ranks4: Ranks, zero: int) -> No
     case = Case(Layout(dp_replicate=2, dp_shard=2, zero=zero))  # type: ignore[arg-type]
     for counts in ranks4.run(count_collectives, case, DATA):
         assert counts["all_reduce"] == 8
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, tp=2, micro_batch=2, zero=3),
+        Layout(pp=2, dp_shard=2, schedule="interleaved-1f1b", virtual_stages=3, zero=2),
+    ],
+    ids=str,
+)
+def test_gradients_are_reduced_in_a_group_of_their_own(ranks4: Ranks, layout: Layout) -> None:
+    outcomes, groups = zip(*ranks4.run(train_in_two_groups, Case(layout)), strict=True)
+    size, name = largest_difference(merge(outcomes), run_reference(Case(layout)))
+    assert size < 1e-10, name
+    for found in groups:
+        (gathers, gather_name, gather_ranks), (reduces, reduce_name, reduce_ranks) = sorted(found)
+        assert ("gather" in gathers, "reduce" in reduces) == (True, True)
+        assert gather_name != reduce_name and gather_ranks == reduce_ranks and len(gather_ranks) == 2
 
 
 def test_sequence_parallelism_gathers_and_scatters_twice_a_block_in_each_direction(ranks4: Ranks) -> None:
