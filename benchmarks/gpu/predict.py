@@ -36,6 +36,7 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     stage_class = StageClass.of(stage, Recompute.parse(layout.recompute))
     work = estimator.stage_work(stage_class, part_of(layout, StageLayout), cell.kernels)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
-    update_s = sum(update_times(estimator.scenario, layout, n, len(stage.layers), m, work.forward_s, work.backward_s))
+    done = n, len(stage.layers), m, work.forward_s, work.backward_s
+    update_s = sum(update_times(estimator.scenario, layout, *done, has_head=False))
     step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)
     return Prediction(step_time_s=step_time_s, peak_bytes=memory.total, capacity_bytes=estimator.capacity_bytes)

@@ -99,7 +99,7 @@ def _time_steps(
         step(tokens, tokens)
     busy, ends = Busy(), [time.perf_counter()]
     for _ in range(_STEPS):
-        step(tokens, tokens)  # waits for the device, and for every rank
+        step(tokens, tokens)  # waits for every rank, and for the update of the step before
         ends.append(time.perf_counter())
     seconds = torch.tensor(ends, dtype=torch.float64, device=device_type).diff() * (1 - busy.steal())
     dist.broadcast(seconds, 0)

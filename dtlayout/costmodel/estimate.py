@@ -200,7 +200,8 @@ class Estimator:
         chunks, own = layout.placement.take(self.stages(layout), rank), StageWork.add(layout.placement.take(work, rank))
         n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
         num_layers = sum(len(chunk.layers) for chunk in chunks)
-        return update_times(self.scenario, layout, n, num_layers, m, own.forward_s, own.backward_s)
+        has_head = any(chunk.head for chunk in chunks)
+        return update_times(self.scenario, layout, n, num_layers, m, own.forward_s, own.backward_s, has_head=has_head)
 
     def play(self, layout: Layout, m: int, work: Sequence[StageWork], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from itertools import groupby
+from typing import NamedTuple
 
 from dtlayout.costmodel import fsdp2_blocks as autograd
 from dtlayout.costmodel.fsdp2_sizes import Sizes
@@ -30,8 +31,21 @@ _P, _A, _B = Part.PARAMETERS, Part.ACTIVATIONS, Part.BUFFERS
 _TOKEN_BYTES = 16
 """A token and its target, int64."""
 
-_Step = tuple[int, Kind, bool, bool]
-"""Which of a rank's stages, what it does, and whether that is the stage's first or, in backward, last."""
+
+class _Step(NamedTuple):
+    """One action of a rank."""
+
+    chunk: int
+    """Which of the rank's stages."""
+    kind: Kind
+    is_first: bool
+    """Whether it is the stage's first of its direction."""
+    is_last: bool
+    """Whether it is the stage's last."""
+    follows_forward: bool
+    """Whether the stage's last action was a forward, after which norm and head are still gathered."""
+
+
 _PLAYED_IN_ROWS = 4
 """Microbatches of a breadth-first step: two whose messages have not gone, one in the middle, and the last."""
 
@@ -47,7 +61,7 @@ def fullest_bytes(
         rows = _rows(find_schedule(layout.schedule), layout.placement, m, rank)
         places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
         message = changes((_B, own[0].size.stream))
-        phases = [own[step[0]].play(step).times(count) if step else message for step, count in places]
+        phases = [own[step.chunk].play(step).times(count) if step else message for step, count in places]
         yield fullest_of(sequence(stage.state for stage in own).left, phases, [places[row] for row in rows])
 
 
@@ -64,7 +78,7 @@ def estimate_curve(
     held += table_bytes(scenario, layout) + overhead_bytes(scenario, layout)
     yield None, held, held
     for action, step, leaves_message in _steps(find_schedule(layout.schedule), placement, m, rank):
-        phase = own[step[0]].play(step)
+        phase = own[step.chunk].play(step)
         before, held = held, held + sum(phase.left) + leaves_message * own[0].size.stream
         yield action, before + sum(phase.fullest), held
 
@@ -90,12 +104,16 @@ def _steps(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) 
     actions = schedule.order(placement, rank, m)
     last = {action.stage: action for action in actions if action.kind in RELEASE}
     begun: set[tuple[bool, int]] = set()
+    forwarded: set[int] = set()
     num_sent = Counter[int | None]()
     for action in actions:
         chunk, kind = placement.chunk_of(action.stage), action.kind
-        step = (chunk, kind, (kind is Kind.FORWARD, chunk) not in begun, action == last.get(action.stage))
+        is_forward = kind is Kind.FORWARD
+        is_first, is_last = (is_forward, chunk) not in begun, action == last.get(action.stage)
+        step = _Step(chunk, kind, is_first, is_last, chunk in forwarded)
         if kind is not Kind.BACKWARD_INPUT:
-            begun.add((kind is Kind.FORWARD, chunk))
+            begun.add((is_forward, chunk))
+            (forwarded.add if is_forward else forwarded.discard)(chunk)
         receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
         num_sent[receiver] += 1
         yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
@@ -113,7 +131,9 @@ def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -
     steps = (each for _, step, leaves_message in played for each in ((step, None) if leaves_message else (step,)))
     rows: list[tuple[_Step | None, int]] = [(step, len(list(run))) for step, run in groupby(steps)]
     if schedule.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
-        longest = {step: place for place, (step, _) in enumerate(rows) if step and not step[2] and not step[3]}
+        longest = {
+            step: place for place, (step, _) in enumerate(rows) if step and not step.is_first and not step.is_last
+        }
         for step, place in longest.items():
             rows[place] = (step, rows[place][1] + m - shorter)
     return rows
@@ -149,9 +169,10 @@ class _Stage:
         self.received = 0.0 if chunk.embedding or is_kept else size.stream
         ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
         self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(layers)}
-        self.forward = cache(lambda gathers: sequence(self._forward(gathers)))
-        """One microbatch; the first one gathers what ZeRO-1 and -2 keep."""
-        self.backward = cache(lambda is_first, is_last: sequence(self._backward(is_first, is_last)))
+        self.keeps_head = chunk.head and sharding.zero == 3
+        self.forward = cache(lambda *how: sequence(self._forward(*how)))
+        """One microbatch; the first one gathers what ZeRO-1 and -2 keep, and none what lies there."""
+        self.backward = cache(lambda *how: sequence(self._backward(*how)))
         """One microbatch; gradients are there from the first one on, the last one leaves shards."""
 
     @cached_property
@@ -165,24 +186,25 @@ class _Stage:
 
     def play(self, step: _Step) -> Phase:
         """A step of this stage; what a backward in two parts holds is held until the second one is over."""
-        _, kind, is_first, is_last = step
-        if kind is Kind.FORWARD:
-            return self.forward(is_first or self.sharding.zero == 3)
-        whole = self.backward(is_first, is_last)
-        return Phase(whole.fullest, NOTHING) if kind is Kind.BACKWARD_INPUT else whole
+        head_is_gathered = self.keeps_head and step.follows_forward
+        if step.kind is Kind.FORWARD:
+            return self.forward(step.is_first or self.sharding.zero == 3, head_is_gathered)
+        whole = self.backward(step.is_first, step.is_last, head_is_gathered)
+        return Phase(whole.fullest, NOTHING) if step.kind is Kind.BACKWARD_INPUT else whole
 
-    def _forward(self, gathers: bool) -> Iterator[Phase]:
+    def _forward(self, gathers: bool, head_is_gathered: bool) -> Iterator[Phase]:
         sharding, units = self.sharding, self.units
 
         def run(unit: Unit, work: Phase, before: Unit | None) -> Phase:
-            if not gathers:
+            if not gathers or (head_is_gathered and unit is units.head):
                 return work
-            return sequence((sharding.gather(unit, before), work, sharding.drop(unit) if sharding.zero == 3 else IDLE))
+            drops = sharding.zero == 3 and unit is not units.head
+            return sequence((sharding.gather(unit, before), work, sharding.drop(unit) if drops else IDLE))
 
         blocks = {kept: autograd.block_forward(self.size, kept) for kept, _, _ in self.runs}
-        before = units.root
-        if units.root and gathers:
-            yield sharding.gather(units.root, None)
+        before = None if head_is_gathered else units.root
+        if before and gathers:
+            yield sharding.gather(before, None)
         yield changes((_A, self.received))
         if units.embedding:
             yield run(units.embedding, IDLE, before)
@@ -198,23 +220,26 @@ class _Stage:
             work = autograd.head_forward(self.size)
             yield run(units.head, work, before) if units.head else work
         if gathers:
-            yield changes((_B, -sharding.buffer(units.head or before)))
-        if units.root and sharding.zero == 3:
+            yield changes((_B, -sharding.buffer(before if head_is_gathered else units.head or before)))
+        if units.root and sharding.zero == 3 and not self.has_head:
             yield sharding.drop(units.root)
 
-    def _backward(self, is_first: bool, is_last: bool) -> Iterator[Phase]:
+    def _backward(self, is_first: bool, is_last: bool, head_is_gathered: bool) -> Iterator[Phase]:
         size, sharding, units = self.size, self.sharding, self.units
         reduces = sharding.zero > 1 or is_last
 
         def run(unit: Unit, work: Phase, ahead: Unit | None, reduced: Unit | None) -> Phase:
             begin = sharding.begin_backward(unit, ahead) if sharding.zero == 3 else IDLE
+            if head_is_gathered and unit is units.head:
+                begin = changes((_B, sharding.buffer(ahead)))
             finish = sharding.finish_backward(unit, reduced if reduces else None, is_first=is_first, is_last=is_last)
             return sequence((begin, work, finish))
 
         reduced = (units.root or units.embedding or units.block) if sharding.zero > 1 and not is_first else None
         if sharding.zero == 3:
-            ahead = units.head or units.block
-            yield changes((_P, sharding.gathered(units.root) if units.root else 0), (_B, sharding.buffer(ahead)))
+            ahead = (None if head_is_gathered else units.head) if units.head else units.block
+            gathered = sharding.gathered(units.root) if units.root and not head_is_gathered else 0
+            yield changes((_P, gathered), (_B, sharding.buffer(ahead)))
         if self.has_head:
             with_head = units.head or units.root
             assert with_head, "a stage with a head has its weight in a unit"

@@ -109,6 +109,12 @@ def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int) -> flo
     return len(stage.layers) * block + ends
 
 
+def count_head_parameters(model: ModelShape, tp: int) -> float:
+    """Parameters that one tp rank holds of the final norm and the head."""
+    _, _, norm, head = _count_local_parameters(model, tp)
+    return norm + head
+
+
 @lru_cache(maxsize=256)
 def _count_local_parameters(model: ModelShape, tp: int) -> tuple[float, float, float, float]:
     """Parameters that one tp rank holds of a block, the embedding, the final norm and the head."""

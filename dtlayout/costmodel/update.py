@@ -2,6 +2,7 @@
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s
 from dtlayout.costmodel.compute import pass_s
+from dtlayout.costmodel.memory import count_head_parameters
 from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
@@ -11,14 +12,26 @@ _GRADIENT_TRAFFIC_BYTES = 12
 
 
 def update_times(
-    scenario: Scenario, layout: Layout, n: float, num_layers: int, m: int, forward_s: float, backward_s: float
+    scenario: Scenario,
+    layout: Layout,
+    n: float,
+    num_layers: int,
+    m: int,
+    forward_s: float,
+    backward_s: float,
+    *,
+    has_head: bool,
 ) -> tuple[float, float]:
     """Seconds of exposed data-parallel communication and of the optimizer, on a rank of n parameters.
 
-    The parameters are of `num_layers` blocks, and m microbatches of so many seconds hide what can be hidden.
+    The parameters are of `num_layers` blocks and, where it has the head, of that and others; m microbatches of so many
+    seconds hide what can be hidden.
     """
     traffic = n * (_GRADIENT_TRAFFIC_BYTES + scenario.optimizer.update_bytes / count_state_shards(layout))
-    dp_s, optimizer_s = _data_parallel_s(scenario, layout, n, m, forward_s, backward_s), pass_s(scenario, traffic)
+    keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
+    again = n - (count_head_parameters(scenario.model, layout.tp) if keeps_head else 0.0)
+    dp_s = _data_parallel_s(scenario, layout, n, again, m, forward_s, backward_s)
+    optimizer_s = pass_s(scenario, traffic)
     if scenario.is_on_host:
         constants = scenario.engine.constants
         optimizer_s += num_layers * constants.layer_update_s
@@ -42,12 +55,12 @@ def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
 
 
 def _data_parallel_s(
-    scenario: Scenario, layout: Layout, n: float, m: int, forward_s: float, backward_s: float
+    scenario: Scenario, layout: Layout, n: float, again: float, m: int, forward_s: float, backward_s: float
 ) -> float:
     """A step's reductions and gathers, as far as computation does not hide them.
 
     Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
-    under ZeRO-3, the backward) that uses them.
+    under ZeRO-3, `again` of n behind the backward) that uses them.
     """
     if layout.dp * layout.cp == 1:
         return 0.0
@@ -65,7 +78,8 @@ def _data_parallel_s(
     copy_link = data_link(scenario, layout, layout.tp * shards, copies)
     copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
     reductions = count_reductions(scenario, layout, m)
-    again_s = gather_s if layout.zero == 3 else 0.0  # behind the same backward as the reduction, on the same link
+    # Behind the same backward as the reduction, on the same link.
+    again_s = half_all_reduce_s(activation_size(scenario) * again, shards, shard_link) if layout.zero == 3 else 0.0
 
     def exposed_s(sending_s: float, computing_s: float) -> float:
         return max(0.0, sending_s - hidden * computing_s)

@@ -17,6 +17,10 @@ _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = W
 ever if it were the key; its store goes when it is destroyed, and they with it."""
 
 
+_reduction_groups: WeakKeyDictionary[dist.Store, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""By its ranks the group of `open_reduction_group`, for as long as a mesh."""
+
+
 def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> DeviceMesh:
     """The mesh (pp, dp_replicate, dp_shard, cp, tp) over all ranks; axes of size 1 are there too.
 
@@ -57,6 +61,23 @@ def open_host_group(timeout_s: float, patience_s: float) -> dist.ProcessGroup:
         ) from error
     assert group is not None, "every rank is in it"
     _set_pg_timeout(timedelta(seconds=patience_s), group)
+    return group
+
+
+def open_reduction_group(mesh: DeviceMesh, timeout_s: float = 0.0) -> dist.ProcessGroup | None:
+    """A second group of the ranks that share parameters, to reduce gradients in; None where the first serves for both.
+
+    A group is a communicator of NCCL, which finishes one collective before the next: a reduce-scatter would wait for
+    all-gathers that backward sends ahead. Open it on all of these ranks together; `timeout_s` as for `build_mesh`.
+    """
+    if mesh.device_type != "cuda" or mesh[DP_SHARD].size() == 1:
+        return None
+    ranks = dist.get_process_group_ranks(mesh[DP_SHARD].get_group())
+    groups = _reduction_groups.setdefault(_get_default_store(), {})
+    if (group := groups.get(tuple(ranks))) is None:
+        group = groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+    if timeout_s:
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group
 
 

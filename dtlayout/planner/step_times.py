@@ -42,8 +42,9 @@ class StepTimes:
         own = [self._work[c] for c in group.classes]
         forward_s, backward_s = sum([w.forward_s for w in own]), sum([w.backward_s for w in own])
         n, num_layers = candidate.num_parameters[place], sum([c.num_layers for c in group.classes])
-        scenario, m = self.estimator.scenario, candidate.num_microbatches
-        return sum(update_times(scenario, self.examples[sharding], n, num_layers, m, forward_s, backward_s))
+        layout, m = self.examples[sharding], candidate.num_microbatches
+        work = n, num_layers, m, forward_s, backward_s
+        return sum(update_times(self.estimator.scenario, layout, *work, has_head=group.has_head))
 
     def step_s(self, sharding: Sharding) -> float:
         """`Estimator.time`: the pipeline is played, once for all variants."""

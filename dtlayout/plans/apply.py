@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -27,16 +28,19 @@ from dtlayout.plans.styles import STYLES
 from dtlayout.recompute import Kept, Recompute
 
 
-def apply_plan(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
+def apply_plan(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None
+) -> GradientSync:
     """Shard `module` in place over a mesh with the axes of `build_mesh`; whoever runs backward follows the result.
 
     The module may hold part of what the plan names (a pipeline stage), on the meta device or with weights in it.
+    `reduction_group` is that of `open_reduction_group`.
     """
     if mesh[TP].size() > 1:
         split_tensors(module, plan.tensor, mesh[TP])
     prepare_blocks(module, plan.blocks, plan.recompute, compiles=plan.compile == "blocks")
     compile_rest(module, plan.compile)
-    return shard(module, plan, mesh)
+    return shard(module, plan, mesh, reduction_group)
 
 
 def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: DeviceMesh) -> None:

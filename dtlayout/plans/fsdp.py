@@ -9,20 +9,25 @@ ZeRO stages (arXiv:1910.02054), for m microbatches and u units; collectives of a
 |---|---|---|---|---|
 | 1 | gathered once a step | whole until the last backward | u | u |
 | 2 | gathered once a step | sharded after each backward | u | m·u |
-| 3 | gathered for each forward and backward | sharded after each backward | 2·m·u | m·u |
+| 3 | gathered for each forward and backward | sharded after each backward | 2·m·u, where the head is m less | m·u |
 
-With HSDP the shards are summed over dp_replicate once a step, after the last backward.
+Backward begins with final norm and head: under zero 3 they, or where the embedding is tied all of the root, stay
+gathered from a forward until a backward is over. With HSDP the shards are summed over dp_replicate once a step, after
+the last backward.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from dtlayout.mesh.build import data_mesh
+from dtlayout.models.description import HEAD
 from dtlayout.plans.plan import Plan, match_names
 
 
@@ -35,7 +40,7 @@ class GradientSync:
     each_backward: bool
     """Reduce-scatter after every microbatch (zero 2 and 3), or after the last alone (zero 1)."""
     keep_gathered: bool
-    """Keep parameters gathered until the last backward (zero 1 and 2), or only while they are used (zero 3)."""
+    """Keep parameters gathered until the last backward (zero 1 and 2), or until each backward is over (zero 3)."""
 
     def before_backward(self, *, is_last: bool) -> None:
         """Call before each microbatch's backward; `is_last` for the last one of the step on this module."""
@@ -46,27 +51,44 @@ class GradientSync:
         self.units[-1].set_is_last_backward(is_last)
 
 
-def shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> GradientSync:
-    """Shard the plan's units, then the rest with the root, over the data-parallel axes."""
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP2's, in another group of the same ranks."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
+        return super().__call__(output_tensor, input_tensor, self.group, op, async_op)
+
+
+def shard(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None
+) -> GradientSync:
+    """Shard the plan's units, then the rest with the root, over the data-parallel axes.
+
+    Gradients are reduced over dp_shard in the mesh's own group, or else in `reduction_group`.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, plan.precision.compute),
         reduce_dtype=getattr(torch, plan.precision.reduce),
         cast_forward_inputs=False,  # stages and embeddings hand on what they compute
     )
-    keep_gathered = plan.zero < 3
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
     for members in [*groups, [""]]:  # the root comes last
         modules = [module.get_submodule(name) for name in members]
-        fully_shard(modules, mesh=data_mesh(mesh), reshard_after_forward=not keep_gathered, mp_policy=policy)
+        reshards = plan.zero == 3 and HEAD not in (names if members == [""] else members)
+        fully_shard(modules, mesh=data_mesh(mesh), reshard_after_forward=reshards, mp_policy=policy)
     in_order = sorted((members[0] for members in groups), key=names.index)
     units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
     for unit in units:
         if data_mesh(mesh).size() > 1:  # one rank divides by nothing, and would make a buffer for it
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        if reduction_group is not None:
+            unit.set_custom_reduce_scatter(_ReduceScatter(reduction_group))
     _prefetch_backward(units)
-    return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=keep_gathered)
+    return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=plan.zero < 3)
 
 
 def _prefetch_backward(units: Sequence[FSDPModule]) -> None:

@@ -10,7 +10,7 @@ from dtlayout.batch import Batch
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import PP
-from dtlayout.mesh.build import build_mesh
+from dtlayout.mesh.build import build_mesh, open_reduction_group
 from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
 from dtlayout.pipelining.runtime import Runtime, build_runtime
@@ -56,7 +56,8 @@ def assemble(
     mesh = build_mesh(layout, device_type, timeout_s)
     stages = schedule.placement.stages_of(mesh[PP].get_local_rank())
     modules: list[nn.Module] = [build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
-    sync = [apply_plan(module, plan, mesh) for module in modules]
+    reduction_group = open_reduction_group(mesh, timeout_s)
+    sync = [apply_plan(module, plan, mesh, reduction_group) for module in modules]
     give_weights(modules, model, seed, device_type)
     runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
     return Assembly(mesh, schedule, slices, modules, runtime)

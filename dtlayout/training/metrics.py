@@ -34,7 +34,11 @@ class StepMetrics:
     tokens: int
     """Tokens seen since the first step of the run."""
     step_time_s: float
-    """From fetching the batch to knowing the loss; writing metrics and checkpoints is not in it."""
+    """From knowing the loss of the step before, or from the end of its checkpoint, to knowing this one's.
+
+    So the update counts for the step after, which it delays, except before a checkpoint and at the end. A run's first
+    step begins where it fetches its batch. Writing metrics is part of it, checkpoints are not.
+    """
     tokens_per_s: float
     """Tokens per second of all ranks."""
     tokens_per_s_per_gpu: float

@@ -16,7 +16,7 @@ from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_che
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.nodes import prepare_on_node
-from dtlayout.data.samples import Samples, find_starts, open_samples, own_indices
+from dtlayout.data.samples import Samples, open_samples, own_indices
 from dtlayout.device import Device
 from dtlayout.errors import (
     EXIT_DONE,
@@ -39,6 +39,7 @@ from dtlayout.pipelining.partition import count_blocks
 from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.signals import StopRequest
+from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import join_ranks, open_device, open_store, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks
@@ -46,7 +47,7 @@ from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, time_steps
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from dtlayout.training.step import StepResult, TrainStep
+from dtlayout.training.step import Launched, StepResult, TrainStep
 
 STEPS_DRAWN = 4
 """How many steps of a run memory.json shows."""
@@ -96,8 +97,8 @@ class _Run:
         self.is_writer = dist.get_rank() == 0
         self.host = open_host_group(config.train.timeout_s, config.checkpoint.timeout_s)
         self.stop = stop
-        self.samples = samples
-        self.indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
+        indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
+        self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
@@ -158,43 +159,51 @@ class _Run:
     def _loop(self, first_step: int) -> tuple[int, int]:
         """Step until the end; the exit code and the steps that are done."""
         every, num_steps = self.config.checkpoint.every, self.config.train.steps
-        saved = first_step
+        saved, started = first_step, time.perf_counter()
+        batch = self.batches.fetch(first_step)
         for index in range(first_step, num_steps):
-            started = time.perf_counter()
             # The first step makes the optimizer's state, so it is not like the others.
             is_due = index % self.config.metrics.memory_every == 0 or index + 1 == num_steps
             is_measured = index == first_step + 1 or (index > first_step and is_due)
             is_drawn = index < self.num_drawn
             with self.memory.watch() if is_measured or is_drawn else nullcontext():
-                result, lr = self._train_once(index, is_first=index == first_step)
-            step_time_s = time.perf_counter() - started
+                launched, lr = self._launch(index, batch, is_first=index == first_step)
+            batch = self.batches.fetch(index + 1)  # while the device works
+            result = launched.wait()
+            if index == first_step:
+                self._check_attention()
             is_over = not result.is_finite or result.stop_requested or index + 1 == num_steps
+            is_saved = self.config.checkpoint.save and (is_over or bool(every and (index + 1) % every == 0))
+            if is_over or is_saved:
+                self._wait_for_update()
+            ended = time.perf_counter()
+            step_time_s, started = ended - started, ended
             if is_drawn and (is_over or index + 1 == self.num_drawn):
                 self._write_curves(index + 1)
             if not result.is_finite:
                 self.display.say(f"step {index + 1}: loss {result.loss}, grad_norm {result.grad_norm}: stopped")
                 return EXIT_NON_FINITE, index
             self._note(index + 1, result, lr, step_time_s, is_measured=is_measured)
-            if self.config.checkpoint.save and (is_over or (every and (index + 1) % every == 0)):
+            if is_saved:
                 self._save(index + 1)
-                saved = index + 1
+                saved, started = index + 1, time.perf_counter()
             if result.stop_requested and index + 1 < num_steps:
                 return EXIT_STOPPED, saved
         return EXIT_DONE, max(first_step, num_steps)
 
-    def _train_once(self, index: int, *, is_first: bool) -> tuple[StepResult, float]:
+    def _launch(self, index: int, batch: OwnBatch, *, is_first: bool) -> tuple[Launched, float]:
+        """Begin a step; what its numbers will be read from, and its learning rate."""
         o, steps = self.config.optimizer, self.config.train.steps
         lr = learning_rate(index, steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio)
         set_learning_rate(self.optimizer, lr)
-        tokens, targets = self.samples.batch(index, self.indices)
-        starts = find_starts(tokens, self.samples.tokens.end_of_document) if self.config.data.document_mask else None
-        tokens, targets = tokens.to(self.device.type), targets.to(self.device.type)
         is_recorded = is_first and os.environ.get("LOCAL_RANK", "0") == "0"
         with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
-            result = self.step(tokens, targets, starts, stop=self.stop.is_made)
-        if is_first:
-            self._check_attention()
-        return result, lr
+            return self.step.launch(batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made), lr
+
+    def _wait_for_update(self) -> None:
+        """So that it counts as part of its step, where another one does not come next."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _check_attention(self) -> None:
         """KernelError on every rank if one that was recorded ran another kernel than was asked for."""

@@ -15,6 +15,7 @@ from dtlayout.ops.loss import IGNORED
 from dtlayout.pipelining.runtime import Runtime
 from dtlayout.pipelining.tied import sum_tied_gradients
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
+from dtlayout.training.transfer import OnHost
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,19 @@ class StepResult:
     def is_finite(self) -> bool:
         """False if loss or norm is NaN or infinite; parameters may be too then, and a checkpoint is the way back."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Launched:
+    """A step that a GPU may still be working on."""
+
+    def __init__(self, numbers: Tensor):
+        """`numbers` are loss, squared gradient norm and how many ranks ask to stop, in fp64."""
+        self._numbers = OnHost(numbers)
+
+    def wait(self) -> StepResult:
+        """The numbers, which are there when backward is done; the update may not be."""
+        loss, squared_norm, stops = self._numbers.wait().tolist()
+        return StepResult(loss=loss, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
 
 
 class TrainStep:
@@ -65,12 +79,10 @@ class TrainStep:
         `starts`, where documents are not to see each other, say of each token at which position its own starts; they
         stay on the CPU.
         """
-        # Only now does the host wait for the device, which has the whole update to work on.
-        loss, squared_norm, stops = self.launch(inputs, targets, starts, stop=stop).tolist()
-        return StepResult(loss=loss, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
+        return self.launch(inputs, targets, starts, stop=stop).wait()
 
-    def launch(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False) -> Tensor:
-        """The step without waiting for its numbers: loss, squared gradient norm and the ranks that ask to stop."""
+    def launch(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False) -> Launched:
+        """The step without waiting for its numbers."""
         parts = () if starts is None else starts.chunk(self.runtime.schedule.num_microbatches)
         documents = [Documents.from_starts(part) for part in parts]
         if self.mesh.device_type == "cuda":
@@ -78,11 +90,11 @@ class TrainStep:
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=self._count_targets(targets))
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
         numbers = self._sum_numbers(loss, stop)
-        norm = numbers[1].sqrt()
-        clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
+        launched = Launched(numbers)  # before the update, for which who waits for them need not wait
+        clip_gradients([p for m in self.modules for p in m.parameters()], numbers[1].sqrt(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return numbers
+        return launched
 
     def _count_targets(self, targets: Tensor) -> Tensor:
         """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""

@@ -41,6 +41,10 @@ OTHER_CASES = {
     "momentum": Case(AXES["pp2 tp2"], precision=BF16, optimizer=SGD()),
     "no momentum": Case(AXES["zero 3"], precision=BF16, optimizer=SGD(momentum=0.0)),
     "large vocabulary": Case(AXES["pp2 tp2"], precision=BF16, model=WIDE),
+    **{
+        f"{name} that stays gathered": Case(AXES["zero 3 pp2 gpipe"], precision=BF16, model=model)
+        for name, model in {"head": WIDE, "root": replace(WIDE, tied_embeddings=True)}.items()
+    },
     "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
     **{
         f"documents, {name}": Case(AXES[name], precision=BF16, documents=True, seq_len=128)

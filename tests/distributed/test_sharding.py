@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from parity import FP32, SEED, SEQ_LEN, SHAPE, TIED, Case, largest_difference, merge, run_reference
 from ranks import Ranks
-from sharding import count_collectives, initial_weights, measure_bytes, run_sabotaged
+from sharding import count_collectives, initial_weights, measure_bytes, run_sabotaged, train_in_two_groups
 
 from dtlayout.kernels import count_loss_chunks
 from dtlayout.layout import Layout
@@ -19,15 +19,21 @@ LOSS_SUMS = 2 * count_loss_chunks(4 * SEQ_LEN)
 """All-reduces of the loss for a microbatch of four samples: the largest logit and the sums, chunk by chunk."""
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("model", [SHAPE, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", ["", "1f1b", "gpipe", "interleaved-1f1b"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int, pp: int) -> None:
-    case = Case(Layout(pp=pp, dp_shard=4 // pp, zero=zero))  # type: ignore[arg-type]
+def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int, schedule: str, model) -> None:
+    pp, chunks = (2 if schedule else 1), (3 if schedule.startswith("interleaved") else 1)
+    layout = Layout(pp=pp, dp_shard=4 // pp, schedule=schedule or "1f1b", virtual_stages=chunks, zero=zero)  # type: ignore[arg-type]
+    case = Case(layout, model=model)
     m = case.layout.num_microbatches(case.batch)
     units = 8 // pp  # six blocks, the embedding, norm and head
-    for counts in ranks4.run(count_collectives, case, DATA):
+    if model is TIED and pp == 1:
+        units -= 1  # both ends belong to the root
+    for rank, counts in enumerate(ranks4.run(count_collectives, case, DATA)):
+        has_head = rank // (4 // pp) == pp - 1
         assert counts == {
-            "all_gather": {1: units, 2: units, 3: 2 * m * units}[zero],
+            "all_gather": {1: units, 2: units, 3: m * (2 * units - has_head)}[zero],
             "reduce_scatter": {1: units, 2: m * units, 3: m * units}[zero],
         }
 
@@ -37,6 +43,24 @@ def test_hsdp_sums_over_its_replicas_once_a_step(ranks4: Ranks, zero: int) -> No
     case = Case(Layout(dp_replicate=2, dp_shard=2, zero=zero))  # type: ignore[arg-type]
     for counts in ranks4.run(count_collectives, case, DATA):
         assert counts["all_reduce"] == 8
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, tp=2, micro_batch=2, zero=3),
+        Layout(pp=2, dp_shard=2, schedule="interleaved-1f1b", virtual_stages=3, zero=2),
+    ],
+    ids=str,
+)
+def test_gradients_are_reduced_in_a_group_of_their_own(ranks4: Ranks, layout: Layout) -> None:
+    outcomes, groups = zip(*ranks4.run(train_in_two_groups, Case(layout)), strict=True)
+    size, name = largest_difference(merge(outcomes), run_reference(Case(layout)))
+    assert size < 1e-10, name
+    for found in groups:
+        (gathers, gather_name, gather_ranks), (reduces, reduce_name, reduce_ranks) = sorted(found)
+        assert ("gather" in gathers, "reduce" in reduces) == (True, True)
+        assert gather_name != reduce_name and gather_ranks == reduce_ranks and len(gather_ranks) == 2
 
 
 def test_sequence_parallelism_gathers_and_scatters_twice_a_block_in_each_direction(ranks4: Ranks) -> None:

@@ -55,14 +55,17 @@ def count_messages(report: RankReport) -> Counter[tuple[str, str]]:
 def expect_messages(subject: Subject, stage: int, blocks: int) -> Counter[tuple[str, str]]:
     """Of each microbatch two gathers and two scatters a block in each direction, and one for either end of the model.
 
-    A step gathers and reduces each unit once under ZeRO-1; under ZeRO-3 each microbatch does, and gathers twice.
+    A step gathers and reduces each unit once under ZeRO-1; under ZeRO-3 each microbatch does, and gathers twice what is
+    not the head.
     """
     layout = subject.layout
     m, zero = subject.global_batch // (layout.dp * layout.micro_batch), layout.zero
     ends = (stage == 0) + (stage == layout.pp - 1)
     counts: Counter[tuple[str, str]] = Counter()
     if layout.dp_shard > 1:
-        counts["all_gather", "dp_shard"] = (blocks + ends) * (1 if zero == 1 else 2 * m)
+        counts["all_gather", "dp_shard"] = (
+            blocks + ends if zero == 1 else m * (2 * (blocks + ends) - (stage == layout.pp - 1))
+        )
         counts["reduce_scatter", "dp_shard"] = (blocks + ends) * (1 if zero == 1 else m)
     if layout.tp > 1:
         counts["all_gather", "tp"] = counts["reduce_scatter", "tp"] = m * (4 * blocks + ends)

@@ -6,12 +6,13 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.dryrun.world import fake_world
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.mesh import build
-from dtlayout.mesh.build import build_mesh
+from dtlayout.mesh.build import build_mesh, open_reduction_group
 
 
 def test_a_layout_of_another_world_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +42,23 @@ def test_the_groups_of_a_mesh_end_a_collective_in_the_time_that_is_asked_for(mon
         assert build_mesh(Layout(pp=2, dp_shard=2, tp=2), "cpu", timeout_s=45) is mesh
         names = {mesh[axis].get_group().group_name for axis in ("pp", "dp_shard", "tp")}
     assert names <= set(limits) and set(limits.values()) == {timedelta(seconds=45)}
+
+
+def test_reductions_have_a_group_of_their_own_on_cuda_where_there_is_something_to_reduce(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: dict[str, timedelta] = {}
+    monkeypatch.setattr(build, "_set_pg_timeout", lambda limit, group: limits.update({group.group_name: limit}))
+    with fake_world(rank=5, world_size=8):
+        mesh, alone = build_mesh(Layout(pp=2, dp_shard=2, tp=2), "cpu"), build_mesh(Layout(pp=4, tp=2), "cpu")
+        assert open_reduction_group(mesh) is None
+        monkeypatch.setattr(DeviceMesh, "device_type", "cuda")
+        assert open_reduction_group(alone) is None
+        group = open_reduction_group(mesh)
+        assert dist.get_process_group_ranks(group) == [5, 7]
+        assert group is not mesh["dp_shard"].get_group() and not limits
+        assert open_reduction_group(mesh, timeout_s=45) is group
+        assert limits == {group.group_name: timedelta(seconds=45)}
 
 
 def test_a_mesh_goes_with_its_process_group() -> None:

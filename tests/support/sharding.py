@@ -1,6 +1,7 @@
 """What ranks report of themselves for tests/distributed/test_sharding.py: collectives, bytes, weights, sabotage."""
 
 from collections import Counter
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -8,9 +9,11 @@ import torch
 import torch.distributed as dist
 from parity import Case, Outcome, build_step, local_rows, named_parameters, run_layout
 from recording import CollectiveRecorder
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
+from dtlayout.mesh.build import open_reduction_group
 
 
 def count_collectives(case: Case, axes: tuple[str, ...]) -> Counter[str]:
@@ -57,6 +60,32 @@ def _keep_local_sum(tensor: torch.Tensor, *_: object, **__: object) -> torch.Ten
 
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 """What FSDP2 calls: 2.13 gave it a new name."""
+
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+def train_in_two_groups(case: Case) -> tuple[Outcome | None, set[tuple[str, str, tuple[int, ...]]]]:
+    """Steps where reductions have a group of their own, as on CUDA: kind, name and ranks of the groups of FSDP2."""
+    groups: set[tuple[str, str, tuple[int, ...]]] = set()
+
+    def open_on_cuda(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup | None:
+        with mock.patch.object(DeviceMesh, "device_type", "cuda"):
+            return open_reduction_group(mesh, timeout_s)
+
+    def watch(kind: str) -> mock._patch:
+        send = getattr(dist, kind)
+
+        def send_and_tell(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+            groups.add((kind, group.group_name, tuple(dist.get_process_group_ranks(group))))
+            return send(*args, group=group, **kwargs)
+
+        return mock.patch.object(dist, kind, send_and_tell)
+
+    with mock.patch("dtlayout.training.build.open_reduction_group", open_on_cuda):
+        build_step(case)  # a second trainer of these degrees has the same groups
+        with watch(_ALL_GATHER), watch(_REDUCE_SCATTER):
+            return run_layout(case), groups
+
 
 SABOTAGE = {
     "gradients over dp": lambda: mock.patch.object(dist, _REDUCE_SCATTER, _keep_own_chunk),

@@ -1,6 +1,8 @@
 """What a run refuses after it has been built."""
 
-from contextlib import ExitStack
+import math
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from dtlayout.signals import StopRequest
 from dtlayout.training import run
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.run import check_steps_left
+from dtlayout.training.step import StepResult
 
 
 def test_another_attention_kernel_than_was_asked_for_is_found():
@@ -97,3 +100,86 @@ def test_a_checkpoint_beyond_the_last_step_is_refused():
     check_steps_left(Path("step-8"), 8, 8)
     with pytest.raises(CheckpointError, match=r"step-8 has done 8 steps, more than train.steps=7; raise train.steps"):
         check_steps_left(Path("step-8"), 8, 7)
+
+
+class Clock:
+    """A clock that moves when somebody works."""
+
+    def __init__(self) -> None:
+        self.now_s, self.done = 0.0, list[str]()
+
+    def work(self, what: str, seconds: float) -> None:
+        self.done.append(what)
+        self.now_s += seconds
+
+
+FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S = 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
+
+
+def play(monkeypatch, results: list[StepResult], *, every: int = 0) -> tuple[Clock, tuple[int, int], list[float]]:
+    """The loop of a run of three steps, all of whose parts take seconds of their own."""
+    clock, times_s = Clock(), list[float]()
+
+    class Launched:
+        def wait(self):
+            clock.work("wait", WAIT_S)
+            return results[clock.done.count("wait") - 1]
+
+    def launch(index, batch, *, is_first):
+        clock.work(f"launch {batch}", LAUNCH_S)
+        return Launched(), 0.1
+
+    def note(done, result, lr, step_time_s, *, is_measured):
+        clock.work(f"note {done}", NOTE_S)
+        times_s.append(step_time_s)
+
+    config = SimpleNamespace(
+        train=SimpleNamespace(steps=3),
+        metrics=SimpleNamespace(memory_every=9),
+        checkpoint=SimpleNamespace(every=every, save=bool(every)),
+    )
+    loop = SimpleNamespace(
+        config=config, num_drawn=0, memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
+        batches=SimpleNamespace(fetch=lambda step: clock.work(f"fetch {step}", FETCH_S) or step),
+        display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
+        _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=lambda done: clock.work(f"save {done}", SAVE_S),
+    )  # fmt: skip
+    monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now_s)
+    return clock, run._Run._loop(loop, 0), times_s
+
+
+FINE = StepResult(loss=1.0, grad_norm=1.0, stop_requested=False)
+
+
+def test_the_next_batch_is_fetched_while_the_device_works_and_each_second_counts_once(monkeypatch):
+    clock, ended, times_s = play(monkeypatch, [FINE] * 3)
+    assert clock.done == [
+        "fetch 0", "launch 0", "fetch 1", "wait", "note 1", "launch 1", "fetch 2", "wait", "note 2",
+        "launch 2", "fetch 3", "wait", "update", "note 3",
+    ]  # fmt: skip
+    assert ended == (0, 3)
+    step_s = FETCH_S + LAUNCH_S + WAIT_S
+    assert times_s == [FETCH_S + step_s, step_s + NOTE_S, step_s + NOTE_S + UPDATE_S]
+    assert sum(times_s) == clock.now_s - NOTE_S  # the last one's, after all steps
+
+
+def test_a_checkpoint_waits_for_the_update_and_counts_for_no_step(monkeypatch):
+    clock, ended, times_s = play(monkeypatch, [FINE] * 3, every=2)
+    assert clock.done[7:12] == ["wait", "update", "note 2", "save 2", "launch 2"]
+    assert ended == (0, 3)
+    step_s = FETCH_S + LAUNCH_S + WAIT_S
+    assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s + UPDATE_S]
+
+
+@pytest.mark.parametrize(
+    ("last", "end", "ended"),
+    [
+        (replace(FINE, stop_requested=True), ["wait", "update", "note 2", "save 2"], (3, 2)),
+        (replace(FINE, loss=math.nan), ["wait", "update"], (4, 1)),
+        (replace(FINE, grad_norm=math.inf, stop_requested=True), ["wait", "update"], (4, 1)),
+    ],
+)
+def test_a_stop_saves_and_numbers_that_are_not_finite_end_the_run_without(monkeypatch, last, end, ended):
+    clock, found, _ = play(monkeypatch, [FINE, last], every=9)
+    assert clock.done[7:] == end
+    assert found == ended

@@ -1,0 +1,93 @@
+"""When a step's numbers go to the host, and when the host waits for them."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from parity import Case, make_tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtlayout.layout import Layout
+from dtlayout.training import step, transfer
+from dtlayout.training.build import assemble
+from dtlayout.training.optimizer import build_optimizer
+from dtlayout.training.step import TrainStep
+from dtlayout.training.transfer import OnHost, send_to_device
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_numbers_leave_before_the_update_and_are_waited_for_after_it(monkeypatch):
+    done: list[str] = []
+
+    class Recorded(OnHost):
+        def __init__(self, tensor):
+            done.append("numbers leave")
+            super().__init__(tensor)
+
+        def wait(self):
+            done.append("wait")
+            return super().wait()
+
+    case = Case(Layout())
+    assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
+    optimizer.register_step_pre_hook(lambda *_: done.append("update"))
+    monkeypatch.setattr(step, "OnHost", Recorded)
+    monkeypatch.setattr(step, "clip_gradients", lambda *_: done.append("clip"))
+    train_step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases={})
+    tokens, targets = make_tokens(case.batch, case.model.vocab_size)
+    launched = train_step.launch(tokens, targets, stop=True)
+    assert done == ["numbers leave", "clip", "update"]
+    result = launched.wait()
+    assert done[3:] == ["wait"]
+    assert result.is_finite and result.stop_requested and result.loss > 0
+
+
+class Operators(TorchDispatchMode):
+    """The operators that are called, and what is said to those that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace != "prim":
+            self.done.append(f"{func}{' pinned' * ('pin_memory' in kwargs)}{' and go on' * (args[-1] is True)}")
+        return func(*args, **kwargs)
+
+
+def test_a_gpus_numbers_are_copied_to_pinned_memory_and_the_host_waits_for_that_copy_alone(monkeypatch):
+    """On fake tensors, whose stream is the order in which operators are called."""
+    operators = Operators()
+    done = operators.done
+
+    class Event:
+        def record(self):
+            done.append("record")
+
+        def synchronize(self):
+            done.append("synchronize")
+
+    monkeypatch.setattr(transfer.torch.cuda, "Event", Event)
+    with FakeTensorMode(), operators:
+        numbers = torch.empty(3, dtype=torch.float64, device="cuda")
+        done.clear()
+        coming = OnHost(numbers)
+        assert done == ["aten.empty_like.default pinned", "aten.copy_.default and go on", "record"]
+        numbers.sqrt_()  # an update
+        here = coming.wait()
+    assert done[-2:] == ["aten.sqrt_.default", "synchronize"]
+    assert here.device.type == "cpu"
+
+
+def test_a_batch_goes_to_a_gpu_through_pinned_memory_without_waiting():
+    tokens = Mock()  # without CUDA no tensor can be sent there, not even a fake one
+    assert send_to_device(tokens, "cuda") is tokens.pin_memory().to.return_value
+    tokens.pin_memory().to.assert_called_once_with("cuda", non_blocking=True)
+
+
+def test_what_is_on_a_cpu_already_is_not_copied():
+    tensor = torch.ones(3)
+    assert send_to_device(tensor, "cpu") is OnHost(tensor).wait() is tensor
