@@ -31,7 +31,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 """On a CPU; kernels that need CUDA have their tests in tests/ops."""
 KERNELS = ("attention", "norm", "loss", "compile")
 SLOW = (("blocks", 4), ("model", 4))
-"""Compile and tp of which one case, among WITH_DOCUMENTS, stands for all: tp=2 compiles the same operators."""
+"""Compile and tp of which one case each, among WITH_DOCUMENTS and SINGLE, stands for all: tp=2 compiles the same
+operators."""
 
 
 def is_possible(choice: dict[str, Any]) -> bool:
@@ -65,6 +66,7 @@ def to_case(choice: dict[str, Any]) -> Case:
 
 
 CASES = list(cover_pairs())
+SINGLE = Case(Layout(tp=4), kernels=Kernels(compile="model"))
 
 
 WITH_DOCUMENTS = [
@@ -72,11 +74,12 @@ WITH_DOCUMENTS = [
     Case(Layout(tp=4, recompute="selective"), kernels=Kernels(compile="blocks"), documents=True),
     Case(Layout(pp=2, tp=2), kernels=Kernels(compile="blocks", attention="sdpa-math"), documents=True),
     Case(Layout(dp_shard=4, zero=3), kernels=Kernels(compile="model"), documents=True),
-    Case(Layout(tp=4), kernels=Kernels(compile="model"), documents=True),
 ]
 
 
-@pytest.mark.parametrize("case", [to_case(c) for c in CASES], ids=[" ".join(map(str, c.values())) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [*map(to_case, CASES), SINGLE], ids=[*(" ".join(map(str, c.values())) for c in CASES), "tp4 model"]
+)
 def test_every_pair_is_exact_in_float64(ranks4: Ranks, case: Case) -> None:
     found = merge(ranks4.run(run_compiled, case, timeout_s=180))
     size, whose = largest_difference(found, run_reference(replace(case, kernels=Kernels())))
