@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from dtlayout.batch import Batch
 from dtlayout.device import Device
-from dtlayout.kernels import Kernels
+from dtlayout.kernel import Need
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW
@@ -50,8 +51,8 @@ Step = Callable[[Tensor, Tensor], float]
 
 def choose_kernels(precision: Precision, mode: str) -> Kernels:
     """The fastest on a CPU."""
-    kernels = Kernels(attention="auto", compile="blocks" if mode == "compiled" else "none")
-    return kernels.resolve(precision, Device("cpu"))[0]
+    need = Need(device=Device("cpu"), compute=precision.compute, head_width=MODEL.head_width)
+    return OpenKernels(compile="blocks" if mode == "compiled" else "none").resolve(need).kernels
 
 
 def make_own_step(number_format: str, mode: str) -> Step:

@@ -15,7 +15,8 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Gpu, find_gpu, known_gpus, load_cluster
 from dtlayout.device import Device, expect_device
 from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.kernels import Kernels
+from dtlayout.kernel import Need
+from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.families import find_family
@@ -137,7 +138,7 @@ class Config:
     batch: Batch
     train: TrainConfig
     layout: OpenLayout = field(default_factory=OpenLayout)
-    kernels: Kernels = field(default_factory=Kernels)
+    kernels: OpenKernels = field(default_factory=OpenKernels)
     precision: Precision = field(default_factory=Precision)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: Optimizer = field(default_factory=AdamW)
@@ -149,6 +150,14 @@ class Config:
     def device(self) -> Device:
         """What a run will use, as far as that is known before torch is asked: `expect_device`."""
         return expect_device(self.train.device, self.cluster.known_gpu)
+
+    def choose_kernels(self, device: Device, layout: Layout) -> Chosen:
+        """The kernels of a run there, each auto replaced."""
+        need = Need(
+            device=device, compute=self.precision.compute, head_width=self.model.head_width, tp=layout.tp,
+            recompute=layout.recompute, deterministic=self.train.deterministic, document_mask=self.data.document_mask,
+        )  # fmt: skip
+        return self.kernels.resolve(need)
 
     def to_toml(self) -> str:
         """A TOML file that loads to this config again."""
@@ -207,8 +216,9 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     problems += schedule_problems(layout.schedule)
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
-    problems += config.kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
-    problems += config.kernels.unrepeatable(device) if config.train.deterministic else []
+    kernels = config.choose_kernels(device, layout).kernels
+    problems += kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
+    problems += kernels.unrepeatable(device) if config.train.deterministic else []
     if problems:
         raise InvalidLayout(problems)
     return layout

@@ -8,7 +8,7 @@ Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T t
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -27,6 +27,23 @@ class Package:
     """What is imported."""
     install: str
     """How to get it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What auto chooses kernels for; what is not known of the device is taken to be missing."""
+
+    device: Device
+    compute: Format
+    """Number format of forward and backward."""
+    head_width: int
+    """Width of an attention head."""
+    tp: int = 1
+    recompute: str = "none"
+    deterministic: bool = False
+    """Whether each step has to give the same bits again."""
+    document_mask: bool = False
+    """Whether packed documents do not see each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +68,12 @@ class Kernel:
     """Whether a search compares it with others where the user fixes none."""
     is_repeatable: bool = True
     """Whether it gives the same bits each time on CUDA, at least where torch is told to be deterministic."""
+    preference: int = 0
+    """Its place among those of which auto takes the first that will do, from 1 on; 0 if auto never takes it."""
+    reason: str = ""
+    """Why auto takes it, for a run's log."""
+    is_opaque: bool = False
+    """Whether torch.compile does not look into it: in a compiled block it is fused with nothing."""
     traces: tuple[str, ...] = ()
     """Patterns of the names under which torch's profiler sees its forward; none where they are nobody's own."""
 
@@ -71,6 +94,16 @@ class Kernel:
     def is_missing(self, device: Device) -> bool:
         """Whether it is known to lack its package."""
         return self.package is not None and device.packages is not None and self.package.module not in device.packages
+
+    def will_do(self, need: Need) -> bool:
+        """Whether auto may take it: it surely runs there, and as it is asked to."""
+        known = replace(
+            need.device, capability=need.device.capability or (0, 0), packages=need.device.packages or frozenset()
+        )
+        formats = {*self.cpu} & {*self.cuda} if known.type == "auto" else self.formats(known.type)
+        runs = need.compute in formats and not self.is_for_others(known) and not self.is_missing(known)
+        repeats = self.is_repeatable or not need.deterministic or known.type == "cpu"
+        return self.preference > 0 and runs and repeats
 
     def load(self) -> Callable[..., Any]:
         """What computes it, imported."""
@@ -106,6 +139,12 @@ class AttentionKernel(Kernel):
     v, its output and, where it holds no scores, a number for each row of them."""
     copies_exactly: bool = False
     """Whether it keeps q, k and v in fp32 or finer, each for every query head, and its scores so too."""
+    widest_head: int | None = None
+    """Widest head that it computes on CUDA; None for any."""
+    head_multiple: int = 1
+    """What the width of a head is a multiple of, on CUDA."""
+    preferred_on: int | None = None
+    """Compute capability, its first number, of the GPUs on which auto may take it; None for all that it runs on."""
     repeats_heads: bool = False
     """Whether it gets keys and values once for every query head."""
     keeps_mask: bool = True
@@ -122,6 +161,13 @@ class AttentionKernel(Kernel):
     def holds_scores(self) -> bool:
         """Whether S² scores of each head are in memory."""
         return not self.efficiency
+
+    def will_do(self, need: Need) -> bool:
+        """Whether auto may take it: heads of this width fit, and on this GPU it is known to be fast."""
+        width, on_cpu = need.head_width, need.device.type == "cpu"
+        fits = on_cpu or (width <= (self.widest_head or width) and width % self.head_multiple == 0)
+        is_fast = self.preferred_on is None or need.device.capability[:1] == (self.preferred_on,)
+        return super().will_do(need) and fits and is_fast
 
     def needs_mask(self, device_type: str) -> bool:
         """Whether it keeps packed documents apart by a mask, S² numbers a sample, and not by their offsets."""
@@ -233,42 +279,47 @@ _FLASH_ATTN_3 = Package(
     "flash_attn_interface",
     "python setup.py install, in the folder hopper of https://github.com/Dao-AILab/flash-attention",
 )
+_PLAIN = "it needs no package"
 _LIGER = Package("liger_kernel", "pip install 'dtlayout[liger]'")
 
 _KERNELS: tuple[Kernel, ...] = (
     AttentionKernel(
         name="sdpa-math", backend="MATH", is_searched=True, traces=(r"^aten::_scaled_dot_product_attention_math$",),
-        operators=("aten.bmm.default",), traffic="softmax_traffic_bytes", saved="score_saved_bytes",
-        copies_exactly=True, keeps_mask=False,
+        preference=5, reason="it computes everything", operators=("aten.bmm.default",),
+        traffic="softmax_traffic_bytes", saved="score_saved_bytes", copies_exactly=True, keeps_mask=False,
     ),
     AttentionKernel(
-        name="sdpa-efficient", cpu=(), cuda=_UP_TO_FP32, backend="EFFICIENT_ATTENTION", traces=(r"\bfmha_cutlassF",),
+        name="sdpa-efficient", cpu=(), cuda=_UP_TO_FP32, preference=4, reason="the fused one that computes in fp32",
+        backend="EFFICIENT_ATTENTION", traces=(r"\bfmha_cutlassF",),
         operators=("aten._scaled_dot_product_efficient_attention.default",), efficiency="efficient_efficiency",
         repeats_heads=True,
     ),
     AttentionKernel(
         name="sdpa-flash", cuda=_BF16, backend="FLASH_ATTENTION", is_searched=True, offsets=("cuda",),
+        preference=3, reason="PyTorch's own flash kernel", widest_head=256,
         traces=(r"^aten::_scaled_dot_product_flash_attention_for_cpu$", r"\bpytorch_flash::flash_fwd"),
         operators=_FLASH_OPERATORS, efficiency="flash2_efficiency",
     ),
     AttentionKernel(
         name="sdpa-cudnn", cpu=(), cuda=_BF16, backend="CUDNN_ATTENTION", is_repeatable=False,
+        preference=2, reason="the fastest of PyTorch's on Hopper", preferred_on=9, widest_head=128, head_multiple=8,
         traces=(r"^cudnn_generated_fort_native_sdpa(?!.*bprop)",),
         operators=("aten._scaled_dot_product_cudnn_attention.default",), efficiency="flash3_efficiency",
     ),
     AttentionKernel(
         name="flash-attn", cpu=(), cuda=_BF16, package=_FLASH_ATTN, backend="FLASH_ATTENTION", flash="flash-attn",
-        offsets=("cuda",), traces=(r"\bflash::flash_fwd",), operators=_FLASH_OPERATORS, efficiency="flash2_efficiency",
+        widest_head=256, offsets=("cuda",), traces=(r"\bflash::flash_fwd",), operators=_FLASH_OPERATORS,
+        efficiency="flash2_efficiency",
     ),
     AttentionKernel(
         name="fa3", cpu=(), cuda=_BF16, capability=9, package=_FLASH_ATTN_3, backend="FLASH_ATTENTION", flash="FA3",
-        offsets=("cuda",), traces=(r"\bflash::FlashAttnFwdSm90\b",), operators=_FLASH_OPERATORS,
-        efficiency="flash3_efficiency",
+        preference=1, reason="made for Hopper, and its package is here", widest_head=256, offsets=("cuda",),
+        traces=(r"\bflash::FlashAttnFwdSm90\b",), operators=_FLASH_OPERATORS, efficiency="flash3_efficiency",
     ),
     AttentionKernel(
-        name="blockwise", cuda=(), function="dtlayout.ops.blockwise:blockwise_attention",
-        traces=(r"^dtlayout::blockwise_attention$",), operators=("dtlayout.blockwise_attention.default",),
-        efficiency="efficient_efficiency",
+        name="blockwise", cuda=(), function="dtlayout.ops.blockwise:blockwise_attention", preference=1,
+        reason="as fast as a CPU's matmuls", traces=(r"^dtlayout::blockwise_attention$",),
+        operators=("dtlayout.blockwise_attention.default",), efficiency="efficient_efficiency",
     ),
     AttentionKernel(
         name="flash1", cpu=(), cuda=(), efficiency="flash1_efficiency", saved="flash1_saved_bytes", keeps_mask=False
@@ -283,20 +334,26 @@ _KERNELS: tuple[Kernel, ...] = (
     NormKernel(name="eager", function="dtlayout.ops.norm:eager_rms_norm", is_searched=True, separate=("cpu", "cuda")),
     NormKernel(
         name="fused", function="dtlayout.ops.norm:fused_rms_norm", is_searched=True, separate=("cpu",),
-        keeps_exact=True, traces=(r"^aten::_fused_rms_norm$",),
+        preference=2, reason="one kernel of PyTorch's", keeps_exact=True, traces=(r"^aten::_fused_rms_norm$",),
     ),
     NormKernel(
         name="liger", function="dtlayout.ops.norm:liger_rms_norm", cpu=(), cuda=_UP_TO_FP32, package=_LIGER,
+        preference=1, reason="one kernel, and its package is here", is_opaque=True,
         traces=(r"^(_block)?_rms_norm_forward_kernel",),
     ),
-    RopeKernel(name="eager", function="dtlayout.ops.rope:eager_rope", is_fused=False),
+    RopeKernel(name="eager", function="dtlayout.ops.rope:eager_rope", is_fused=False, preference=2, reason=_PLAIN),
     RopeKernel(
         name="liger", function="dtlayout.ops.rope:liger_rope", cpu=(), cuda=_UP_TO_FP32, package=_LIGER,
+        preference=1, reason="one kernel, and its package is here", is_opaque=True,
         traces=(r"^_triton_rope",),
     ),
-    SwigluKernel(name="eager", function="dtlayout.ops.mlp:eager_swiglu", num_kept=4, traces=(r"^aten::silu$",)),
+    SwigluKernel(
+        name="eager", function="dtlayout.ops.mlp:eager_swiglu", num_kept=4, traces=(r"^aten::silu$",), preference=2,
+        reason=_PLAIN,
+    ),
     SwigluKernel(
         name="liger", function="dtlayout.ops.mlp:liger_swiglu", cpu=(), cuda=_UP_TO_FP32, package=_LIGER,
+        preference=1, reason="one kernel, and its package is here", is_opaque=True,
         traces=(r"^_swiglu_forward_kernel",),
     ),
     LossKernel(name="eager", function="dtlayout.ops.loss:eager_loss", in_chunks=False),

@@ -2,16 +2,19 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args
 
 from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import KERNELS, AttentionKernel, Kernel, Package, find_kernel
+from dtlayout.kernel import KERNELS, AttentionKernel, Kernel, Need, Package, find_kernel
 from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
 
 Compile = Literal["none", "blocks", "loss", "model"]
+OpenCompile = Literal["auto", "none", "blocks", "loss", "model"]
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +22,8 @@ class Kernels:
     """A choice for each operation: the name of a record in `dtlayout.kernel`."""
 
     attention: str = "sdpa-flash"
-    """How scaled_dot_product_attention computes; sdpa-flash is PyTorch's FlashAttention-2 on CUDA, its own on CPU, auto
-    the fastest that runs. flash1, megatron-softmax and torch can be predicted, not run."""
+    """How scaled_dot_product_attention computes; sdpa-flash is PyTorch's FlashAttention-2 on CUDA, its own on CPU.
+    flash1, megatron-softmax and torch can be predicted, not run."""
     norm: str = "fused"
     """RMSNorm as separate operations (eager), as PyTorch's one operation (fused) or as liger-kernel's."""
     rope: str = "eager"
@@ -34,14 +37,7 @@ class Kernels:
     """What torch.compile gets: each block for itself, the loss, or a whole pipeline stage."""
 
     def __post_init__(self) -> None:
-        problems = []
-        for name, value in vars(self).items():
-            known = list(get_args(Compile) if name == "compile" else KERNELS[name])
-            known = ["auto", *known] if name == "attention" else known
-            if value not in known:
-                problems.append(f"kernels.{name}={value!r} is unknown; use one of {known}")
-        if problems:
-            raise InvalidConfig(problems)
+        _check_names(vars(self))
 
     @property
     def compiles_blocks(self) -> bool:
@@ -50,25 +46,8 @@ class Kernels:
 
     @property
     def records(self) -> list[Kernel]:
-        """What is known of each of them; nothing of an auto."""
-        chosen = ((name, value) for name, value in vars(self).items() if name != "compile" and value != "auto")
-        return [KERNELS[name][value] for name, value in chosen]
-
-    def resolve(self, precision: Precision, device: Device) -> tuple["Kernels", str]:
-        """The choices with attention's auto replaced by the fastest kernel that runs there, and why it is that one.
-
-        What is not known of the device is taken to be missing.
-        """
-        if self.attention != "auto":
-            return self, "asked for"
-        if device.type == "cpu":
-            return replace(self, attention="blockwise"), "as fast as the CPU's matmuls"
-        surely = replace(device, capability=device.capability or (0, 0), packages=device.packages or frozenset())
-        for name, why in _FASTEST.items():
-            kernel = find_kernel(AttentionKernel, name)
-            if kernel.suits(surely, precision.compute) and not kernel.is_missing(surely):
-                return replace(self, attention=name), why
-        raise AssertionError("the last one runs everywhere")
+        """What is known of each of them."""
+        return [KERNELS[name][value] for name, value in vars(self).items() if name != "compile"]
 
     def check(self, precision: Precision, device: Device, *, tp: int = 1, recompute: str = "none") -> None:
         """Raise InvalidConfig with all of `problems`."""
@@ -91,7 +70,7 @@ class Kernels:
             f"{', '.join(names)}: no package {package.module} here; install it: {package.install}"
             for package, names in missing.items()
         ]
-        return problems + (self._compile_problems(precision, device, tp, recompute) if tp > 1 else [])
+        return problems + (self._compile_problems(device, tp, recompute) if tp > 1 else [])
 
     def unrepeatable(self, device: Device) -> list[str]:
         """Every kernel that gives other bits each time where the run is; for train.deterministic."""
@@ -103,19 +82,105 @@ class Kernels:
             for key in [f"kernels.{kernel.operation}"]
         ]
 
-    def _compile_problems(self, precision: Precision, device: Device, tp: int, recompute: str) -> list[str]:
+    def _compile_problems(self, device: Device, tp: int, recompute: str) -> list[str]:
         """Where torch.compile fails on what tp splits."""
-        repeated = Recompute.parse(recompute)
+        repeated, attention = Recompute.parse(recompute), find_kernel(AttentionKernel, self.attention)
         is_inside = self.compile == "model" or (self.compile == "blocks" and repeated.is_selective)
-        if is_inside and repeated.every and "attention" not in repeated.kept and device.type == "cpu":
-            attention = find_kernel(AttentionKernel, self.resolve(precision, device)[0].attention)
-            if attention.backend and not attention.holds_scores:
-                return [
-                    f"kernels.compile={self.compile} cannot keep the random state that layout.recompute={recompute} "
-                    f"needs to run kernels.attention={self.attention} again on a CPU beside the mesh of "
-                    f"layout.tp={tp}; use layout.recompute=selective or kernels.attention=sdpa-math"
-                ]
+        is_again = is_inside and repeated.every and "attention" not in repeated.kept
+        if is_again and device.type == "cpu" and attention.backend and not attention.holds_scores:
+            return [
+                f"kernels.compile={self.compile} cannot keep the random state that layout.recompute={recompute} needs "
+                f"to run kernels.attention={self.attention} again on a CPU beside the mesh of layout.tp={tp}; "
+                f"use layout.recompute=selective or kernels.attention=blockwise"
+            ]
         return []
+
+
+class Chosen(NamedTuple):
+    """What auto came to."""
+
+    kernels: Kernels
+    reasons: dict[str, str]
+    """Key → why it is what it is; of those that were an auto."""
+
+    def describe(self) -> list[str]:
+        """A line for each auto."""
+        return [f"{key} {getattr(self.kernels, key)}: {why}" for key, why in self.reasons.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenKernels:
+    """Kernels as TOML writes them, before the device is known: auto means the fastest there."""
+
+    attention: str = AUTO
+    """`Kernels.attention`; auto for the first by `Kernel.preference` that will do."""
+    norm: str = AUTO
+    """`Kernels.norm`; auto likewise."""
+    rope: str = AUTO
+    """`Kernels.rope`; auto likewise."""
+    swiglu: str = AUTO
+    """`Kernels.swiglu`; auto likewise."""
+    loss: str = Kernels.loss
+    """`Kernels.loss`: memory against time, which nobody else can weigh."""
+    compile: OpenCompile = "auto"
+    """`Kernels.compile`; auto for the blocks on CUDA, which they make faster, and for nothing on a CPU."""
+
+    def __post_init__(self) -> None:
+        _check_names(vars(self), [f.name for f in fields(self) if f.default == AUTO])
+
+    @classmethod
+    def of(cls, kernels: Kernels) -> "OpenKernels":
+        """Kernels that have no auto."""
+        return cls(**vars(kernels))
+
+    def resolve(self, need: Need) -> Chosen:
+        """Each auto replaced by what is fastest where it is needed, and why it is that."""
+        values: dict[str, Any] = dict(vars(self))
+        reasons: dict[str, str] = {}
+        if self.compile == AUTO:
+            values["compile"], reasons["compile"] = _choose_compile(need)
+        compiles = values["compile"] in ("blocks", "model")
+        for key in (key for key, value in vars(self).items() if value == AUTO and key != "compile"):
+            kernel = _choose_kernel(key, need, compiles=compiles)
+            values[key] = kernel.name
+            reasons[key] = "compile fuses it" if compiles and key != "attention" else kernel.reason
+        return Chosen(Kernels(**values), {key: reasons[key] for key in vars(self) if key in reasons})
+
+    def or_usual(self) -> Kernels:
+        """Each auto replaced by the default of `Kernels`, as other engines have it."""
+        named: dict[str, Any] = {key: value for key, value in vars(self).items() if value != AUTO}
+        return Kernels(**named)
+
+
+def _choose_kernel(key: str, need: Need, *, compiles: bool) -> Kernel:
+    """The first that will do; for documents one that takes offsets before all that hold a mask of S² numbers."""
+    usable = [each for each in KERNELS[key].values() if each.will_do(need) and not (compiles and each.is_opaque)]
+
+    def holds_mask(kernel: Kernel) -> bool:
+        return need.document_mask and isinstance(kernel, AttentionKernel) and kernel.needs_mask(need.device.type)
+
+    return min(usable, key=lambda kernel: (holds_mask(kernel), kernel.preference))
+
+
+def _choose_compile(need: Need) -> tuple[Compile, str]:
+    if need.device.type == "cpu":
+        return "none", "a CPU gains little"
+    if need.device.type != "cuda":
+        return "none", "the device is not known"
+    if need.tp > 1 and need.recompute == "keep-matmuls":
+        return "none", "keep-matmuls at tp > 1 has not been compiled on CUDA"
+    return "blocks", "it fuses what is elementwise, and spares the host"
+
+
+def _check_names(values: Mapping[str, str], autos: Collection[str] = ()) -> None:
+    """InvalidConfig for each value that is no kernel, nor an auto where there is one."""
+    problems = []
+    for name, value in values.items():
+        known = [*([AUTO] if name in autos else []), *(get_args(Compile) if name == "compile" else KERNELS[name])]
+        if value not in known:
+            problems.append(f"kernels.{name}={value!r} is unknown; use one of {known}")
+    if problems:
+        raise InvalidConfig(problems)
 
 
 def find_alternative(kernel: Kernel, precision: Precision, device: Device) -> str:
@@ -151,12 +216,3 @@ _LOSS_CHUNK = 1024
 def count_loss_chunks(num_tokens: float) -> int:
     """Parts that the chunked and the linear loss take one after the other of a microbatch of so many tokens."""
     return max(2, math.ceil(num_tokens / _LOSS_CHUNK))
-
-
-_FASTEST = {
-    "fa3": "made for this GPU, and its package is installed",
-    "sdpa-flash": "PyTorch's FlashAttention-2",
-    "sdpa-efficient": "the one fused kernel that computes in fp32 on CUDA",
-    "sdpa-math": "the one kernel that computes in float64 on CUDA",
-}
-"""What attention's auto may stand for, and why; the fastest first."""

@@ -33,6 +33,7 @@ def test_check_says_what_a_legal_config_would_do(files, capsys):
         ["microbatches", "2 of 2 on each of 2 dp ranks"],
         ["tokens", "128"],
         ["data", "not checked here: dtlayout prepare reads them"],
+        ["kernels", "an auto is as the device of the run says; name it in [cluster]"],
     ]
 
 
@@ -63,9 +64,29 @@ def test_json_is_one_document_with_the_layout_that_fits(files, capsys):
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     assert printed.err == ""
-    assert document.keys() == {"ok", "world_size", "layout", "notes"}
+    assert document.keys() == {"ok", "world_size", "layout", "kernels", "chosen", "notes"}
     assert (document["ok"], document["world_size"], document["notes"]) == (True, 4, [])
     assert (document["layout"]["tp"], document["layout"]["dp_shard"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said", "compile"),
+    [
+        ("cpu", "compile none: a CPU gains little", "none"),
+        ("h100-80g-sxm", "attention sdpa-cudnn: the fastest of PyTorch's on Hopper", "blocks"),
+        ("auto", "an auto is as the device of the run says; name it in [cluster]", "auto"),
+    ],
+)
+def test_check_says_what_auto_is_on_the_device_that_is_named(files, capsys, gpu, said, compile):
+    arguments = ["check", str(files.config), f"--cluster.gpu={gpu}", "--train.device=auto"]
+    arguments += ["--precision.compute=bfloat16"]
+    assert main(arguments) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["kernels", said] in lines
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kernels"]["compile"] == compile
+    assert document["chosen"] == ([] if gpu == "auto" else [line for key, line in lines if key == "kernels"])
 
 
 def test_json_is_one_document_with_the_problems_of_a_refusal(files, capsys):
@@ -83,7 +104,8 @@ def test_plan_prints_what_happens_to_which_module(files, capsys):
     assert main(["check", str(files.config), "--layout.tp=2"]) == 0
     without = capsys.readouterr().out
     config = load_config(files.config, ["--layout.tp=2"])
-    plan = make_plan(config.model, config.layout.resolve(2), config.kernels, config.precision)
+    layout = config.layout.resolve(2)
+    plan = make_plan(config.model, layout, config.choose_kernels(config.device, layout).kernels, config.precision)
     assert with_plan == f"{without}\n{plan}\n"
 
 
@@ -115,7 +137,10 @@ def test_what_is_legal_but_hardly_meant_is_noted(files, capsys, overrides, world
     ("arguments", "problem"),
     [
         (["--kernels.attention=fa3"], "kernels.attention=fa3 runs on compute capability 9, and this GPU has 8.0; use"),
-        (["--precision.compute=float32"], "sdpa-flash does not compute in precision.compute=float32 on CUDA; use"),
+        (
+            ["--precision.compute=float32", "--kernels.attention=sdpa-flash"],
+            "sdpa-flash does not compute in precision.compute=float32 on CUDA; use",
+        ),
         (["--world", "4"], "layout dp4 mb1 zero1 is predicted to need "),
         (
             ["--cluster.gpu=cpu", "--kernels.norm=liger"],

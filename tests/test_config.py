@@ -30,7 +30,7 @@ from dtlayout.config import (
 )
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernel import KERNELS
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import OpenKernels
 from dtlayout.layout import OpenLayout
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.presets import PRESETS
@@ -149,7 +149,7 @@ def test_all_problems_of_all_sections_come_at_once():
         "train.steps is missing",
         "layout.tp='2' must be a whole number",
         "layout.zero=4 is unknown; use one of [1, 2, 3]",
-        "kernels.norm='layer' is unknown; use one of ['eager', 'fused', 'liger']",
+        "kernels.norm='layer' is unknown; use one of ['auto', 'eager', 'fused', 'liger']",
         "precision.params=bfloat16 is coarser than precision.compute=float32: the masters would lose what the step "
         "computed; use params=float32 or finer",
         "data is a table: write [data] and its keys below",
@@ -415,9 +415,11 @@ configs = st.builds(
         recompute=st.sampled_from(["none", "full", "selective", "keep-attention", "every-3"]),
     ),
     kernels=st.builds(
-        Kernels,
+        OpenKernels,
         attention=st.just("auto") | names("attention"),
-        norm=names("norm"),
+        norm=st.just("auto") | names("norm"),
+        loss=names("loss"),
+        compile=st.sampled_from(["auto", "none", "blocks", "loss", "model"]),
     ),
     precision=st.builds(Precision, params=st.just("float64"), compute=choices(Format), reduce=choices(Format)),
     data=st.builds(

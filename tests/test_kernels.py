@@ -1,6 +1,6 @@
 """A kernel is one record: where it does not run it is refused with what does, and anybody may add one."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from dtlayout.kernel import (
     KERNELS,
     AttentionKernel,
     Kernel,
+    Need,
     NormKernel,
     Package,
     find_kernel,
@@ -23,7 +24,7 @@ from dtlayout.kernel import (
     list_kernels,
     register_kernel,
 )
-from dtlayout.kernels import Kernels, find_alternative
+from dtlayout.kernels import Kernels, OpenKernels, find_alternative
 from dtlayout.precision import Precision
 
 PACKAGES = {kernel.package for kernel in list_kernels(Kernel) if kernel.package}
@@ -40,17 +41,22 @@ def test_flash_attention_on_cuda_computes_in_bf16_alone():
         Kernels().check(Precision(compute="float32"), CUDA)
 
 
+def need(device: Device, **asked) -> Need:
+    return Need(**{"device": device, "compute": "bfloat16", "head_width": 128, **asked})
+
+
 @pytest.mark.parametrize(
     ("device_type", "capability", "compute", "modules", "attention"),
     [
         ("cpu", (), "float64", (), "blockwise"),
         ("cpu", (), "bfloat16", ("flash_attn_interface", "flash_attn"), "blockwise"),
         ("cuda", (9, 0), "bfloat16", ("flash_attn_interface",), "fa3"),
-        ("cuda", (9, 0), "bfloat16", ("flash_attn", "liger_kernel"), "sdpa-flash"),
+        ("cuda", (9, 0), "bfloat16", ("flash_attn", "liger_kernel"), "sdpa-cudnn"),
         ("cuda", (8, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
         ("cuda", (10, 0), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
         ("cuda", (), "bfloat16", ("flash_attn_interface",), "sdpa-flash"),
-        ("cuda", (9, 0), "bfloat16", None, "sdpa-flash"),
+        ("cuda", (9, 0), "bfloat16", None, "sdpa-cudnn"),
+        ("auto", (), "bfloat16", None, "sdpa-flash"),
         ("cuda", (9, 0), "float32", ("flash_attn_interface",), "sdpa-efficient"),
         ("cuda", (9, 0), "float64", ("flash_attn_interface",), "sdpa-math"),
     ],
@@ -59,15 +65,97 @@ def test_auto_is_a_kernel_that_runs_there(device_type, capability, compute, modu
     precision = Precision(params="float64", compute=compute)
     packages = None if modules is None else frozenset(modules)
     device = Device(device_type, capability=capability, packages=packages)
-    kernels, why = Kernels(attention="auto", norm="eager").resolve(precision, device)
-    assert kernels == Kernels(attention=attention, norm="eager") and why
+    opened = OpenKernels(attention="auto", norm="eager", rope="eager", swiglu="eager", compile="none")
+    kernels, reasons = opened.resolve(need(device, compute=compute))
+    assert kernels == Kernels(attention=attention, norm="eager") and reasons["attention"] and len(reasons) == 1
     kernels.check(precision, device)
+
+
+HOPPER = Device("cuda", capability=(9, 0), packages=frozenset({"flash_attn_interface", "liger_kernel"}))
 
 
 def test_what_was_asked_for_by_name_stays():
     kernels = Kernels(attention="sdpa-math")
-    device = Device("cuda", capability=(9, 0), packages=frozenset({"flash_attn_interface"}))
-    assert kernels.resolve(Precision(), device)[0] is kernels
+    assert OpenKernels.of(kernels).resolve(need(HOPPER)) == (kernels, {})
+
+
+def test_each_choice_is_said_with_its_reason():
+    bare = replace(HOPPER, packages=None)
+    assert OpenKernels().resolve(need(bare)).describe() == [
+        "attention sdpa-cudnn: the fastest of PyTorch's on Hopper",
+        "norm fused: compile fuses it",
+        "rope eager: compile fuses it",
+        "swiglu eager: compile fuses it",
+        "compile blocks: it fuses what is elementwise, and spares the host",
+    ]
+    assert OpenKernels(compile="none").resolve(need(HOPPER)).describe() == [
+        "attention fa3: made for Hopper, and its package is here",
+        *(f"{key} liger: one kernel, and its package is here" for key in ("norm", "rope", "swiglu")),
+    ]
+    assert OpenKernels(attention="sdpa-math").resolve(need(CPU)).describe() == [
+        "norm fused: one kernel of PyTorch's",
+        "rope eager: it needs no package",
+        "swiglu eager: it needs no package",
+        "compile none: a CPU gains little",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "attention"),
+    [
+        ({"deterministic": True}, "sdpa-flash"),  # cuDNN's gives other bits each time
+        ({"document_mask": True}, "sdpa-flash"),  # cuDNN's would hold a mask
+        ({"document_mask": True, "compute": "float32"}, "sdpa-efficient"),  # as would all that compute in fp32
+        ({"head_width": 192}, "sdpa-flash"),
+        ({"head_width": 100}, "sdpa-flash"),
+        ({"head_width": 320}, "sdpa-efficient"),
+    ],
+)
+def test_auto_takes_what_does_as_it_is_asked_to(asked, attention):
+    hopper = replace(HOPPER, packages=frozenset())
+    assert OpenKernels().resolve(need(hopper, **asked)).kernels.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "choice"),
+    [
+        (CUDA, {}, "blocks"),
+        (CUDA, {"tp": 2, "recompute": "selective"}, "blocks"),
+        (CUDA, {"recompute": "keep-matmuls"}, "blocks"),
+        (CUDA, {"tp": 2, "recompute": "keep-matmuls"}, "none"),
+        (CPU, {}, "none"),
+        (Device(), {}, "none"),
+    ],
+)
+def test_blocks_are_compiled_on_cuda_but_where_nobody_has_tried_it(device, asked, choice):
+    chosen = OpenKernels().resolve(need(device, **asked))
+    assert chosen.kernels.compile == choice and chosen.reasons["compile"]
+
+
+def test_other_engines_have_their_usual_kernels_in_the_place_of_an_auto():
+    assert OpenKernels().or_usual() == Kernels()
+    assert OpenKernels(attention="flash1").or_usual() == Kernels(attention="flash1")
+
+
+@given(
+    device=st.sampled_from([Device(), CPU, CUDA, HERE, HOPPER, *map(device_of, known_gpus().values())]),
+    compute=st.sampled_from(["float64", "float32", "bfloat16"]),
+    asked=st.fixed_dictionaries({"deterministic": st.booleans(), "document_mask": st.booleans()}),
+    tp=st.sampled_from([1, 2]),
+    recompute=st.sampled_from(["none", "full", "selective", "keep-matmuls"]),
+)
+def test_what_auto_takes_is_never_refused(device, compute, asked, tp, recompute):
+    chosen = OpenKernels().resolve(need(device, compute=compute, tp=tp, recompute=recompute, **asked))
+    precision = Precision(params="float64", compute=compute)
+    assert chosen.kernels.problems(precision, device, tp=tp, recompute=recompute) == []
+    if asked["deterministic"] and device.type != "auto":
+        assert chosen.kernels.unrepeatable(device) == []
+
+
+def test_a_kernel_of_ones_own_is_taken_where_it_says_that_it_is_preferred():
+    with kernels_replaced(AttentionKernel(name="mine", efficiency="flash2_efficiency", preference=1, reason="mine")):
+        kernels, reasons = OpenKernels().resolve(need(CUDA))
+        assert (kernels.attention, reasons["attention"]) == ("mine", "mine")
 
 
 def test_flash_attention_3_is_for_hopper():
@@ -116,7 +204,7 @@ def test_a_kernel_that_cannot_repeat_its_bits_is_told_where_it_would_run_on_cuda
     )
     assert Kernels(attention="sdpa-cudnn").unrepeatable(Device()) == [problem]  # it runs nowhere else
     assert Kernels(attention="sdpa-cudnn").unrepeatable(CPU) == []  # where it is refused anyway
-    assert Kernels().unrepeatable(CUDA) == Kernels(attention="auto").unrepeatable(CUDA) == []
+    assert Kernels().unrepeatable(CUDA) == []
     with kernels_replaced(NormKernel(name="mine", is_repeatable=False)):
         mine = Kernels(norm="mine")
         assert [len(mine.unrepeatable(device)) for device in (CUDA, CPU, Device())] == [1, 0, 0]

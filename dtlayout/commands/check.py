@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.kernel import find_packages
+from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
@@ -31,11 +32,17 @@ def run(options: argparse.Namespace) -> int:
         from dtlayout.planner.prediction import refuse_hopeless  # only now: it imports the cost model
 
         refuse_hopeless(config, layout, config.device.gpu)
-    notes = _find_notes(config, layout)
-    lines = [f"{name:<14}{value}" for name, value in _describe(config, layout)] + [f"note: {note}" for note in notes]
+    chosen = config.choose_kernels(config.device, layout)
+    notes = _find_notes(config, layout, chosen.kernels)
+    is_known = config.device.type != "auto"
+    said = chosen.describe() if is_known else ["an auto is as the device of the run says; name it in [cluster]"]
+    facts = [*_describe(config, layout), *(("kernels", line) for line in said)]
+    lines = [f"{name:<14}{value}" for name, value in facts] + [f"note: {note}" for note in notes]
     if options.plan:
-        lines.append(f"\n{make_plan(config.model, layout, config.kernels, config.precision)}")
-    return show(options, {"ok": True, "world_size": world_size, "layout": asdict(layout), "notes": notes}, lines)
+        lines.append(f"\n{make_plan(config.model, layout, chosen.kernels, config.precision)}")
+    kernels = asdict(chosen.kernels if is_known else config.kernels)
+    document = {"ok": True, "world_size": world_size, "layout": asdict(layout), "kernels": kernels}
+    return show(options, {**document, "chosen": chosen.describe() if is_known else [], "notes": notes}, lines)
 
 
 def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
@@ -51,7 +58,7 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
     ]
 
 
-def _find_notes(config: Config, layout: Layout) -> list[str]:
+def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     """What is legal, but hardly meant."""
     notes = []
     gpus = config.cluster.ranks_per_node
@@ -60,4 +67,4 @@ def _find_notes(config: Config, layout: Layout) -> list[str]:
     if layout.zero > 1 and layout.dp_shard == 1:
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
-    return notes + config.kernels.problems(config.precision, here, tp=layout.tp, recompute=layout.recompute)
+    return notes + kernels.problems(config.precision, here, tp=layout.tp, recompute=layout.recompute)

@@ -22,7 +22,7 @@ from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
 from dtlayout.planner.runs import Run
@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namespace) -> Findings:
-    kernels, notes = choose_kernels(config, gpu)
-    estimate = predict(replace(config, kernels=kernels), layout, gpu)
+    kernels, notes = choose_kernels(config, layout, gpu)
+    estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, gpu)
     assert estimate is not None, "the GPU type is known"
     if options.world is None and config.layout.dp_shard == -1:
         notes.append(f"without --world the fewest ranks that the layout takes, {layout.world_size}")
@@ -78,7 +78,7 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
     num_steps, folds, measured = options.steps, not options.whole, {}
     scenario = own_scenario(config, layout.world_size, gpu)
     if curves is not None:
-        here = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, gpu))
+        here = replace(curves.run, scenario=scenario, layout=layout, kernels=predicted_kernels(config, layout, gpu))
         asked = _list_settings(here)
         if differing := [f"{key}={had!r}" for key, had in _list_settings(curves.run).items() if had != asked[key]]:
             what = f"the run of {options.run} had {', '.join(differing)}"

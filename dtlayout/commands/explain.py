@@ -39,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
     world_size = config.layout.smallest_world_size if options.world is None else options.world
     layout = _check(config, world_size, engine, gpu)
     scenario = replace(own_scenario(config, world_size, gpu), engine=engine)
-    explanation = explain(scenario, layout, predicted_kernels(config, gpu))
+    is_own = engine.name == OWN_ENGINE
+    kernels = predicted_kernels(config, layout, gpu) if is_own else config.kernels.or_usual()
+    explanation = explain(scenario, layout, kernels)
     return show(options, _to_document(scenario, explanation), _describe(scenario, explanation))
 
 

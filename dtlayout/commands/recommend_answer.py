@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtlayout import toml
-from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.errors import InvalidLayout
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_parameters
 from dtlayout.optimizers import AdamW
@@ -36,7 +36,7 @@ class Verified(NamedTuple):
 
     estimate: Estimate
     peak_bytes: int
-    """Most bytes that one of the default ranks held."""
+    """Most bytes that one of the default ranks held, less what torch.compile spares by the formula."""
     fits: bool
     """Whether that fits, with what the engine's allocator holds beside tensors."""
 
@@ -54,12 +54,14 @@ def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verifi
     gpu, found = scenario.cluster.gpu, list[Verified]()
     for estimate in result.ranked:
         config = parse_config(toml.loads(make_config(Path("verified.toml"), scenario, estimate, ())))
-        kernels, _ = choose_kernels(config, gpu)
+        kernels, _ = choose_kernels(config, estimate.layout, gpu)
         reports = dry_run_ranks(
             config, estimate.layout, kernels, default_ranks(estimate.layout, estimate),
             device_type=gpu.device_type, gpus_per_node=scenario.cluster.gpus_per_node,
         )  # fmt: skip
-        peak_bytes = max(report.peak_bytes for report in reports)
+        eager = Estimator(scenario).estimate(estimate.layout, kernels)
+        spared = round(eager.peak_bytes - estimate.peak_bytes)
+        peak_bytes = max(report.peak_bytes for report in reports) - spared
         fits = peak_bytes + scenario.engine.constants.overhead_bytes <= result.allowed_bytes
         found.append(Verified(estimate, peak_bytes, fits))
         if len(found) >= number and any(v.fits for v in found):
@@ -190,7 +192,7 @@ def list_scale(scenario: Scenario, rows: Sequence[ScaleRow]) -> list[str]:
             cells.append([str(row.num_gpus), "no layout is legal and fits", *[""] * 6])
             continue
         cells.append([
-            str(row.num_gpus), _full_name(e), _describe_mfu(scenario, e, short=True), f"{e.step_time_s:.3f}",
+            str(row.num_gpus), _full_name(scenario, e), _describe_mfu(scenario, e, short=True), f"{e.step_time_s:.3f}",
             f"{scenario.batch.num_tokens / e.step_time_s:,.0f}", str(e.layout.num_microbatches(scenario.batch)),
             f"{e.time.bubble / e.step_time_s:.1%}", f"{row.efficiency:.1%}",
         ])  # fmt: skip
@@ -211,9 +213,10 @@ def explain_nothing(space: Space, result: SearchResult) -> list[str]:
     return problems
 
 
-def _full_name(estimate: Estimate) -> str:
+def _full_name(scenario: Scenario, estimate: Estimate) -> str:
     """A layout with the kernels that are not the usual ones."""
-    usual, kernels = asdict(Kernels()), asdict(estimate.kernels).items()
+    usual = asdict(engine_kernels(scenario, OpenKernels(), estimate.layout))
+    kernels = asdict(estimate.kernels).items()
     odd = [kernel if name == "attention" else f"{name} {kernel}" for name, kernel in kernels if kernel != usual[name]]
     return " ".join([str(estimate.layout), *odd])
 
@@ -231,7 +234,8 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
 
 def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:
     return {
-        "name": _full_name(e), "layout": asdict(e.layout), "kernels": asdict(e.kernels), "stage_layers": e.stage_layers,
+        "name": _full_name(scenario, e), "layout": asdict(e.layout), "kernels": asdict(e.kernels),
+        "stage_layers": e.stage_layers,
         "mfu": e.mfu if scenario.cluster.gpu.has_mfu else None, "step_time_s": e.step_time_s,
         "tokens_per_s": scenario.batch.num_tokens / e.step_time_s, "time": e.time.as_dict(),
         "memory": [rank.as_dict() for rank in e.memory], "busiest_rank": e.busiest_rank, "peak_bytes": e.peak_bytes,
@@ -278,7 +282,7 @@ def _table(scenario: Scenario, result: SearchResult) -> list[str]:
     layouts = [["   layout", "MFU", "step s", "memory of the busiest rank, GiB"]]
     shares = [["   of the step, %", *result.ranked[0].time.as_dict()]]
     for place, e in enumerate(result.ranked, start=1):
-        mfu, name = _describe_mfu(scenario, e, short=True), f"{place:<3}{_full_name(e)}"
+        mfu, name = _describe_mfu(scenario, e, short=True), f"{place:<3}{_full_name(scenario, e)}"
         layouts.append([name, mfu, f"{e.step_time_s:.3f}", _bar(e)])
         parts = [f"{100 * seconds / e.step_time_s:.1f}" for seconds in e.time.as_dict().values()]
         shares.append([f"{place:<3}", *parts])

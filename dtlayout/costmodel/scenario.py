@@ -5,10 +5,11 @@ from functools import cached_property
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster
-from dtlayout.costmodel.engine import Engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine
 from dtlayout.costmodel.stage_split import STAGE_SPLITS
 from dtlayout.device import Device, device_of
-from dtlayout.kernels import Kernels
+from dtlayout.kernel import Need
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW, Optimizer
@@ -44,6 +45,17 @@ class Scenario:
     def device(self) -> Device:
         """The kind of device that its ranks run on."""
         return device_of(self.cluster.gpu)
+
+
+def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> Kernels:
+    """What the engine runs on this device where a kernel is an auto: ours the fastest, others the usual one."""
+    if scenario.engine.name != OWN_ENGINE:
+        return kernels.or_usual()
+    need = Need(
+        device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width, tp=layout.tp,
+        recompute=layout.recompute, document_mask=scenario.document_mask,
+    )  # fmt: skip
+    return kernels.resolve(need).kernels
 
 
 def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:

@@ -18,9 +18,9 @@ def has_stand_in(kernel: Kernel) -> bool:
     return isinstance(kernel, AttentionKernel) and not kernel.holds_scores
 
 
-def choose_kernels(config: Config, gpu: Gpu) -> tuple[Kernels, list[str]]:
+def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, list[str]]:
     """The kernels that a dry run executes, and what it leaves out; InvalidConfig for what it cannot do."""
-    kernels, notes = predicted_kernels(config, gpu), []
+    kernels, notes = predicted_kernels(config, layout, gpu), []
     problems = [
         f"kernels.{kernel.operation}={kernel.name} runs on CUDA alone, and a dry run executes it on no GPU; "
         f"use --kernels.{kernel.operation}={find_alternative(kernel, config.precision, Device('cpu'))}"

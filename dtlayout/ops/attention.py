@@ -6,6 +6,7 @@ Legend: B batch, H query heads, G key-value heads, S sequence, K head width.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import inf
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,8 +26,6 @@ from dtlayout.ops.flash_attn import FlashAttn
 register_flash_attention_impl("flash-attn", register_fn=FlashAttn)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Queries, keys, values and what keeps documents apart → attention's result."""
-_WIDEST_FLASH = 256
-"""Head width up to which there are flash kernels."""
 _REFUSALS = ("No available kernel", "No viable backend")
 """How a backend says that it does not take its inputs."""
 
@@ -53,7 +52,7 @@ def bind_attention(kernel: AttentionKernel) -> Attend:
 
     def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None and not kernel.needs_mask(q_BHSK.device.type):
-            if q_BHSK.shape[-1] > _WIDEST_FLASH:  # flash itself would say it with a traceback
+            if q_BHSK.shape[-1] > (kernel.widest_head or inf):  # flash itself would say it with a traceback
                 raise _refusal(kernel, q_BHSK)
             from dtlayout.ops.varlen import attend_by_document
 

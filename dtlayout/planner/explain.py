@@ -16,7 +16,7 @@ from dtlayout.batch import Batch
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.kernel import Kernel, list_kernels
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout, show_value
 from dtlayout.model_shape import divisors
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -147,9 +147,9 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
                 yield "schedule", _settle(layout, {"schedule": name, "virtual_stages": v})
 
 
-def find_overrides(old: tuple[Layout, Kernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
+def find_overrides(old: tuple[Layout, Kernels | OpenKernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
     """Arguments of train.py that run the new layout and kernels where the config has the old ones."""
-    before, after = ({"layout": asdict(layout), "kernels": asdict(kernels)} for layout, kernels in (old, new))
+    before, after = ({"layout": asdict(layout), "kernels": vars(kernels)} for layout, kernels in (old, new))
     return tuple(
         f"--{section}.{name}={show_value(value)}"
         for section, values in after.items()

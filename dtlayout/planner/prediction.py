@@ -32,12 +32,12 @@ def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
     """The estimate of this trainer with a legal layout on a GPU type; None where no numbers of the GPU are known."""
     if gpu is None:
         return None
-    return estimate(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
+    return estimate(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, layout, gpu))
 
 
-def predicted_kernels(config: Config, gpu: Gpu) -> Kernels:
-    """A config's kernels on a GPU type as the cost model knows them, without an auto."""
-    return config.kernels.resolve(config.precision, device_of(gpu))[0]
+def predicted_kernels(config: Config, layout: Layout, gpu: Gpu) -> Kernels:
+    """The kernels of this trainer with a layout on a GPU type, as far as that tells."""
+    return config.choose_kernels(device_of(gpu), layout).kernels
 
 
 def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
@@ -47,7 +47,7 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
         return
     if predicted.peak_bytes <= HOPELESS_SHARE * predicted.capacity_bytes:
         return
-    explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, gpu))
+    explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, layout, gpu))
     ways = [_describe_change(change) for change in explanation.changes[:3]]
     if growth := explanation.growth:
         ways = [f"{growth.estimate.layout.world_size} GPUs with {_describe_change(growth)}"]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import find_refusals
-from dtlayout.kernels import Kernels
+from dtlayout.costmodel.scenario import engine_kernels, find_refusals
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout, show_value
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
 from dtlayout.planner.search import TIE, Search
@@ -100,12 +100,12 @@ def describe_lead(own: Estimate, following: Estimate, place: int) -> str:
 def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels]:
     """The layout that some choices name: every other field at its default, dp_shard as the GPUs that are left."""
     named = {**space.fixed, **choices}
-    asked = Kernels(**{name: named.pop(name) for name in KERNEL_NAMES if name in named})
-    kernels, _ = asked.resolve(space.scenario.precision, space.scenario.device)
+    asked = OpenKernels(**{name: named.pop(name) for name in KERNEL_NAMES if name in named})
     if named.get("virtual_stages", 1) > 1:
         named.setdefault("schedule", schedule_with(named["virtual_stages"]))
     named.setdefault("dp_shard", max(1, space.scenario.cluster.num_gpus // Layout(**named).world_size))
-    return Layout(**named), kernels
+    layout = Layout(**named)
+    return layout, engine_kernels(space.scenario, asked, layout)
 
 
 def spread(layout: Layout, num_gpus: int) -> Layout | None:

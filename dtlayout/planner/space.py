@@ -13,8 +13,8 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | micro_batch | divisors of B |
 | sequence_parallel | on; for tp > 1 also off |
 | recompute | none, selective, keep-attention, full, every-2, every-4, every-8 |
-| attention, norm | sdpa-flash, sdpa-math; fused, eager |
-| loss, rope, swiglu, compile | what they are by default; others only where they are fixed |
+| attention, norm | what they are by default; sdpa-flash, sdpa-math; fused, eager |
+| loss, rope, swiglu, compile | what they are by default, for our trainer what auto is; others where they are fixed |
 
 cp stays 1, which is all that the trainer takes. What is fixed takes the place of an axis's values.
 """
@@ -27,10 +27,10 @@ from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 from dtlayout import toml
-from dtlayout.costmodel.scenario import Scenario, find_refusals
+from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_refusals
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import Kernel, list_kernels
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -77,7 +77,7 @@ def parse_choice(text: str) -> tuple[str, Any]:
         kinds = {int: "a whole number", bool: "true or false", str: "a word", tuple: "a list such as [3, 3, 2]"}
         raise InvalidConfig(f"{name}={written} must be {kinds[CHOICES[name]]}")
     checked: dict[str, Any] = {name: value}
-    Kernels(**checked) if name in KERNEL_NAMES else Layout(**checked)
+    OpenKernels(**checked) if name in KERNEL_NAMES else Layout(**checked)
     return name, value
 
 
@@ -171,10 +171,12 @@ class Space:
     @cached_property
     def kernels(self) -> list[Kernels]:
         """Kernels that the trainer has; the fast ones first."""
-        values = {name: [kernel] for name, kernel in asdict(Kernels()).items()} | searched_kernels()
+        searched = searched_kernels()
+        usual = asdict(engine_kernels(self.scenario, OpenKernels(), Layout()))
+        values = {name: list(dict.fromkeys([kernel, *searched.get(name, ())])) for name, kernel in usual.items()}
         chosen = [self.choose(name, found) for name, found in values.items()]
-        combinations = [dict(zip(values, each, strict=True)) for each in product(*chosen)]
-        return [Kernels(**each).resolve(self.scenario.precision, self.scenario.device)[0] for each in combinations]
+        combinations = [OpenKernels(**dict(zip(values, each, strict=True))) for each in product(*chosen)]
+        return [engine_kernels(self.scenario, each, Layout()) for each in combinations]
 
     @cached_property
     def constant(self) -> dict[str, Any]:

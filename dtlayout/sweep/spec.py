@@ -26,12 +26,12 @@ from dtlayout import toml
 from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.device import expect_device
+from dtlayout.device import device_of, expect_device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.layout import OpenLayout
 from dtlayout.measure.devices import ask_device_names
 from dtlayout.planner.explain import find_overrides
-from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels, to_predicted
+from dtlayout.planner.prediction import own_scenario, predict, to_predicted
 from dtlayout.planner.runs import Run
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
@@ -206,7 +206,7 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     scenario, estimate = own_scenario(config, sweep.world, gpu or gpu_named("unknown")), predict(config, layout, gpu)
     run = Run(
         table=sweep.path.stem, row=key, scenario=scenario, layout=layout,
-        kernels=predicted_kernels(config, gpu) if gpu else config.kernels, outcome="running",
+        kernels=config.choose_kernels(device_of(gpu) if gpu else config.device, layout).kernels, outcome="running",
         predicted=to_predicted(estimate, scenario),
     )  # fmt: skip
     return Trial(key=key, setting=setting, overrides=overrides, config=config, run=run, estimate=estimate)

@@ -70,6 +70,8 @@ class Summary:
     """The attention kernels that really ran."""
     kernels: dict[str, list[str]] = field(default_factory=dict)
     """Operation → its kernels that really ran, as far as names tell."""
+    chosen: list[str] = field(default_factory=list)
+    """Each kernel that was an auto, as what and why."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused."""
     run: Run | None = None

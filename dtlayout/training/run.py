@@ -28,7 +28,7 @@ from dtlayout.errors import (
     KernelError,
 )
 from dtlayout.files import write_whole
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
@@ -59,19 +59,18 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     if config.train.deterministic:
         repeat_bits(config.train.device)
     device = open_device(config.train.device, config.cluster.known_gpu)
-    if config.train.deterministic and (problems := config.kernels.unrepeatable(device)):
+    chosen = config.choose_kernels(device, layout)
+    kernels = chosen.kernels
+    if config.train.deterministic and (problems := kernels.unrepeatable(device)):
         raise InvalidConfig(problems)
-    config.kernels.check(config.precision, device, tp=layout.tp, recompute=layout.recompute)
-    kernels, why = config.kernels.resolve(config.precision, device)
-    refuse_hopeless(config, layout, device.gpu)
+    kernels.check(config.precision, device, tp=layout.tp, recompute=layout.recompute)
+    refuse_hopeless(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
     store = open_store(config.train.timeout_s)
     tokens = prepare_on_node(config.data, store)
     samples = open_samples(tokens, config.model.vocab_size, config.batch, seed=config.train.seed)
     with attention_implementation(kernels.attention):
         join_ranks(device, config.train.timeout_s, store)
-        run = _Run(config, layout, kernels, device, samples, stop)
-        if kernels != config.kernels:
-            run.display.say(f"kernels.attention=auto is {kernels.attention}: {why}")
+        run = _Run(config, layout, chosen, device, samples, stop)
         try:
             exit_code = run.execute()
         except DtlayoutError as error:
@@ -86,12 +85,13 @@ class _Run:
     """One rank's side of a run."""
 
     def __init__(
-        self, config: Config, layout: Layout, kernels: Kernels, device: Device, samples: Samples, stop: StopRequest
+        self, config: Config, layout: Layout, chosen: Chosen, device: Device, samples: Samples, stop: StopRequest
     ):
-        """`kernels` are the config's without an auto."""
+        """`chosen` are the config's kernels without an auto."""
+        kernels = chosen.kernels
         self.config = config
         self.layout = layout
-        self.kernels = kernels
+        self.chosen = chosen
         self.device = device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
@@ -116,7 +116,7 @@ class _Run:
         self.display = Display(console, config.train.steps, config.metrics.log_every)
         self.step_times_s: list[float] = []
         self.num_drawn = 0  # steps of which memory.json shows the curve
-        estimate = predict(replace(config, kernels=kernels), layout, device.gpu)
+        estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
         scenario = own_scenario(config, layout.world_size, device.gpu or gpu_named(device.name))
         self.prediction_line = describe(estimate, scenario)
         self.record = Run(
@@ -207,11 +207,12 @@ class _Run:
 
     def _check_attention(self) -> None:
         """KernelError on every rank if one that was recorded ran another kernel than was asked for."""
-        problem = find_other_attention(self.kernels.attention, set(self.recorder.executed["attention"]))
+        attention = self.chosen.kernels.attention
+        problem = find_other_attention(attention, set(self.recorder.executed["attention"]))
         problems = torch.tensor(int(bool(problem)))
         dist.all_reduce(problems, group=self.host)
         if problems:
-            raise KernelError(problem or f"kernels.attention={self.kernels.attention!r} did not run on another rank")
+            raise KernelError(problem or f"kernels.attention={attention!r} did not run on another rank")
 
     def _note(self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool) -> None:
         self.step_times_s.append(step_time_s)
@@ -252,6 +253,8 @@ class _Run:
             f"{schedule.num_microbatches} microbatches, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
         )
+        for line in self.chosen.describe():
+            self.display.say(line)
         self.display.say(self.prediction_line)
 
     def _report(self, exit_code: int, done: int) -> None:
@@ -279,6 +282,7 @@ class _Run:
             torch=torch.__version__,
             attention_kernels=self.recorder.executed["attention"],
             kernels=self.recorder.executed,
+            chosen=self.chosen.describe(),
             run=replace(self.record, outcome="non_finite" if exit_code == EXIT_NON_FINITE else "ok", measured=measured),
         )
         summary.write(self.folder)

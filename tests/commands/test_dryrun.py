@@ -126,10 +126,10 @@ def run(tmp_path_factory):
     ranks = json.loads(out.getvalue())["ranks"]
     curves = [[Highest(**highest) for highest in rank["curve"]] for rank in (ranks[0], ranks[1])]
     config = load_config("configs/debug.toml")
-    kernels = predicted_kernels(config, find_gpu("cpu"))
+    layout = config.layout.resolve(4)
     about = Run(
-        table="runs", row="debug", scenario=own_scenario(config, 4, find_gpu("cpu")), layout=config.layout.resolve(4),
-        kernels=kernels, outcome="running",
+        table="runs", row="debug", scenario=own_scenario(config, 4, find_gpu("cpu")), layout=layout,
+        kernels=predicted_kernels(config, layout, find_gpu("cpu")), outcome="running",
     )  # fmt: skip
     MemoryCurves(num_steps=2, by_pp_rank=curves, run=about).write(folder)
     return folder

@@ -120,7 +120,10 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
         (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),
         (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=2"), "cp=2: context parallelism is not there yet"),
-        (("--gpu", "h100-80g-sxm"), "kernels.attention=sdpa-flash does not compute in precision.compute=float32"),
+        (
+            ("--gpu", "h100-80g-sxm", "--kernels.attention=sdpa-flash"),
+            "kernels.attention=sdpa-flash does not compute in precision.compute=float32",
+        ),
     ],
 )
 def test_what_cannot_be_explained_is_refused_with_what_works(files, capsys, arguments, problem):
@@ -142,8 +145,11 @@ def test_the_example_works_and_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_auto_is_explained_as_the_kernel_that_it_stands_for(files, capsys):
+def test_auto_is_explained_as_the_kernels_that_it_stands_for(files, capsys):
     arguments = (str(files.config), "--gpu", "h100-80g-sxm", "--precision.compute=bfloat16", "--json")
-    document = json.loads(explain(capsys, *arguments, "--kernels.attention=auto"))
-    assert document["kernels"]["attention"] == "sdpa-flash"
-    assert document == json.loads(explain(capsys, *arguments, "--kernels.attention=sdpa-flash"))
+    document = json.loads(explain(capsys, *arguments))
+    assert (document["kernels"]["attention"], document["kernels"]["compile"]) == ("sdpa-cudnn", "blocks")
+    named = (f"--kernels.{name}={value}" for name, value in document["kernels"].items())
+    assert document == json.loads(explain(capsys, *arguments, *named))
+    other = json.loads(explain(capsys, *arguments, "--engine", "torchtitan"))
+    assert (other["kernels"]["attention"], other["kernels"]["compile"]) == ("sdpa-flash", "none")

@@ -12,6 +12,9 @@ from tiny import SHAPE, TinyFiles, write_tiny
 
 from dtlayout.cli import main
 from dtlayout.config import load_config
+from dtlayout.device import Device
+from dtlayout.kernel import Need
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.models.counting import count_parameters
 from dtlayout.planner.runs import Run
 
@@ -26,7 +29,7 @@ def straight(tmp_path_factory) -> TinyFiles:
     """Six steps of a model with tied embeddings as tp2, with a checkpoint after each third."""
     folder = tmp_path_factory.mktemp("straight")
     files, log = write_tiny(folder, steps=6, tied=True), folder / "log"
-    overrides = ("--layout.tp=2", "--checkpoint.every=3", "--kernels.attention=auto", "--metrics.memory=true")
+    overrides = ("--layout.tp=2", "--checkpoint.every=3", "--metrics.memory=true")
     assert launch(2, files.config, *overrides, log=log) == 0, log.read_text()
     return files
 
@@ -69,10 +72,14 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     assert predicted["step_time_s"] is None and len(predicted["peak_memory_bytes"]) == 1
     run = Run.from_dict(summary["run"])
     assert (run.outcome, run.layout, run.scenario.model) == ("ok", config.layout.resolve(2), config.model)
-    assert (run.kernels.attention, run.measured.tokens_per_s) == ("blockwise", summary["tokens_per_s"])
+    assert (run.kernels, run.measured.tokens_per_s) == (Kernels(attention="blockwise"), summary["tokens_per_s"])
     assert run.predicted.memory[0].total == pytest.approx(predicted["peak_memory_bytes"][0], abs=1)
     log = (straight.config.parent / "log").read_text()
-    assert len(re.findall("^kernels.attention=auto is blockwise: as fast as the CPU's matmuls$", log, re.M)) == 1
+    assert (
+        summary["chosen"]
+        == OpenKernels().resolve(Need(device=Device("cpu"), compute="float32", head_width=8)).describe()
+    )
+    assert all(log.splitlines().count(line) == 1 for line in summary["chosen"]) and len(summary["chosen"]) == 5
     assert "USDT" not in log  # what the profiler says to nobody
     assert len(re.findall(r"^predicted: peak .* MiB on pipeline rank 0 \(no step time: .*\)$", log, re.M)) == 1
     assert re.search(r"step time +│ [\d.]+ s +│", log) and re.search(

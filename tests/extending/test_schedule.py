@@ -2,7 +2,7 @@
 
 import pytest
 from launching import losses
-from plugged import ask_programs, count_files, plugged_in
+from plugged import ON_CPU, ask_programs, count_files, plugged_in
 
 from dtlayout import launch
 
@@ -32,5 +32,5 @@ def test_four_programs_know_it(tmp_path, capsys):
     alone = f"{answers.run}-alone"
     one_rank = ("--layout.pp=1", "--layout.schedule=1f1b", "--train.steps=2", "--train.device=cpu")
     data = (f"--data.source={tmp_path}/corpus.txt", f"--data.folder={tmp_path}/tokens", "--data.max_tokens=0")
-    assert launch.main([str(answers.config), *one_rank, *data, f"--train.run_folder={alone}"]) == 0
+    assert launch.main([str(answers.config), *one_rank, *ON_CPU, *data, f"--train.run_folder={alone}"]) == 0
     assert losses(answers.run) == pytest.approx(losses(type(answers.run)(alone)), rel=1e-5)

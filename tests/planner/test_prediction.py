@@ -16,10 +16,17 @@ from dtlayout.config import ClusterConfig, Config, DataConfig, TrainConfig, pars
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.kernels import Kernels
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
-from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
+from dtlayout.planner.prediction import (
+    describe,
+    own_scenario,
+    predict,
+    predicted_kernels,
+    refuse_hopeless,
+    to_predicted,
+)
 from dtlayout.planner.runs import Predicted, Run
 from dtlayout.precision import Precision
 
@@ -57,7 +64,7 @@ def runs(draw: st.DrawFn) -> tuple[Config, Layout]:
         assume(False)
     config = Config(
         model=model, batch=batch, train=TrainConfig(steps=1), precision=precision,
-        kernels=Kernels(
+        kernels=OpenKernels(
             attention=draw(st.sampled_from(("auto", "sdpa-flash", "sdpa-math"))),
             norm=draw(st.sampled_from(("eager", "fused"))),
         ),
@@ -174,7 +181,7 @@ def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
 
 
 def test_documents_that_do_not_see_each_other_are_part_of_what_is_predicted():
-    config, layout = replace(make_config(), kernels=Kernels(attention="sdpa-cudnn")), Layout(dp_shard=64)
+    config, layout = replace(make_config(), kernels=OpenKernels(attention="sdpa-cudnn")), Layout(dp_shard=64)
     masked = replace(config, data=DataConfig(document_mask=True))
     assert predict(masked, layout, A100).peak_bytes == predict(config, layout, A100).peak_bytes + 2 * 2048**2
 
@@ -182,17 +189,26 @@ def test_documents_that_do_not_see_each_other_are_part_of_what_is_predicted():
 @pytest.mark.parametrize(
     ("gpu", "compute", "attention"),
     [
+        ("h100-80g-sxm", "bfloat16", "sdpa-cudnn"),
         ("a100-80g-sxm", "bfloat16", "sdpa-flash"),
         ("a100-80g-sxm", "float32", "sdpa-efficient"),
         ("a100-80g-sxm", "float64", "sdpa-math"),
-        ("cpu", "float32", "sdpa-flash"),
+        ("cpu", "float32", "blockwise"),
     ],
 )
-def test_auto_is_predicted_as_the_kernel_that_it_stands_for(gpu, compute, attention):
+def test_auto_is_predicted_as_the_kernels_that_it_stands_for(gpu, compute, attention):
+    kernels = Kernels(attention=attention, compile="none" if gpu == "cpu" else "blocks")
     auto, named = (
-        replace(make_config(), kernels=Kernels(attention=a), precision=Precision(params="float64", compute=compute))
-        for a in ("auto", attention)
+        replace(make_config(), kernels=opened, precision=Precision(params="float64", compute=compute))
+        for opened in (OpenKernels(), OpenKernels.of(kernels))
     )
     layout = Layout(dp_shard=8)
     found = predict(auto, layout, find_gpu(gpu))
-    assert found == predict(named, layout, find_gpu(gpu)) and found.kernels.attention == attention
+    assert found == predict(named, layout, find_gpu(gpu)) and found.kernels == kernels
+
+
+def test_what_a_run_has_to_repeat_is_predicted_with_kernels_that_do():
+    config, h100 = make_config(), find_gpu("h100-80g-sxm")
+    repeats = replace(config, train=replace(config.train, deterministic=True))
+    found = [predicted_kernels(each, Layout(), h100).attention for each in (config, repeats)]
+    assert found == ["sdpa-cudnn", "sdpa-flash"]

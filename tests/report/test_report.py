@@ -51,7 +51,7 @@ def sweep(tmp_path: Path) -> Path:
         layout = config.layout.resolve(4)
         run = Run(
             table="my-sweep", row=key, scenario=own_scenario(config, 4, find_gpu("cpu")), layout=layout,
-            kernels=predicted_kernels(config, find_gpu("cpu")), outcome=outcome,
+            kernels=predicted_kernels(config, layout, find_gpu("cpu")), outcome=outcome,
             measured=Performance(step_time_s=step_time_s, peak_memory_bytes=(1000 * tp,)),
         )  # fmt: skip
         cause = "tp=3 does not divide num_heads=4" if outcome == "refused" else ""

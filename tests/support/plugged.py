@@ -27,6 +27,10 @@ PLUGINS = ROOT / "tests" / "extending" / "plugins"
 SCENARIO = ("--seq-len", "16", "--global-batch", "8", "--precision", "compute=float32")
 
 
+ON_CPU = ("--kernels.attention=auto", "--kernels.compile=auto")
+"""Instead of what is emitted, which a GPU has."""
+
+
 def count_files(name: str) -> int:
     """Files that it takes: all that the plugin called `name` is made of."""
     return len(list(PLUGINS.glob(f"{name}*.*")))
@@ -85,6 +89,7 @@ def ask_programs(
     rehearsed = ask(capsys, "dryrun", emitted, "--ranks", "all")
     data = (f"--data.source={files.corpus}", f"--data.folder={files.tokens}", "--data.max_tokens=0")
     train = ("--train.steps=2", "--train.device=cpu", f"--train.run_folder={files.run}")
+    train += ON_CPU
     if num_gpus == 1:
         assert launch.main([str(emitted), *data, *train]) == 0
     else:
