@@ -45,17 +45,28 @@ WARM_UP = 3
 """Steps that are not counted: the first compiles, the second has the optimizer's state."""
 BARE = "dtlayout, bare module"
 PROGRAMS = {1: ("dtlayout", BARE, "transformers"), 2: ("dtlayout", "transformers, FSDP2", "transformers, DDP")}
+PARTS = {
+    "matmuls": {"aten::mm"},
+    "attention": {
+        "dtlayout::blockwise_attention",
+        "dtlayout::blockwise_attention_backward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    },
+}
+"""Of a step: names of the profiler's."""
 FORMATS, MODES = ("float32", "bfloat16"), ("eager", "compiled")
 Step = Callable[[Tensor, Tensor], float]
 
 
-def choose_kernels(precision: Precision, mode: str) -> Kernels:
-    """The fastest on a CPU."""
+def choose_kernels(precision: Precision, mode: str, attention: str = "auto") -> Kernels:
+    """The fastest on a CPU, but for what is asked for."""
     need = Need(device=Device("cpu"), compute=precision.compute, head_width=MODEL.head_width)
-    return OpenKernels(compile="blocks" if mode == "compiled" else "none").resolve(need).kernels
+    asked = OpenKernels(attention=attention, compile="blocks" if mode == "compiled" else "none")
+    return asked.resolve(need).kernels
 
 
-def make_own_step(number_format: str, mode: str) -> Step:
+def make_own_step(number_format: str, mode: str, attention: str = "auto") -> Step:
     """A step as train.py does it."""
     from dtlayout.training.build import assemble
     from dtlayout.training.optimizer import build_optimizer, set_learning_rate
@@ -65,7 +76,7 @@ def make_own_step(number_format: str, mode: str) -> Step:
     batch = Batch(global_batch=ROWS * world_size, seq_len=SEQ_LEN)
     layout = Layout(micro_batch=ROWS, dp_shard=world_size)
     precision = Precision(compute=number_format)
-    kernels = choose_kernels(precision, mode)
+    kernels = choose_kernels(precision, mode, attention)
     assembly = assemble(MODEL, batch, layout, kernels, precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, MODEL, AdamW())
     set_learning_rate(optimizer, 1e-3)
@@ -126,6 +137,26 @@ def make_loop(model: nn.Module, number_format: str, loss_of: Callable[[Tensor, T
         return loss.item()
 
     return step
+
+
+def profile_step(number_format: str, attention: str, num_steps: int) -> None:
+    """Print the seconds of an eager step by what they are spent on."""
+    join_ranks(open_device("cpu", None), timeout_s=600)
+    torch.set_num_threads(2)
+    step, tokens = make_own_step(number_format, "eager", attention), torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN))
+    for _ in range(WARM_UP):
+        step(tokens, tokens)
+    with torch.profiler.profile() as profile:
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            step(tokens, tokens)
+        whole_s = time.perf_counter() - started
+    parts = dict.fromkeys(PARTS, 0.0)
+    for event in profile.key_averages():
+        for part, names in PARTS.items():
+            parts[part] += event.cpu_time_total / 1e6 if event.key in names else 0.0
+    print(json.dumps([*(seconds / num_steps for seconds in parts.values()), whole_s / num_steps]))
+    dist.destroy_process_group()
 
 
 def work(program: str, number_format: str, mode: str, num_steps: int) -> None:
@@ -198,11 +229,15 @@ def main() -> None:
     """Work, where --work says so; else measure everything in rounds and print the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", nargs=3, metavar=("PROGRAM", "FORMAT", "MODE"))
+    parser.add_argument("--profile", nargs=2, metavar=("FORMAT", "ATTENTION"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     if options.work:
         work(*options.work, options.steps)
+        return
+    if options.profile:
+        profile_step(*options.profile, options.steps)
         return
     found: dict[tuple[int, str, str, str], list[float]] = defaultdict(list)
     for _, number_format, mode, world_size in product(range(options.rounds), FORMATS, MODES, PROGRAMS):
@@ -232,6 +267,13 @@ def write_page(medians: dict[tuple[int, str, str, str], float], options: argpars
             times = " | ".join(f"{1e3 * medians[world_size, number_format, program, mode]:.0f}" for mode in MODES)
             speed = f"x {theirs / best[program]:.2f}"
             print(f"| {world_size} x {2 // world_size} | {number_format} | {program} | {times} | {speed} |")
+    print("\n| attention in an eager step | format | matmuls, ms | attention, ms | all else, ms |")
+    print("|---|---|---|---|---|")
+    for number_format, attention in product(FORMATS, ("sdpa-flash", "blockwise")):
+        command = [sys.executable, "-m", "benchmarks.speed", "--profile", number_format, attention]
+        *parts, whole_s = json.loads(execute([*command, "--steps", "5"], num_threads=2).splitlines()[-1])
+        times = " | ".join(f"{1e3 * seconds:.0f}" for seconds in (*parts, whole_s - sum(parts)))
+        print(f"| {attention} | {number_format} | {times} |")
     print(f"\n8 ranks of `configs/debug.toml`, from the command to the end of the first step: {time_start(8):.1f} s.")
     print(f"One rank of it: {time_around(40):.1%} of the loop is spent on batches, metrics and what it prints.")
 
