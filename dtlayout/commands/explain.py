@@ -64,6 +64,8 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     where = f"pipeline rank {now.busiest_rank}"
     if limit.kind == "memory":
         bound = f"memory: {limit.component}, {limit.share:.1%} of the peak on {where}"
+    elif limit.component == "host":
+        bound = f"host: the GPUs wait for it, {limit.share:.1%} of the step"
     else:
         bound = f"{limit.component}: {limit.share:.1%} of the step"
     mfu = f"{now.mfu:.1%}" if gpu.has_mfu else "n/a"

@@ -4,6 +4,7 @@ T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp. docs/time-
 is one third of elementwise traffic, backward two.
 """
 
+from math import inf
 from typing import NamedTuple
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
@@ -89,7 +90,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         backward_s=2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s,
         forward_tp_s=forward_tp_s + forward_cp_s,
         backward_tp_s=backward_tp_s + backward_cp_s,
-        host_s=host_s(scenario, layout),
+        host_s=host_s(scenario, layout, kernels),
         attention_s=attention_forward_s,
         elementwise_s=elementwise_s,
         last_matmul_s=matmuls_s[-1],
@@ -265,10 +266,10 @@ def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime
     return BlockTime(forward_s, backward_s, forward_tp_s=gather_s, backward_tp_s=reduce_s)
 
 
-def host_s(scenario: Scenario, layout: Layout) -> float:
+def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     """Least time of a layer, forward and backward: the host starts its kernels, and tp's collectives one by one."""
     constants = scenario.engine.constants
-    if layout.tp == 1:
-        return constants.layer_host_s
-    waits = layout.is_pipelined and message_link(scenario, layout).crosses_nodes
-    return constants.layer_host_tp_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)
+    is_alone, most_s = layout.tp == 1, constants.compiled_host_s if kernels.compiles_blocks else inf
+    starts_s = min(most_s, constants.layer_host_s if is_alone else constants.layer_host_tp_s)
+    waits = not is_alone and layout.is_pipelined and message_link(scenario, layout).crosses_nodes
+    return starts_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtlayout import toml
-from dtlayout.cluster import Gpu
+from dtlayout.cluster import Gpu, gpu_named
 from dtlayout.errors import InvalidConfig
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.recompute import Recompute
@@ -116,6 +116,8 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
+    compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
+    """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
     """Host's time for recomputing a whole layer."""
     full_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
@@ -272,17 +274,19 @@ def register_engine(file: str | Path) -> None:
 def find_engine(name: str, gpu: str) -> Engine:
     """The engine called `name` on a GPU type; InvalidConfig names them all if there is none.
 
-    Its constants are general ones, then those of the GPU type, then its own, then those fitted to its runs there.
+    Its constants are general ones, then those of the GPU type, then its own, with those that hold beside a GPU alone,
+    then those fitted to its runs there.
     """
     if (table := _read_engines().get(name)) is None:
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(known_engines())}")
     features, measured = table.get("features", Features()), table.get("fitted", {}).get(gpu, {})
-    values = _constants_in(measured)
+    values, beside_gpu = _constants_in(measured), gpu_named(gpu).device_type == "cuda"
+    own = table.get("constants", {}) | (table.get("beside_gpu", {}) if beside_gpu else {})
     return Engine(
         name=name,
         gpu=gpu,
         features=features,
-        constants=features.kind_of_constants(**{**_achieved_on(gpu), **table.get("constants", {}), **values}),
+        constants=features.kind_of_constants(**{**_achieved_on(gpu), **own, **values}),
         fitted=tuple(values),
         source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
         error=measured.get("error", UNCALIBRATED_ERROR),
@@ -317,8 +321,12 @@ def _constants_in(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key not in _NOTES}
 
 
-_FILE = {"engine": str, "features": Features, "constants": dict[str, Any], "fitted": dict[str, dict[str, Any]]}
-"""Keys of an engine's file; below `fitted` a GPU type has constants and _NOTES."""
+_FILE = {
+    "engine": str, "features": Features, "constants": dict[str, Any], "beside_gpu": dict[str, Any],
+    "fitted": dict[str, dict[str, Any]],
+}  # fmt: skip
+"""Keys of an engine's file; `beside_gpu` has constants of a host that computes nothing itself, and below `fitted` a GPU
+type has constants and _NOTES."""
 
 
 @cache
@@ -333,7 +341,8 @@ def _parse_engine(tables: dict[str, Any], file: str) -> dict[str, Any]:
     problems: list[str] = []
     found = toml.read_keys(tables, _FILE, ("engine",), "", problems)
     features = found.get("features", Features())
-    problems += _problems(found.get("constants", {}), "constants", features)
+    for table in ("constants", "beside_gpu"):
+        problems += _problems(found.get(table, {}), table, features)
     for gpu, values in found.get("fitted", {}).items():
         problems += _problems(_constants_in(values), f"fitted.{gpu}", features)
     if problems:

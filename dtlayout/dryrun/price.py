@@ -38,7 +38,7 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     work = [
         _to_work(
             known[i] if i in known else {key: count / layers[0] * s for key, s in blocks.items()},
-            count * host_s(scenario, layout),
+            count * host_s(scenario, layout, kernels),
             is_on_host=scenario.is_on_host,
         )
         for i, count in enumerate(layers)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import inf
-from operator import itemgetter
 from typing import Any, Literal
 
 from dtlayout.batch import Batch
@@ -81,14 +80,21 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
     now = estimator.estimate(layout, kernels)
     changes = find_changes(estimator, now)
     growth = None if now.fits or changes else find_growth(estimator, now)
-    return Explanation(now, find_limit(now), changes, growth)
+    stages = () if scenario.is_on_host else estimator.work(layout, kernels)
+    waits = any(work.host_s > LEAST_GAIN * (work.forward_s + work.backward_s) for work in stages)
+    return Explanation(now, find_limit(now, waits_for_host=waits), changes, growth)
 
 
-def find_limit(estimate: Estimate) -> Limit:
-    """Memory where a rank has too little, else what the step is mostly spent on."""
+def find_limit(estimate: Estimate, *, waits_for_host: bool) -> Limit:
+    """Memory where a rank has too little, else what the step is mostly spent on.
+
+    A GPU that waits for its host is bound by that, however little of the step is left to wait for.
+    """
     rank = None if estimate.fits else estimate.busiest_rank
     whole = estimate.time if rank is None else estimate.memory[rank]
-    component, size = max(whole.as_dict().items(), key=itemgetter(1))
+    parts = whole.as_dict()
+    component = "host" if rank is None and waits_for_host else max(parts, key=parts.__getitem__)
+    size = parts[component]
     return Limit("time" if rank is None else "memory", component, size / whole.total, rank)
 
 

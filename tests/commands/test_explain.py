@@ -1,6 +1,7 @@
 """dtlayout explain: numbers that add up, on stdout for people or for programs, without torch."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -96,6 +97,17 @@ def test_a_layout_that_nothing_improves_says_so(files, capsys):
     arguments = (str(files.config), "--gpu", "h100-80g-sxm", "--precision.compute=bfloat16", "--layout.micro_batch=8")
     arguments += ("--kernels.compile=blocks",)
     assert "no single change is predicted to be faster" in explain(capsys, *arguments)
+
+
+def test_a_host_that_starts_kernels_too_slowly_is_what_binds_a_step(files, capsys):
+    arguments = (str(files.config), "--gpu", "h100-80g-sxm", "--precision.compute=bfloat16")
+    text = explain(capsys, *arguments, "--kernels.compile=none")
+    assert re.search(r"^bound by +host: the GPUs wait for it, [\d.]+% of the step$", text, re.M)
+    document = json.loads(explain(capsys, *arguments, "--kernels.compile=none", "--json"))
+    assert document["limit"]["component"] == "host"
+    assert ["--kernels.compile=blocks"] in [change["overrides"] for change in document["changes"]]
+    large = json.loads(explain(capsys, LLAMA, "--gpus", "64", "--kernels.compile=none", "--json"))
+    assert (large["limit"]["component"], large["time_s"]["host"]) == ("compute", 0)
 
 
 def test_the_cpu_has_no_mfu(files, capsys):

@@ -191,7 +191,15 @@ def test_a_replicated_loss_gathers_the_logits_and_passes_over_all_of_them():
 
 def test_the_host_starts_collectives_too_and_waits_for_messages_between_nodes():
     times = {"layer_host_s": 1e-3, "layer_host_tp_s": 4e-3, "layer_host_message_s": 2e-3}
-    assert host_s(scenario(**times), Layout(pp=16)) == pytest.approx(1e-3)
-    assert host_s(scenario(**times), Layout(tp=4)) == pytest.approx(4e-3)
-    assert host_s(scenario(**times), Layout(tp=4, pp=2)) == pytest.approx(4e-3)  # one node
-    assert host_s(scenario(**times), Layout(tp=4, pp=4)) == pytest.approx(12e-3)
+    assert host_s(scenario(**times), Layout(pp=16), Kernels()) == pytest.approx(1e-3)
+    assert host_s(scenario(**times), Layout(tp=4), Kernels()) == pytest.approx(4e-3)
+    assert host_s(scenario(**times), Layout(tp=4, pp=2), Kernels()) == pytest.approx(4e-3)  # one node
+    assert host_s(scenario(**times), Layout(tp=4, pp=4), Kernels()) == pytest.approx(12e-3)
+
+
+@pytest.mark.parametrize(("choice", "found_s"), [("none", 4e-3), ("loss", 4e-3), ("blocks", 5e-4), ("model", 5e-4)])
+def test_the_host_starts_fewer_kernels_of_compiled_blocks(choice, found_s):
+    times = {"layer_host_s": 1e-3, "layer_host_tp_s": 4e-3, "compiled_host_s": 5e-4}
+    assert host_s(scenario(**times), TP2, Kernels(compile=choice)) == pytest.approx(found_s)
+    less = {**times, "layer_host_tp_s": 1e-4}  # a calibrated host that is faster yet
+    assert host_s(scenario(**less), TP2, Kernels(compile=choice)) == pytest.approx(1e-4)

@@ -54,7 +54,7 @@ def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
     for entry in (files("dtlayout") / "constants" / "engines").iterdir():
         table = toml.loads(entry.read_text(encoding="utf-8"))
         assert entry.name == table["engine"] + ".toml"
-        assert set(table) <= {"engine", "features", "constants", "fitted"}
+        assert set(table) <= {"engine", "features", "constants", "beside_gpu", "fitted"}
         assert set(table.get("fitted", {})) <= set(known_gpus())
     achieved = toml.loads((files("dtlayout") / "constants" / "achieved.toml").read_text(encoding="utf-8"))
     assert set(achieved) <= set(known_gpus())
@@ -81,6 +81,13 @@ def test_every_general_constant_is_within_its_bounds_and_has_a_unit():
     assert all(f.metadata["unit"] for f in fields(RunAheadConstants))
 
 
+def test_what_a_host_takes_to_start_kernels_holds_beside_gpus_alone():
+    for name in ("dtlayout", "torchtitan"):
+        gpu, cpu = find_engine(name, GPU).constants, find_engine(name, "cpu").constants
+        assert gpu.layer_host_tp_s > gpu.layer_host_s > gpu.compiled_host_s > 0
+        assert cpu.layer_host_s == cpu.layer_host_tp_s == 0
+
+
 def test_an_unknown_engine_is_refused_with_those_there_are():
     assert problems_of("megatorn") == [
         "engine 'megatorn' is unknown; use one of aa-scaling, dtlayout, megatron, nanotron, torchtitan"
@@ -102,6 +109,7 @@ def test_an_unknown_engine_is_refused_with_those_there_are():
             "mine.toml: constants.run_ahead_bytes is unknown; did you mean constants.overhead_bytes?",
         ),
         ("[constants]\noverlap = 1.5", "mine.toml: constants.overlap=1.5 lies outside [0.0, 1.0]"),
+        ("[beside_gpu]\nlayer_host_s = -1.0", "mine.toml: beside_gpu.layer_host_s=-1.0 lies outside [0.0, 0.1]"),
         (
             f"[fitted.{GPU}]\nsource = 'runs'\noverlab = 1.0",
             f"mine.toml: fitted.{GPU}.overlab is unknown; did you mean fitted.{GPU}.overlap?",
