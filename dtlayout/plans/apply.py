@@ -24,7 +24,7 @@ from dtlayout.mesh.axes import TP
 from dtlayout.ops.loss import Head
 from dtlayout.plans.fsdp import GradientSync, shard
 from dtlayout.plans.plan import Plan, TensorStyle, match_names
-from dtlayout.plans.styles import STYLES
+from dtlayout.plans.styles import STYLES, Colwise, Input, LoneColwise
 from dtlayout.recompute import Kept, Recompute
 
 
@@ -53,6 +53,10 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
     for pattern, style in styles.items():
         for name in match_names(pattern, names):
             found.setdefault(name, STYLES[style]())  # the first pattern that matches decides
+    below_inputs = tuple(f"{name}." for name, each in found.items() if isinstance(each, Input))
+    for name, each in found.items():
+        if isinstance(each, Colwise) and not name.startswith(below_inputs):
+            found[name] = LoneColwise()
     parallelize_module(module, tp_mesh, found)
     for first, *others in names_of.values():  # parallelize_module splits each on its own, and so unties them
         for owner, _, attribute in (other.rpartition(".") for other in others):

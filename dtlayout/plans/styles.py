@@ -48,12 +48,22 @@ class Input(ParallelStyle):
 
 
 class Colwise(ParallelStyle):
-    """Splits an `nn.Linear` by its outputs, below a module that makes its input whole."""
+    """Splits an `nn.Linear` by its outputs, below an `Input` that makes whole what it reads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Not a forward for each instance, for which torch.compile would compile each block anew.
         module.__class__ = _ColwiseLinear
         return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0), bias=Shard(0)))
+
+
+class LoneColwise(Input):
+    """`Colwise` where no `Input` is above, of a tensor that every rank has: it adds up the gradient of that itself."""
+
+    def __init__(self) -> None:
+        super().__init__(replicate)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return super()._apply(Colwise()._apply(module, device_mesh), device_mesh)
 
 
 class _ColwiseLinear(nn.Linear):

@@ -129,7 +129,7 @@ def test_what_torch_compile_fails_on_is_refused(reason: str) -> None:
     config = parse_config(
         {"model": {"name": "debug"}, "batch": {"global_batch": 8, "seq_len": 16},
          "train": {"steps": 1, "device": "cpu"}, "layout": {"tp": 2, "recompute": recompute},
-         "kernels": {"compile": compile}, "precision": {"compute": "float32"}}
+         "kernels": {"attention": "sdpa-flash", "compile": compile}, "precision": {"compute": "float32"}}
     )  # fmt: skip
     with pytest.raises(InvalidLayout, match=reason):
         check_layout(config, world_size=4)

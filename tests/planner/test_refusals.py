@@ -59,7 +59,7 @@ def test_no_change_is_advised_that_the_trainer_refuses():
     here = scenario(gpu="cpu")
     layout = Layout(tp=2, dp_shard=2, recompute="keep-matmuls")
     (problem,) = find_refusals(here, layout, Kernels(compile="blocks"))
-    assert "use layout.recompute=selective or kernels.attention=sdpa-math" in problem
+    assert "use layout.recompute=selective or kernels.attention=blockwise" in problem
     for kernels in (Kernels(), Kernels(compile="model")):
         for change in explain(here, layout, kernels).changes:
             assert not find_refusals(here, change.estimate.layout, change.estimate.kernels)
