@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -48,13 +48,12 @@ PROGRAMS = {1: ("dtlayout", BARE, "transformers"), 2: ("dtlayout", "transformers
 PARTS = {
     "matmuls": {"aten::mm"},
     "attention": {
-        "dtlayout::blockwise_attention",
-        "dtlayout::blockwise_attention_backward",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     },
 }
-"""Of a step: names of the profiler's."""
+"""Of a step with PyTorch's flash kernel: names of the profiler's, which takes its own time of every operator, and
+blockwise attention is thousands of them."""
 FORMATS, MODES = ("float32", "bfloat16"), ("eager", "compiled")
 Step = Callable[[Tensor, Tensor], float]
 
@@ -139,11 +138,19 @@ def make_loop(model: nn.Module, number_format: str, loss_of: Callable[[Tensor, T
     return step
 
 
-def profile_step(number_format: str, attention: str, num_steps: int) -> None:
-    """Print the seconds of an eager step by what they are spent on."""
+@contextmanager
+def joined() -> Iterator[None]:
+    """As one of the ranks that were started, with its share of two threads."""
     join_ranks(open_device("cpu", None), timeout_s=600)
-    torch.set_num_threads(2)
-    step, tokens = make_own_step(number_format, "eager", attention), torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN))
+    torch.set_num_threads(2 // dist.get_world_size())
+    yield
+    dist.destroy_process_group()
+
+
+def profile_step(number_format: str, num_steps: int) -> None:
+    """Print the seconds of an eager step by what they are spent on."""
+    step = make_own_step(number_format, "eager", attention="sdpa-flash")
+    tokens = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN))
     for _ in range(WARM_UP):
         step(tokens, tokens)
     with torch.profiler.profile() as profile:
@@ -156,13 +163,10 @@ def profile_step(number_format: str, attention: str, num_steps: int) -> None:
         for part, names in PARTS.items():
             parts[part] += event.cpu_time_total / 1e6 if event.key in names else 0.0
     print(json.dumps([*(seconds / num_steps for seconds in parts.values()), whole_s / num_steps]))
-    dist.destroy_process_group()
 
 
 def work(program: str, number_format: str, mode: str, num_steps: int) -> None:
     """Print the seconds of each step, on rank 0."""
-    join_ranks(open_device("cpu", None), timeout_s=600)
-    torch.set_num_threads(2 // dist.get_world_size())
     if program == "dtlayout":
         step = make_own_step(number_format, mode)
     elif program == BARE:
@@ -178,7 +182,6 @@ def work(program: str, number_format: str, mode: str, num_steps: int) -> None:
         seconds.append(time.perf_counter() - started)
     if dist.get_rank() == 0:
         print(json.dumps(seconds[WARM_UP:]))
-    dist.destroy_process_group()
 
 
 def measure(world_size: int, program: str, number_format: str, mode: str, num_steps: int) -> float:
@@ -230,16 +233,18 @@ def main() -> None:
     """Work, where --work says so; else measure everything in rounds and print the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", nargs=3, metavar=("PROGRAM", "FORMAT", "MODE"))
-    parser.add_argument("--profile", nargs=2, metavar=("FORMAT", "ATTENTION"))
+    parser.add_argument("--profile", choices=FORMATS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options = parser.parse_args()
     if options.work:
-        work(*options.work, options.steps)
+        with joined():
+            work(*options.work, options.steps)
         return
     if options.profile:
-        profile_step(*options.profile, options.steps)
+        with joined():
+            profile_step(options.profile, options.steps)
         return
     found: dict[tuple[int, str, str, str], list[float]] = defaultdict(list)
     for _, number_format, mode, world_size in product(range(options.rounds), FORMATS, options.modes, PROGRAMS):
@@ -270,12 +275,11 @@ def write_page(medians: dict[tuple[int, str, str, str], float], options: argpars
             )
             speed = f"x {theirs / best[program]:.2f}"
             print(f"| {world_size} x {2 // world_size} | {number_format} | {program} | {times} | {speed} |")
-    # The profiler takes its own time of every operator, and blockwise attention is thousands of them.
     print(
         "\n| eager step with PyTorch's flash kernel | matmuls, ms | attention, ms | all else, ms |\n|---|---|---|---|"
     )
     for number_format in FORMATS:
-        command = [sys.executable, "-m", "benchmarks.speed", "--profile", number_format, "sdpa-flash"]
+        command = [sys.executable, "-m", "benchmarks.speed", "--profile", number_format]
         *parts, whole_s = json.loads(execute([*command, "--steps", "5"], num_threads=2).splitlines()[-1])
         times = " | ".join(f"{1e3 * seconds:.0f}" for seconds in (*parts, whole_s - sum(parts)))
         print(f"| {number_format} | {times} |")

@@ -8,18 +8,14 @@ measures alone, from the steps that trained.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import numpy as np
-import torch
 
 from benchmarks.gpu.cells import Calibration, HostTime, Training
 from benchmarks.gpu.predict import predict
 from benchmarks.gpu.rows import HostTimes, Row, Trained
-from dtlayout.calibrate import measures
-from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import Measured
-from dtlayout.calibrate.probes import measure_probes
+from dtlayout.calibrate.ranks import measure
 from dtlayout.cluster import Cluster
 from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Engine, find_engine_on
 from dtlayout.device import Device
@@ -32,25 +28,11 @@ _FROM_STEPS = ("width_traffic_bytes", "logit_traffic_bytes", "norm_traffic_bytes
 _LOSSES = (("soft_l1", 0.05),)
 
 
-def measure_calibration(cell: Calibration, device: Device) -> Measured:
-    """All that one rank can measure, as `dtlayout.calibrate.ranks` does."""
+def measure_calibration(_: Calibration, device: Device) -> Measured:
+    """All that one rank can measure."""
     if device.gpu is None:
         raise InvalidConfig("no numbers of this GPU are known, of which constants are shares")
-    busy = Busy()
-    host_s, host_alone_s = measures.measure_host(device.type)
-    on_cuda = device.type == "cuda"
-    memory_bytes = torch.cuda.get_device_properties(0).total_memory if on_cuda else device.gpu.memory_bytes
-    return Measured(
-        device=device.name, gpu=device.gpu.name, torch=torch.__version__,
-        date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=1, ranks_per_node=1,
-        memory_bytes=memory_bytes, host_s=host_s, host_alone_s=host_alone_s,
-        stream_bytes_per_s=measures.measure_stream(device.type),
-        matmuls=tuple(measures.measure_matmuls(device.type)),
-        attention=tuple(measures.measure_attention(device.type)),
-        collectives=(),
-        probes=tuple(measure_probes(device.type)),
-        steal=busy.steal(),
-    )  # fmt: skip
+    return measure(device, device.gpu, ranks_per_node=1)
 
 
 def find_measured(rows: Iterable[Row]) -> Measured | None:

@@ -208,24 +208,23 @@ class WeightsCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepeatCheck:
+class BitsCheck:
     """Two trainings with `train.deterministic`, which end with the same bits."""
 
     world: ClassVar[World] = "one rank, deterministic"
     step: StepCheck
     """What is trained."""
 
+
+class RepeatCheck(BitsCheck):
+    """The second one does what the first one did."""
+
     def __str__(self) -> str:
         return f"same bits twice: {self.step}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumeCheck:
-    """A training that is saved, loaded by another one and goes on there, which ends with the bits of one in a piece."""
-
-    world: ClassVar[World] = "one rank, deterministic"
-    step: StepCheck
-    """What is trained."""
+class ResumeCheck(BitsCheck):
+    """The second one is saved, loaded by another one and goes on there."""
 
     def __str__(self) -> str:
         return f"same bits after a resume: {self.step}"

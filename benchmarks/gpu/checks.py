@@ -171,9 +171,8 @@ def _rotate(kernel: str, documents: bool, q_BHSK: Tensor, k_BGSK: Tensor) -> lis
 
 
 def _gate(kernel: str, documents: bool, gate: Tensor, up: Tensor) -> list[Tensor]:
-    return [
-        KERNELS["swiglu"][kernel].load()(gate.clone(), up.clone())
-    ]  # whose gradients one of them writes over its inputs
+    # Copies, since one of them writes its gradients over its inputs.
+    return [KERNELS["swiglu"][kernel].load()(gate.clone(), up.clone())]
 
 
 def _compare_with_targets(kernel: str, documents: bool, h_TD: Tensor, weight_VD: Tensor) -> list[Tensor]:

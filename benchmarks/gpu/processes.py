@@ -29,6 +29,7 @@ from benchmarks.gpu.calibration import measure_calibration
 from benchmarks.gpu.ceilings import measure_ceiling
 from benchmarks.gpu.cells import (
     AttentionCall,
+    BitsCheck,
     Calibration,
     Cell,
     Copy,
@@ -220,7 +221,7 @@ def measure(cell: Cell, device: Device, num_steps: int, predicted: Prediction | 
 def kernels_of(cell: Cell) -> Kernels | None:
     """The kernels that a cell runs; None where it chooses none."""
     match cell:
-        case RepeatCheck() | ResumeCheck():
+        case BitsCheck():
             return cell.step.kernels
         case AttentionCall():
             return Kernels(attention=cell.kernel)

@@ -17,7 +17,8 @@ from dtlayout.calibrate import measures
 from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
-from dtlayout.cluster import find_gpu_by_device, known_gpus, why_unknown
+from dtlayout.cluster import Gpu, known_gpus, why_unknown
+from dtlayout.device import Device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.training.devices import join_ranks, open_device
@@ -42,32 +43,35 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(path: Path) -> None:
     """Measure, and write it; what would fail after minutes of measuring is refused at once."""
     check_writable(path)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = open_device("auto", None)
-    known = find_gpu_by_device(device.name)
-    if device.type == "cuda" and known is None:
+    if device.gpu is None:
         raise InvalidConfig(f"{why_unknown(device.name)}; use one of {', '.join(known_gpus())}")
     join_ranks(device, TIMEOUT_S)
+    measured = measure(device, device.gpu, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if dist.get_rank() == 0:
+        measured.write(path)
+    dist.destroy_process_group()
+
+
+def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
+    """All that the ranks of this world can measure, each of which takes part."""
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
     busy = Busy()
     host_s, host_alone_s = measures.measure_host(device.type)
-    measured = Measured(
-        device=device.name, gpu=known.name if known else "cpu", torch=torch.__version__,
-        date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=dist.get_world_size(), ranks_per_node=per_node,
+    return Measured(
+        device=device.name, gpu=gpu.name, torch=torch.__version__,
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d}", num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node,
         memory_bytes=memory_bytes, host_s=host_s, host_alone_s=host_alone_s,
         stream_bytes_per_s=measures.measure_stream(device.type),
         matmuls=_collect("matmuls", measures.measure_matmuls(device.type)),
         attention=_collect("attention", measures.measure_attention(device.type)),
-        collectives=_collect("collectives", measures.measure_collectives(device.type, per_node)),
+        collectives=_collect("collectives", measures.measure_collectives(device.type, ranks_per_node)),
         probes=_collect("steps of the trainer", measure_probes(device.type)),
         steal=busy.steal(),  # once all is measured
     )  # fmt: skip
-    if dist.get_rank() == 0:
-        measured.write(path)
-    dist.destroy_process_group()
 
 
 def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:

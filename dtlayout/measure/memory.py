@@ -236,9 +236,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
         self._forward_depth -= 1
-        self._meet_parameters(
-            module.parameters(recurse=False)
-        )  # of a DTensor, operators may see the local tensor alone
+        # Of a DTensor, operators may see the local tensor alone.
+        self._meet_parameters(module.parameters(recurse=False))
         # What the call's frames still hold dies on the way out: look when the next operator comes.
         self._forward_is_over = self._forward_is_over or self._forward_depth == 0
 

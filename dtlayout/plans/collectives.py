@@ -14,6 +14,7 @@ recomputation knows by name, waited for at once: a tensor that still waits dispa
 Legend: B batch, S sequence, t ranks, s = S / t, D model width.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,65 +38,40 @@ class Group(NamedTuple):
 
 def replicate(x: Tensor, group: Group) -> Tensor:
     """A tensor that is whole on every rank, each of which then knows one term of its gradient."""
-    return _Replicate.apply(x, group)
+    return _Edge.apply(x, group, _same, _all_reduce)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' terms, whole on every rank."""
-    return _AllReduce.apply(x, group)
+    return _Edge.apply(x, group, _all_reduce, _same)
 
 
 def all_gather(x_BsD: Tensor, group: Group) -> Tensor:
     """The whole sequence [B, S, D] from each rank's part, on every rank, each of which knows a term of its gradient."""
-    return _AllGather.apply(x_BsD, group)
+    return _Edge.apply(x_BsD, group, _all_gather, _reduce_scatter)
 
 
 def reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
     """This rank's part [B, s, D] of the sum of the ranks' terms."""
-    return _ReduceScatter.apply(x_BSD, group)
+    return _Edge.apply(x_BSD, group, _reduce_scatter, _all_gather)
 
 
-class _Replicate(torch.autograd.Function):
+_Collective = Callable[[Tensor, Group], Tensor]
+
+
+class _Edge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(gradient[0], ctx.group), None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, ahead: _Collective, back: _Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return ahead(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[0], None
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient[0], ctx.group), None, None, None
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(gradient[0], ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(gradient[0], ctx.group), None
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:

@@ -31,15 +31,17 @@ Edge = Callable[[Tensor, Group], Tensor]
 """What happens to hidden states where a module with split weights begins or ends."""
 
 
-class Input(ParallelStyle):
+class _EdgeStyle(ParallelStyle):
+    def __init__(self, edge: Edge):
+        super().__init__()
+        self.edge = edge
+
+
+class Input(_EdgeStyle):
     """A module whose first argument, hidden states, becomes whole; all its matmuls read the one tensor.
 
     So their gradients add up before one collective.
     """
-
-    def __init__(self, edge: Edge):
-        super().__init__()
-        self.edge = edge
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         edge, group = self.edge, Group.of(device_mesh)
@@ -71,12 +73,8 @@ class _ColwiseLinear(nn.Linear):
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class Rowwise(ParallelStyle):
+class Rowwise(_EdgeStyle):
     """Splits an `nn.Linear` by its inputs, which come split; each rank's outputs are terms of a sum."""
-
-    def __init__(self, edge: Edge):
-        super().__init__()
-        self.edge = edge
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _RowwiseLinear
@@ -122,15 +120,11 @@ class _ShardedRMSNorm(RMSNorm):
         return self.function(x, local(self.weight, Partial()), self.eps)
 
 
-class VocabParallelEmbedding(ParallelStyle):
+class VocabParallelEmbedding(_EdgeStyle):
     """Splits an embedding by rows: each rank looks up its own tokens, and the sum over tp comes whole or sharded.
 
     So a rank's gradient is of its own rows; DTensor's would be of all of them, until they are summed over tp.
     """
-
-    def __init__(self, edge: Edge):
-        super().__init__()
-        self.edge = edge
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _SplitEmbedding
