@@ -39,6 +39,9 @@ class Layout:
     """Tensor-parallel degree: ranks that share every matmul; keep it inside one node."""
     sequence_parallel: bool = True
     """Shard the residual stream and the norms over tp along the sequence; without effect at tp = 1."""
+    tp_overlap: bool = False
+    """Send what sequence parallelism gathers and scatters in pieces, while matmuls work on others; without effect at
+    tp = 1."""
     micro_batch: int = 1
     """Sequences in one forward of one data-parallel rank."""
     schedule: str = DEFAULT_SCHEDULE
@@ -98,6 +101,11 @@ class Layout:
         """Whether sequence parallelism has an effect."""
         return self.sequence_parallel and self.tp > 1
 
+    @property
+    def overlaps_tp(self) -> bool:
+        """Whether matmuls hide a part of what tp sends."""
+        return self.tp_overlap and self.shards_sequence
+
     def num_microbatches(self, batch: Batch) -> int:
         """Forwards of one data-parallel rank in a step."""
         return batch.global_batch // (self.dp * self.micro_batch)
@@ -125,7 +133,7 @@ class Layout:
         names = {"dp_replicate": "replicate", "dp_shard": "dp"}
         axes = [f"{names.get(axis, axis)}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         text = "·".join(axes) or "1 rank"
-        text += "+sp" * self.shards_sequence + f" mb{self.micro_batch}"
+        text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp + f" mb{self.micro_batch}"
         if self.pp > 1:
             text += f" {self.schedule}" + f" v{self.virtual_stages}" * (self.virtual_stages > 1)
         return text + f" zero{self.zero}" + f" recompute={self.recompute}" * (self.recompute != "none")
@@ -217,11 +225,15 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
     sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size")}
     if layout.shards_sequence:
         sizes["seq_len"] = batch.seq_len
+    broken = []
+    if layout.tp_overlap and tp > 1 and not layout.sequence_parallel:
+        what = "tp_overlap without sequence_parallel: only what lies split along the sequence goes in pieces"
+        broken.append(_Broken("overlap", what, [{"sequence_parallel": True}, {"tp_overlap": False}]))
     if not any(size % tp for size in sizes.values()):
-        return []
+        return broken
     repairs: list[dict[str, Any]] = [{"tp": degree} for degree in _nearest(tp, divisors(gcd(*sizes.values())))]
     replicated: list[dict[str, Any]] = [{"sequence_parallel": False}]
-    return [
+    return broken + [
         _Broken(f"tp/{name}", f"tp={tp} does not divide {name}={size}", replicated * (name == "seq_len") + repairs)
         for name, size in sizes.items()
         if size % tp

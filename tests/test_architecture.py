@@ -33,7 +33,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "planner": ["planner.*"],
     "one device": ["ops.*", "models.llama", "measure.*"],
     "many devices": [
-        "mesh.build", "plans.apply", "plans.collectives", "plans.fsdp", "plans.init", "plans.styles",
+        "mesh.build", "plans.apply", "plans.collectives", "plans.fsdp", "plans.init", "plans.overlap", "plans.styles",
         "pipelining.stage", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],

@@ -16,6 +16,7 @@ from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Attention, Matmul, Operation
+from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.recompute import Recompute
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
@@ -147,15 +148,17 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     """A covered block's forward in its backward: seconds of computing, and of what tp and cp send.
 
     torch.utils.checkpoint leaves out the last matmul and its reduction, of which backward needs nothing, and what is
-    kept; around a compiled block it leaves out nothing. With anything kept tp sends half of what forward sends, the
-    gathers of sequence parallelism, and cp nothing where that is attention. Separate attention keeps no softmax.
+    kept; around a compiled block it leaves out nothing, and where the two overlap not them. With anything kept tp sends
+    half of what forward sends, the gathers of sequence parallelism, and cp nothing where that is attention. Separate
+    attention keeps no softmax.
     """
     recompute = Recompute.parse(layout.recompute)
     if scenario.engine.features.checkpointing == "megatron":
         return (block.attention_s, 0.0) if recompute.is_selective else (block.forward_s, block.forward_tp_s)
-    if kernels.compile == "blocks" and not recompute.is_selective:
+    if (kernels.compile == "blocks" or layout.overlaps_tp) and not recompute.is_selective:
         return block.forward_s, block.forward_tp_s
-    matmuls_s = block.forward_s - block.attention_s - block.elementwise_s - block.last_matmul_s
+    matmuls_s = block.forward_s - block.attention_s - block.elementwise_s
+    matmuls_s -= 0.0 if layout.overlaps_tp else block.last_matmul_s
     again_s, again_cp_s = block.elementwise_s, 0.0
     if "matmuls" not in recompute.kept:
         again_s += matmuls_s
@@ -222,7 +225,36 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     num_branches = describe(scenario.model).num_branches
     num_gathered = num_branches * (2 if features.regathers_inputs else 1)
     num_backward = features.input_reductions + (num_gathered if layout.shards_sequence else features.input_reductions)
-    return 2 * num_branches * half_s * exposed, num_backward * half_s * exposed
+    forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, half_s)
+    forward_s, backward_s = 2 * num_branches * half_s - forward_hidden_s, num_backward * half_s - backward_hidden_s
+    return forward_s * exposed, backward_s * exposed
+
+
+def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float) -> tuple[float, float]:
+    """What `tp_overlap` hides of a block's collectives of `size` bytes, forward and backward; a host computes itself.
+
+    Sent in p pieces beside a matmul, all but the first piece (or the last) can hide behind it; a branch's input
+    gradients are also beside the matmuls of its weights' gradients. Below 0 where more messages cost more than that.
+    """
+    if not layout.overlaps_tp or scenario.is_on_host:
+        return 0.0, 0.0
+    p, link, tokens = OVERLAPPED_PIECES, tp_link(scenario, layout), tokens_of(scenario, layout)
+    piece_s = half_all_reduce_s(size / p, layout.tp, link)
+
+    def exposed_s(beside_s: float, after_s: float = 0.0) -> float:
+        last_matmul_or_message_s = max(beside_s + piece_s, beside_s / p + p * piece_s)
+        return max(0.0, last_matmul_or_message_s - beside_s - after_s)
+
+    forward_s = backward_s = opening_s = 0.0
+    for each in describe(scenario.model).block:
+        if isinstance(each, Linear) and each.style == "colwise":
+            opening_s += matmul_s(scenario, tokens, each.outputs / layout.tp, each.inputs)
+        elif isinstance(each, Linear):
+            closing_s = matmul_s(scenario, tokens, each.outputs, each.inputs / layout.tp)
+            forward_s += 2 * half_s - exposed_s(opening_s) - exposed_s(closing_s)
+            backward_s += 2 * half_s - exposed_s(closing_s) - exposed_s(opening_s, after_s=opening_s)
+            opening_s = 0.0
+    return forward_s, backward_s
 
 
 def block_cp_s(

@@ -25,6 +25,7 @@ class BlockLayout(NamedTuple):
     cp: int
     micro_batch: int
     shards_sequence: bool
+    overlaps_tp: bool
     is_pipelined: bool
     world_size: int
 
@@ -36,6 +37,7 @@ class StageLayout(NamedTuple):
     cp: int
     micro_batch: int
     shards_sequence: bool
+    overlaps_tp: bool
     is_pipelined: bool
     world_size: int
     recompute: str

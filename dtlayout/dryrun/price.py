@@ -7,10 +7,11 @@ block. No torch.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
-from dtlayout.costmodel.compute import host_s, operation_s
+from dtlayout.costmodel.compute import block_tp_s, host_s, operation_s
 from dtlayout.costmodel.estimate import Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.stage_work import StageWork
@@ -65,6 +66,9 @@ class _Rank:
         self.stages: defaultdict[int, _Seconds] = defaultdict(lambda: defaultdict(float))
         """Stage → seconds of one microbatch, on average."""
         self.dp_s = self.optimizer_s = self.message_s = 0.0
+        alone = replace(layout, tp_overlap=False)
+        self.tp_exposed = sum(block_tp_s(scenario, layout)) / (sum(block_tp_s(scenario, alone)) or 1.0)
+        """Share of tp's messages that matmuls do not hide, the cost model's."""
         computing, sending = defaultdict[Action, float](float), defaultdict[Action, float](float)
         m = report.num_microbatches
         for done in report.done:
@@ -104,7 +108,7 @@ class _Rank:
         axes = [axis for axis in AXES if sizes[axis] > 1 and (message.axis == "all" or axis in message.axis.split("·"))]
         num_ranks = prod(sizes[axis] for axis in axes)
         if axes == [TP]:
-            link, exposed = tp_link(scenario, layout), scenario.engine.constants.tp_exposed
+            link, exposed = tp_link(scenario, layout), scenario.engine.constants.tp_exposed * self.tp_exposed
         else:
             link, exposed = data_link(scenario, layout, strides[axes[-1]], num_ranks), 1.0
         collective_s = all_reduce_s if message.name == "all_reduce" else half_all_reduce_s

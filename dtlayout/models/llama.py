@@ -16,6 +16,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.model_shape import ModelShape
 from dtlayout.ops.attention import bind_attention, prepare_mask
 from dtlayout.ops.documents import Documents
+from dtlayout.ops.linear import Project, project
 from dtlayout.ops.loss import Head
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.ops.rope import RotaryEmbedding
@@ -117,6 +118,7 @@ class Attention(nn.Module):
         self.head_width = shape.head_width
         self.attend = bind_attention(find_kernel(AttentionKernel, kernels.attention))
         self.rope = find_kernel(RopeKernel, kernels.rope).load()
+        self.project: Project = project
         self.q_proj = nn.Linear(width, shape.query_width, bias=bias, dtype=dtype)
         self.k_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
         self.v_proj = nn.Linear(width, shape.kv_width, bias=bias, dtype=dtype)
@@ -125,7 +127,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_width, shape.norm_eps, kernels.norm, dtype) if shape.qk_norm else None
 
     def forward(self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        projected = (self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
+        projected = self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         # -1: tensor parallelism decides how many heads are local
         q_BSHK, k_BSGK, v_BSGK = (p.unflatten(-1, (-1, self.head_width)) for p in projected)
         if self.q_norm is not None and self.k_norm is not None:
@@ -142,9 +144,10 @@ class FeedForward(nn.Module):
     def __init__(self, shape: ModelShape, kernels: Kernels, dtype: torch.dtype):
         super().__init__()
         self.swiglu = find_kernel(SwigluKernel, kernels.swiglu).load()
+        self.project: Project = project
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False, dtype=dtype)
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False, dtype=dtype)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(self.swiglu(self.gate_proj(x_BSD), self.up_proj(x_BSD)))
+        return self.down_proj(self.swiglu(*self.project(x_BSD, self.gate_proj, self.up_proj)))

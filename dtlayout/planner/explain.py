@@ -141,6 +141,7 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
         "zero": _ZERO,
         "recompute": _RECOMPUTE,
         "sequence_parallel": (False, True) if layout.tp > 1 else (),
+        "tp_overlap": (False, True) if layout.shards_sequence else (),
         "stage_layers": ((),),
     }
     for knob, values in settings.items():

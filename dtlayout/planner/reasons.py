@@ -140,6 +140,8 @@ def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Ke
     choices += [{"recompute": r} for r in RECOMPUTE[:4] if r != layout.recompute]
     if layout.tp > 1:
         choices.append({"sequence_parallel": not layout.sequence_parallel})
+    if layout.shards_sequence:
+        choices.append({"tp_overlap": not layout.tp_overlap})
     for name, values in searched_kernels().items():
         choices.append({name: next(value for value in values if value != getattr(best.kernels, name))})
     for choice in choices:

@@ -181,7 +181,7 @@ class Space:
     @cached_property
     def constant(self) -> dict[str, Any]:
         """Fields of Layout that no axis varies."""
-        return {name: self.fixed[name] for name in ("cp", "stage_layers") if name in self.fixed}
+        return {name: self.fixed[name] for name in ("cp", "stage_layers", "tp_overlap") if name in self.fixed}
 
     def allows_kernels(self, kernels: Kernels, tp: int = 1, recompute: str = "none") -> bool:
         """Whether the trainer has these kernels on this device in this precision, with these choices beside them."""
@@ -189,7 +189,8 @@ class Space:
 
     def allows_tensor(self, tp: int, sequence_parallel: bool) -> bool:
         """Whether tp splits the model: `Layout.is_legal`, with every other axis off."""
-        layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+        overlap = self.fixed.get("tp_overlap", False)
+        layout = Layout(tp=tp, sequence_parallel=sequence_parallel, tp_overlap=overlap)
         return layout.is_legal(self.scenario.model, self.scenario.batch)
 
     def allows_pipeline(self, pp: int, order: Order, dp: int, micro_batch: int) -> bool:

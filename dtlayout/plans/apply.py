@@ -103,7 +103,11 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
 
 
 _MATMULS = {"aten.mm.default", "aten.addmm.default"}
-_REDUCTIONS = {"_c10d_functional.reduce_scatter_tensor.default", "_c10d_functional.all_reduce.default"}
+_REDUCTIONS = {
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+    "symm_mem.fused_matmul_reduce_scatter.default",
+}
 """What selective recomputation always keeps. Not the all-gather: what sequence parallelism shards would lie there
 whole."""
 

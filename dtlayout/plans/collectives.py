@@ -14,10 +14,13 @@ recomputation knows by name, waited for at once: a tensor that still waits dispa
 Legend: B batch, S sequence, t ranks, s = S / t, D model width.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,11 +32,23 @@ class Group(NamedTuple):
 
     name: str
     size: int
+    shares_memory: bool = False
+    """Whether its ranks' GPUs read each other's memory, [Note: two ways to send pieces]."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Group":
         """That of a mesh with one axis."""
-        return cls(mesh.get_group().group_name, mesh.size())
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        return cls(mesh.get_group().group_name, mesh.size(), mesh.device_type == "cuda" and _are_peers(ranks))
+
+
+def _are_peers(ranks: Sequence[int]) -> bool:
+    """Whether the GPUs of these ranks are in one node and read each other's memory."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if len({rank // per_node for rank in ranks}) > 1 or torch.cuda.device_count() < per_node:
+        return False
+    gpus = [rank % per_node for rank in ranks]
+    return all(torch.cuda.can_device_access_peer(one, other) for one, other in permutations(gpus, 2))
 
 
 def replicate(x: Tensor, group: Group) -> Tensor:
@@ -75,16 +90,30 @@ def _same(x: Tensor, group: Group) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), "sum", group.name))
+    return wait(_operators.all_reduce(x.contiguous(), "sum", group.name))
 
 
 def _all_gather(x_BsD: Tensor, group: Group) -> Tensor:
     """Rank after rank, and then in the order of tokens: a copy, but not of one sequence."""
-    gathered = _operators.all_gather_into_tensor(x_BsD.contiguous(), group.size, group.name)
-    return _operators.wait_tensor(gathered).view(group.size, *x_BsD.shape).transpose(0, 1).flatten(1, 2)
+    return wait(begin_gather(x_BsD, group)).view(group.size, *x_BsD.shape).transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
     """In the order of ranks first: a copy, but not of one sequence."""
     by_rank = x_BSD.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    return _operators.wait_tensor(_operators.reduce_scatter_tensor(by_rank, "sum", group.size, group.name))
+    return wait(begin_scatter(by_rank, group))
+
+
+def begin_gather(x: Tensor, group: Group) -> Tensor:
+    """Each rank's tensor [B, …], one after the other [t·B, …], once it was waited for."""
+    return _operators.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+
+
+def begin_scatter(x: Tensor, group: Group) -> Tensor:
+    """This rank's part [B, …] of the sum of the ranks' tensors [t·B, …], once it was waited for."""
+    return _operators.reduce_scatter_tensor(x, "sum", group.size, group.name)
+
+
+def wait(x: Tensor) -> Tensor:
+    """What was begun."""
+    return _operators.wait_tensor(x)

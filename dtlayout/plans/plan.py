@@ -12,9 +12,11 @@ each microbatch:
 |---|---|---|
 | input | | all-reduce |
 | input-gather | all-gather | reduce-scatter |
+| input-overlap | as input-gather, in pieces beside the matmuls below | |
 | colwise below an input | | |
 | rowwise, embedding | all-reduce | |
 | rowwise-scatter, embedding-scatter | reduce-scatter | all-gather |
+| rowwise-overlap | as rowwise-scatter, in pieces beside the matmul | |
 | sequence | | (weight gradients: an all-reduce when gradients are synchronised) |
 | head | two all-reduces, of one and of two numbers a token | all-reduce |
 | head-gather | all-gather, and these two | reduce-scatter |
@@ -35,9 +37,13 @@ from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
 
 TensorStyle = Literal[
-    "colwise", "rowwise", "rowwise-scatter", "embedding", "embedding-scatter", "input", "input-gather", "sequence",
-    "head", "head-gather", "head-norm",
+    "colwise", "rowwise", "rowwise-scatter", "rowwise-overlap", "embedding", "embedding-scatter", "input",
+    "input-gather", "input-overlap", "sequence", "head", "head-gather", "head-norm",
 ]  # fmt: skip
+
+
+OVERLAPPED_PIECES = 4
+"""Pieces that `layout.tp_overlap` sends: matmuls can hide all but one, and each has a quarter of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
     if layout.tp == 1:
         return {}
     scatter = layout.shards_sequence
+    opening: TensorStyle = "input-overlap" if layout.overlaps_tp else "input-gather" if scatter else "input"
+    closing: TensorStyle = "rowwise-overlap" if layout.overlaps_tp else "rowwise-scatter" if scatter else "rowwise"
     styles: dict[str, TensorStyle] = {EMBEDDING: "embedding-scatter" if scatter else "embedding"}
     for operation in describe(model).block:
         match operation:
@@ -104,10 +112,10 @@ def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
                 styles[f"{BLOCKS}.{operation.module}"] = "sequence"
             case Linear(style="colwise"):
                 branch = operation.module.rpartition(".")[0]
-                styles.setdefault(f"{BLOCKS}.{branch}", "input-gather" if scatter else "input")
+                styles.setdefault(f"{BLOCKS}.{branch}", opening)
                 styles[f"{BLOCKS}.{operation.module}"] = "colwise"
             case Linear(style="rowwise"):
-                styles[f"{BLOCKS}.{operation.module}"] = "rowwise-scatter" if scatter else "rowwise"
+                styles[f"{BLOCKS}.{operation.module}"] = closing
     if scatter:
         styles[FINAL_NORM] = "sequence"
     return styles | {HEAD: "head-gather" if scatter else "head"}

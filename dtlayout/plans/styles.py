@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.plans.collectives import Group, all_gather, all_reduce, reduce_scatter, replicate
+from dtlayout.plans.overlap import multiply_while_scattering, projecting
 from dtlayout.plans.plan import TensorStyle
 
 Edge = Callable[[Tensor, Group], Tensor]
@@ -46,6 +47,18 @@ class Input(_EdgeStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         edge, group = self.edge, Group.of(device_mesh)
         module.register_forward_pre_hook(lambda _, inputs: (edge(inputs[0], group), *inputs[1:]))
+        return module
+
+
+class OverlappedInput(Input):
+    """An `Input` whose gathering goes in pieces beside the matmuls that read it, all that its `project` computes."""
+
+    def __init__(self) -> None:
+        super().__init__(all_gather)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert hasattr(module, "project"), "what is overlapped goes through ops.linear.project"
+        module.project = projecting(Group.of(device_mesh), local)  # type: ignore[assignment]
         return module
 
 
@@ -73,25 +86,40 @@ class _ColwiseLinear(nn.Linear):
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class Rowwise(_EdgeStyle):
+class Rowwise(ParallelStyle):
     """Splits an `nn.Linear` by its inputs, which come split; each rank's outputs are terms of a sum."""
+
+    def __init__(self, multiply: Callable[[Tensor, Tensor, Group], Tensor]):
+        """`multiply` is the matmul and what joins its terms: `multiply_reduce`, or one that scatters them."""
+        super().__init__()
+        self.multiply = multiply
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _RowwiseLinear
         assert isinstance(module, _RowwiseLinear), "the style is for an nn.Linear"
-        module.edge, module.group = self.edge, Group.of(device_mesh)
+        module.multiply, module.group = self.multiply, Group.of(device_mesh)
         return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(1), bias=Replicate()))
 
 
 class _RowwiseLinear(nn.Linear):
-    edge: Edge
+    multiply: Callable[[Tensor, Tensor, Group], Tensor]
     group: Group
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.edge(F.linear(x, local(self.weight)), self.group)
+        y = self.multiply(x, local(self.weight), self.group)
         if self.bias is None:
             return y
-        return y + (local(self.bias, Partial() if self.edge is reduce_scatter else Replicate()))
+        return y + local(self.bias, Replicate() if self.multiply is multiply_reduce else Partial())
+
+
+def multiply_reduce(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks of x·wᵀ, whole on each of them."""
+    return all_reduce(F.linear(x, weight), group)
+
+
+def multiply_scatter(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """This rank's part of the sum over the ranks of x·wᵀ."""
+    return reduce_scatter(F.linear(x, weight), group)
 
 
 class HeadNorm(ParallelStyle):
@@ -210,12 +238,14 @@ def _distribute(_: str, module: nn.Module, mesh: DeviceMesh, **placements: Any) 
 
 STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "colwise": Colwise,
-    "rowwise": lambda: Rowwise(all_reduce),
-    "rowwise-scatter": lambda: Rowwise(reduce_scatter),
+    "rowwise": lambda: Rowwise(multiply_reduce),
+    "rowwise-scatter": lambda: Rowwise(multiply_scatter),
+    "rowwise-overlap": lambda: Rowwise(multiply_while_scattering),
     "embedding": lambda: VocabParallelEmbedding(all_reduce),
     "embedding-scatter": lambda: VocabParallelEmbedding(reduce_scatter),
     "input": lambda: Input(replicate),
     "input-gather": lambda: Input(all_gather),
+    "input-overlap": OverlappedInput,
     "sequence": SequenceNorm,
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from small import US, scenario
+from small import GPU, US, scenario
 
 from dtlayout.costmodel.compute import attention_s, block_time, block_tp_s, head_time, host_s, matmul_s, recompute_time
 from dtlayout.costmodel.engine import Features
@@ -160,6 +160,22 @@ def test_collectives_of_a_block(layout, features, forward, backward):
     assert found == pytest.approx((forward * HALF_S, backward * HALF_S))
     hidden = block_tp_s(scenario(features=features, tp_exposed=0.4), layout)
     assert hidden == pytest.approx((0.4 * forward * HALF_S, 0.4 * backward * HALF_S))
+
+
+def test_overlap_hides_what_matmuls_last_and_pays_for_more_messages():
+    """Four pieces of 10 + 20 / 4 + 5 µs beside the matmuls: 40 (qkv), 20 (o), 80 (gate and up), 40 (down).
+
+    Forward they wait for 90 - 40, 85 - 20, 100 - 80 and 90 - 40; backward for o's and down's as much, and for the
+    others' nothing but what the weights' gradients leave of 50 and 20.
+    """
+    overlapped = replace(TP2_SP, tp_overlap=True)
+    found = block_tp_s(scenario(features=Features(regathers_inputs=False)), overlapped)
+    assert found == pytest.approx(((50 + 65 + 20 + 50) * US, (65 + 50 + 10 + 0) * US))
+    on_host = replace(scenario(), cluster=replace(scenario().cluster, gpu=replace(GPU, name="cpu")))
+    assert block_tp_s(on_host, overlapped) == block_tp_s(on_host, TP2_SP)
+    large = replace(scenario(), batch=replace(scenario().batch, global_batch=64))
+    grown = replace(overlapped, micro_batch=16)
+    assert sum(block_tp_s(large, grown)) < 0.5 * sum(block_tp_s(large, replace(grown, tp_overlap=False)))
 
 
 def test_cp_waits_for_what_attention_does_not_hide_of_keys_and_values():

@@ -66,7 +66,13 @@ def to_case(choice: dict[str, Any]) -> Case:
 
 
 CASES = list(cover_pairs())
-SINGLE = Case(Layout(tp=4), kernels=Kernels(compile="model"))
+SINGLE = {
+    "tp4 model": Case(Layout(tp=4), kernels=Kernels(compile="model")),
+    "tp2 overlapped blocks": Case(Layout(dp_shard=2, tp=2, tp_overlap=True), kernels=Kernels(compile="blocks")),
+    "tp2 overlapped model": Case(
+        Layout(pp=2, tp=2, tp_overlap=True, recompute="selective"), kernels=Kernels(compile="model")
+    ),
+}
 
 
 WITH_DOCUMENTS = [
@@ -78,7 +84,9 @@ WITH_DOCUMENTS = [
 
 
 @pytest.mark.parametrize(
-    "case", [*map(to_case, CASES), SINGLE], ids=[*(" ".join(map(str, c.values())) for c in CASES), "tp4 model"]
+    "case",
+    [*map(to_case, CASES), *SINGLE.values()],
+    ids=[*(" ".join(map(str, choice.values())) for choice in CASES), *SINGLE],
 )
 def test_every_pair_is_exact_in_float64(ranks4: Ranks, case: Case) -> None:
     found = merge(ranks4.run(run_compiled, case, timeout_s=180))

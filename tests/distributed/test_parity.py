@@ -20,6 +20,7 @@ from parity import (
     relative_difference,
     run_in_a_v,
     run_layout,
+    run_over_symmetric_memory,
     run_reference,
 )
 from ranks import Ranks
@@ -59,6 +60,9 @@ AXES = {
     "full recompute zero 3": Layout(pp=2, dp_shard=2, zero=3, recompute="full"),
     "selective recompute": Layout(dp_shard=2, tp=2, micro_batch=2, recompute="selective"),
     "selective recompute pp2": Layout(pp=2, tp=2, micro_batch=4, sequence_parallel=False, recompute="selective"),
+    "tp4 overlapped": Layout(tp=4, micro_batch=4, tp_overlap=True),
+    "pp2 tp2 overlapped": Layout(pp=2, tp=2, micro_batch=4, tp_overlap=True, recompute="selective"),
+    "zero 3 tp2 overlapped": Layout(dp_shard=2, tp=2, micro_batch=1, zero=3, tp_overlap=True, recompute="full"),
     "every second recomputed": Layout(pp=2, tp=2, micro_batch=4, recompute="every-2"),
 }
 
@@ -79,6 +83,7 @@ FAMILY_LAYOUTS = {
     "tp4 with sp": Layout(tp=4, micro_batch=4),
     "tp2 without sp": Layout(dp_shard=2, tp=2, micro_batch=2, sequence_parallel=False),
     "pp2 tp2 recomputed": Layout(pp=2, tp=2, micro_batch=2, recompute="selective"),
+    "tp2 overlapped": Layout(dp_shard=2, tp=2, micro_batch=2, tp_overlap=True),
     "interleaved hsdp": Layout(pp=2, dp_replicate=2, schedule="interleaved-1f1b", virtual_stages=2),
 }
 
@@ -103,6 +108,13 @@ def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: 
 def test_interleaving_over_four_ranks_is_exact_in_float64(ranks4: Ranks) -> None:
     layout = Layout(pp=4, schedule="interleaved-1f1b", virtual_stages=2)
     size, whose = difference(ranks4, Case(layout, model=replace(SHAPE, num_layers=8)))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", ["tp4 overlapped", "pp2 tp2 overlapped", "zero 3 tp2 overlapped"])
+def test_overlap_over_symmetric_memory_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
+    case = Case(AXES[name], model=QWEN2)
+    size, whose = largest_difference(merge(ranks4.run(run_over_symmetric_memory, case)), run_reference(case))
     assert size <= 1e-10, whose
 
 
@@ -161,7 +173,7 @@ def test_documents_that_do_not_see_each_other_are_exact_in_float64(ranks4: Ranks
     assert abs(run_reference(Case(AXES[name])).loss / run_reference(Case(AXES[name], documents=True)).loss - 1) > 1e-6
 
 
-@pytest.mark.parametrize("name", ["dp4", "tp4 with sp", "pp2 tp2", "zero 3"])
+@pytest.mark.parametrize("name", ["dp4", "tp4 with sp", "tp4 overlapped", "pp2 tp2", "zero 3"])
 def test_bf16_errs_no_more_than_one_process_in_bf16_does(ranks4: Ranks, name: str) -> None:
     layout = AXES[name]
     exact = run_reference(Case(layout))
@@ -187,7 +199,8 @@ def legal_cases(draw: st.DrawFn) -> Case:
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
         tp=tp,
-        sequence_parallel=draw(st.booleans()),
+        sequence_parallel=(sharded := draw(st.booleans())),
+        tp_overlap=sharded and draw(st.booleans()),
         micro_batch=draw(st.sampled_from([1, 2])),
         schedule=schedule,
         virtual_stages=virtual_stages,

@@ -6,13 +6,21 @@ import numpy as np
 import pytest
 from parity import FP32, SEED, SEQ_LEN, SHAPE, TIED, Case, largest_difference, merge, run_reference
 from ranks import Ranks
-from sharding import count_collectives, initial_weights, measure_bytes, run_sabotaged, train_in_two_groups
+from sharding import (
+    count_collectives,
+    initial_weights,
+    measure_bytes,
+    run_sabotaged,
+    train_in_two_groups,
+    weigh_collectives,
+)
 
 from dtlayout.kernels import count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.llama import Llama
 from dtlayout.plans.init import initialize
+from dtlayout.plans.plan import OVERLAPPED_PIECES
 
 DATA = ("dp_replicate", "dp_shard")
 LOSS_SUMS = 2 * count_loss_chunks(4 * SEQ_LEN)
@@ -81,6 +89,15 @@ def test_tensor_parallelism_alone_sums_twice_a_block_in_each_direction(ranks4: R
     m, blocks = 2, SHAPE.num_layers
     for counts in ranks4.run(count_collectives, case, ("tp",)):
         assert counts == {"all_reduce": m * (2 * 2 * blocks + 2 + LOSS_SUMS)}  # 2: embedding, head's input
+
+
+def test_overlapped_messages_are_the_same_bytes_in_pieces(ranks4: Ranks) -> None:
+    m, blocks = 2, SHAPE.num_layers
+    whole, pieces = (Case(Layout(tp=4, micro_batch=4, tp_overlap=overlap)) for overlap in (False, True))
+    assert ranks4.run(weigh_collectives, pieces, ("tp",)) == ranks4.run(weigh_collectives, whole, ("tp",))
+    for counts in ranks4.run(count_collectives, pieces, ("tp",)):
+        for name in ("all_gather", "reduce_scatter"):
+            assert counts[name] == m * (OVERLAPPED_PIECES * 4 * blocks + 2)  # 2: embedding, head's input
 
 
 @pytest.mark.parametrize(

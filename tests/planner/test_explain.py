@@ -138,7 +138,8 @@ def test_moves_keep_the_world_and_a_pipeline_that_ends_loses_its_schedule_and_it
             assert moved.stage_layers == ()
     knobs = {knob for knob, _ in moves}
     assert knobs == {
-        "tp", "pp", "dp_replicate", "micro_batch", "zero", "recompute", "sequence_parallel", "stage_layers", "schedule",
+        "tp", "pp", "dp_replicate", "micro_batch", "zero", "recompute", "sequence_parallel", "tp_overlap",
+        "stage_layers", "schedule",
     }  # fmt: skip
 
 

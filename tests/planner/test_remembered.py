@@ -38,6 +38,7 @@ LAYOUTS = {
     "cp": [{"cp": 2}],
     "tp": [{"tp": 1}, {"tp": 4}],
     "sequence_parallel": [{"sequence_parallel": False}],
+    "tp_overlap": [{"tp_overlap": True}],
     "micro_batch": [{"micro_batch": 4}],
     "schedule": [{"schedule": "gpipe"}],
     "virtual_stages": [{"schedule": "interleaved-1f1b", "virtual_stages": n} for n in (2, 3)],

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, partialmethod
+from unittest import mock
 
 import numpy as np
 import torch
 from outside import V_GPIPE, registered
 from torch import Tensor
+from torch.distributed import _symmetric_memory
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.batch import Batch
 from dtlayout.data.samples import find_starts
@@ -23,6 +26,7 @@ from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import IGNORED
 from dtlayout.optimizers import AdamW, Optimizer
+from dtlayout.plans.collectives import Group
 from dtlayout.plans.init import initialize
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
@@ -130,6 +134,25 @@ def run_layout(case: Case) -> Outcome | None:
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, _to_numpy(gradients), _to_numpy(parameters))
+
+
+def run_over_symmetric_memory(case: Case) -> Outcome | None:
+    """As `run_layout`, as if tp's ranks saw each other's memory: torch's own references stand for its CUDA kernels."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CPU"):
+            library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
+    _LIBRARIES.append(library)  # or its kernels go with it
+    of_mesh = Group.of
+
+    def with_shared_memory(mesh: DeviceMesh) -> Group:
+        return of_mesh(mesh)._replace(shares_memory=True)
+
+    with mock.patch.object(Group, "of", with_shared_memory):
+        return run_layout(case)
+
+
+_LIBRARIES: list[torch.library.Library] = []
 
 
 def run_in_a_v(case: Case) -> Outcome | None:

@@ -11,6 +11,7 @@ from parity import Case, Outcome, build_step, local_rows, named_parameters, run_
 from recording import CollectiveRecorder
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtlayout.dryrun.collectives import Collective
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.mesh.build import open_reduction_group
@@ -18,13 +19,25 @@ from dtlayout.mesh.build import open_reduction_group
 
 def count_collectives(case: Case, axes: tuple[str, ...]) -> Counter[str]:
     """Collectives along some axes in the second step's forwards and backwards."""
+    return Counter(event.name for event in _record(case, axes))
+
+
+def weigh_collectives(case: Case, axes: tuple[str, ...]) -> Counter[str]:
+    """As `count_collectives`, their bytes."""
+    weights = Counter[str]()
+    for event in _record(case, axes):
+        weights[event.name] += event.nbytes
+    return weights
+
+
+def _record(case: Case, axes: tuple[str, ...]) -> list[Collective]:
     assembly, step = build_step(case)
     rows, targets = local_rows(case)
     step(rows, targets)
     groups = {tuple(dist.get_process_group_ranks(assembly.mesh[axis].get_group())) for axis in axes}
     with CollectiveRecorder() as recorder:
         assembly.runtime.step(rows, targets=targets, num_targets=1.0)
-    return Counter(event.name for event in recorder.events if event.ranks in groups and len(event.ranks) > 1)
+    return [event for event in recorder.events if event.ranks in groups and len(event.ranks) > 1]
 
 
 def measure_bytes(case: Case) -> tuple[Footprint, Footprint]:
