@@ -15,8 +15,10 @@ from dtlayout.errors import DtlayoutError
 COMMANDS = {
     "calibrate": "Measure these machines, and write the cluster file that predictions for them take.",
     "check": "Say whether a config can train on so many ranks, and what it would do.",
+    "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder.",
     "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",
     "explain": "Show a layout's memory and time by component, what binds it and what would help.",
+    "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",
     "prepare": "Tokenize the data of a config once, as training would.",
     "recommend": "Find the fastest layouts of a model that fit on a cluster, and say what stands against the others.",
     "refit": "Fit a calibrated cluster file to sweeps that ran with it, and keep how right their predictions were.",
@@ -57,3 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(error, file=sys.stderr)
         return error.exit_code
+
+
+if __name__ == "__main__":  # under torchrun
+    sys.exit(main())

@@ -20,7 +20,9 @@ from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.families import find_family
+from dtlayout.models.files import find_model
 from dtlayout.models.presets import PRESETS
+from dtlayout.models.weights import check_init_from
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.precision import Precision
@@ -55,6 +57,9 @@ class TrainConfig(Ranged, section="train"):
 
     steps: int = ranged("must be at least 1")
     """Optimizer steps of the whole run, those before a resume included."""
+    init_from: str = ""
+    """A Hugging Face folder whose weights a new run starts from, with its sizes where no [model] is; empty for random
+    ones."""
     run_folder: str = "runs/latest"
     """Where metrics, summary, config and checkpoints go, by default named like the file; the same folder resumes."""
     seed: int = 0
@@ -71,7 +76,7 @@ class TrainConfig(Ranged, section="train"):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Ranged, section="checkpoint"):
-    """When the run's state is saved."""
+    """When the run's state is saved, and whether its weights leave it."""
 
     every: int = ranged("must not be negative", 0)
     """Steps between checkpoints; 0 saves at the end alone."""
@@ -81,6 +86,8 @@ class CheckpointConfig(Ranged, section="checkpoint"):
     """Newest checkpoints that stay on disk."""
     save: bool = True
     """Whether anything is saved; without it a run cannot be resumed."""
+    export: bool = False
+    """Whether the weights of a run that is done also go to RUN/hf, a Hugging Face folder in the compute format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +184,7 @@ def parse_config(tables: dict[str, Any]) -> Config:
     """The config of parsed TOML; InvalidConfig with every problem."""
     problems = []
     try:
-        model = _expand_preset(tables.get("model", {}))
+        model = _find_sizes(tables.get("model") or _name_source(tables.get("train")))
     except InvalidConfig as error:
         problems += error.problems
         model = asdict(PRESETS["debug"])  # so that the other sections are checked too
@@ -214,6 +221,9 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     except InvalidConfig as error:
         problems += error.problems
     problems += schedule_problems(layout.schedule)
+    problems += check_init_from(config.train.init_from, config.model) if config.train.init_from else []
+    if config.checkpoint.export and not config.checkpoint.save:
+        problems.append("checkpoint.export=true writes what was saved, but checkpoint.save=false; use save=true")
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     kernels = config.choose_kernels(device, layout).kernels
@@ -240,17 +250,28 @@ def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
         table[last] = toml.parse_value(value)
 
 
-def _expand_preset(table: Any) -> Any:
-    """The table on top of the preset that it names; another name needs all sizes."""
+def _name_source(train: Any) -> dict[str, Any]:
+    """A [model] that takes its sizes from where its weights come from, if they come from somewhere."""
+    init_from = train.get("init_from") if isinstance(train, dict) else None
+    return {"name": init_from} if init_from else {}
+
+
+def _find_sizes(table: Any) -> Any:
+    """The table on top of the preset or the Hugging Face folder that it names; another name needs all sizes."""
     if not isinstance(table, dict):
         return table
     name = table.get("name")
     if isinstance(name, str) and name in PRESETS:
         return {**asdict(PRESETS[name]), **table}
-    sizes = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
-    if sizes:
+    if isinstance(name, str) and Path(name, "config.json").is_file():
+        sizes = asdict(find_model(name))
+        return {**sizes, **table, "name": sizes["name"]}
+    missing = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
+    if missing:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}."
-        what = "model.name is missing" if name is None else f"model.name={name!r} is not a preset"
-        raise InvalidConfig(f"{what}; {advice} A model of your own needs {', '.join(sizes)} too")
+        what = (
+            "model.name is missing" if name is None else f"model.name={name!r} is no preset and no Hugging Face folder"
+        )
+        raise InvalidConfig(f"{what}; {advice} A model of your own needs {', '.join(missing)} too")
     return table

@@ -112,7 +112,8 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
         return
     sections = ("model", "batch", "data", "optimizer")
     differing = [name for name in sections if getattr(ended, name) != getattr(config, name)]
-    differing += ["train.seed"] * (ended.train.seed != config.train.seed)
+    values = ("seed", "init_from")
+    differing += [f"train.{name}" for name in values if getattr(ended.train, name) != getattr(config.train, name)]
     if differing:
         raise InvalidConfig(
             f"train.run_folder={str(folder)!r} holds a finished run with another {', '.join(differing)}; "

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Start the first run: one rank a GPU where torch sees any, else 8 ranks on the CPU. Takes the folder of torchrun.
+# Start the first run, one rank a GPU where torch sees any, else 8 ranks on the CPU, and let the model write a line.
+# Takes the folder of torchrun.
 set -eu
 bin=${1:?usage: train_debug.sh FOLDER_OF_TORCHRUN}
 
@@ -15,4 +16,5 @@ else
     fi
 fi
 set -x
-exec "$bin/torchrun" "$@"
+"$bin/torchrun" "$@"
+"$bin/dtlayout" generate runs/debug --prompt "def " --max-tokens 80

@@ -22,7 +22,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     ],
     "models": [
         "models.presets", "models.description", "models.families", "models.counting", "models.files",
-        "models.operations",
+        "models.operations", "models.weights",
     ],
     "planning": [
         "mesh.axes", "plans.plan", "pipelining.partition", "pipelining.schedule",

@@ -8,6 +8,7 @@ another name and renamed when it is whole: a folder with that name is a whole ch
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dtlayout.errors import CheckpointError
+from dtlayout import toml
+from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import Optimizer
 
@@ -90,6 +92,15 @@ def read_origin(path: Path) -> dict[str, Any]:
     return origin if isinstance(origin, dict) else {}
 
 
+def read_model(path: Path) -> ModelShape:
+    """The model that a checkpoint is of; CheckpointError if it does not say."""
+    try:
+        saved = json.loads((path / "state.json").read_text(encoding="utf-8"))["model"]
+        return toml.parse({name: value for name, value in saved.items() if value is not None}, ModelShape, "model")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, InvalidConfig) as error:
+        raise _unreadable(path, error) from None
+
+
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Name → (saved, now) of what differs; what was not saved is not known to differ."""
     return {name: (saved[name], value) for name, value in now.items() if name in saved and saved[name] != value}
@@ -143,6 +154,20 @@ def load_checkpoint(
     except RuntimeError as error:  # not of the files: a rank is gone, or memory
         raise CheckpointError(f"{path} was not loaded: {_last_line(error)}") from error
     return step
+
+
+def load_parameters(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
+    """Fill tensors, by their names in the whole model and of any float format, with a checkpoint's parameters.
+
+    From all ranks at once, or `alone` on one of them. CheckpointError if they cannot be read.
+    """
+    wanted = {f"parameters.{name}": tensor for name, tensor in tensors.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+            dcp.load(wanted, checkpoint_id=str(path / "tensors"), no_dist=alone or not dist.is_initialized())
+    except (CheckpointException, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {_last_line(error)}") from error
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:

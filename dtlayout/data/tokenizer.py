@@ -35,6 +35,10 @@ class Tokenizer:
     """Equal for two tokenizers only if they give equal ids."""
     encode_batch: Callable[[Sequence[str]], list[Ids]]
     """Ids of each text, without any special token; may use all cores."""
+    decode: Callable[[Sequence[int]], str]
+    """Text of ids, without special tokens; what is no whole character yet ends in U+FFFD."""
+    begin: tuple[int, ...] = ()
+    """Ids that models of this tokenizer were trained to see before a text, such as Llama's <s>."""
 
 
 def _encode_bytes(texts: Sequence[str]) -> list[Ids]:
@@ -42,8 +46,22 @@ def _encode_bytes(texts: Sequence[str]) -> list[Ids]:
     return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64) for text in texts]
 
 
-BYTES = Tokenizer(vocab_size=257, end_of_document=256, fingerprint="bytes", encode_batch=_encode_bytes)
+def _decode_bytes(ids: Sequence[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+BYTES = Tokenizer(
+    vocab_size=257, end_of_document=256, fingerprint="bytes", encode_batch=_encode_bytes, decode=_decode_bytes
+)  # fmt: skip
 """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document: nothing to download, nothing to train."""
+
+
+def find_file(spec: str) -> Path | None:
+    """The tokenizer.json that `spec` means, be it there or not; None for "bytes"."""
+    if spec == "bytes":
+        return None
+    path = Path(spec).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
@@ -52,16 +70,14 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
     `end_of_document` names the token that separates documents; empty takes the first of `END_OF_DOCUMENT_TOKENS`
     that the vocabulary has.
     """
-    if spec == "bytes":
+    path = find_file(spec)
+    if path is None:
         if end_of_document:
             raise DataError(
                 f"end_of_document={end_of_document!r} asked of the tokenizer 'bytes', which ends documents with id 256 "
                 "whatever is asked; leave end_of_document empty"
             )
         return BYTES
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
     if not path.is_file():
         raise DataError(
             f"tokenizer {spec!r}: there is no file {str(path)!r}; give 'bytes' or the path of a tokenizer.json"
@@ -79,6 +95,8 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
         end_of_document=end,
         fingerprint=f"{hashlib.sha256(path.read_bytes()).hexdigest()}-{end}",
         encode_batch=encode_batch,
+        decode=tokenizer.decode,
+        begin=tuple(i for i in tokenizer.encode("", add_special_tokens=True).ids if i != end),
     )
 
 

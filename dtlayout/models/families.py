@@ -23,6 +23,8 @@ class Family:
     """What `ModelShape.family` and, as model_type, an HF config.json call it."""
     describe: Callable[[ModelShape], Description] = describe_llama
     """What gives a model's operations and weights."""
+    architecture: str = "LlamaForCausalLM"
+    """What `transformers` calls it, for a config.json."""
     module: str | Callable[..., Any] = "dtlayout.models.llama:Llama"
     """What builds it or a part of it, called like `models.llama.Llama`; a text is imported when it is needed."""
     traits: Mapping[str, Any] = field(default_factory=dict)
@@ -33,8 +35,8 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(name="llama"),
-        Family(name="qwen2", traits={"qkv_bias": True}),
-        Family(name="qwen3", traits={"qk_norm": True}),
+        Family(name="qwen2", architecture="Qwen2ForCausalLM", traits={"qkv_bias": True}),
+        Family(name="qwen3", architecture="Qwen3ForCausalLM", traits={"qk_norm": True}),
     )
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
 from dtlayout.model_shape import ModelShape, RopeScaling
-from dtlayout.models.families import FAMILIES
+from dtlayout.models.families import FAMILIES, find_family
 from dtlayout.models.presets import PRESETS
 
 _HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
@@ -82,6 +82,20 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
         raise InvalidConfig(problems)
     values = {"name": name or "own", "family": family, **FAMILIES[family].traits, **values}
     return toml.parse(values, ModelShape, "model")
+
+
+def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None) -> dict[str, Any]:
+    """The config.json of a model whose weights are in `number_format`, such as "bfloat16"."""
+    config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in _HF_NAMES.items()}
+    config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
+    config |= {"head_dim": model.head_width, "hidden_act": "silu", "torch_dtype": number_format}
+    if max_seq_len is not None:
+        config["max_position_embeddings"] = max_seq_len
+    if model.rope_scaling is not None:
+        scaling = asdict(model.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_context")
+        config["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    return config
 
 
 def parse_toml(content: str) -> ModelShape:

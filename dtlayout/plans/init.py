@@ -51,13 +51,19 @@ def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, devic
             fill_normal(parameter, stds[initial], seed, name)
 
 
+def find_place(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a tensor, which is the tensor itself where nothing splits it, and where in it that begins."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.dim()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return parameter.to_local(), tuple(offset)
+
+
 @torch.no_grad()
 def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
     """Fill a tensor or this rank's shard of a DTensor with the deviates of (seed, name), mean 0."""
-    local, offset = parameter, (0,) * parameter.dim()
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    local, offset = find_place(parameter)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
     rows = local.view(-1, local.shape[-1]) if local.dim() != 2 else local
     assert local.dim() <= 2, "weights are vectors and matrices"

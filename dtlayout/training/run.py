@@ -5,6 +5,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dtlayout.checkpoint.hf import export_weights, load_weights
 from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, open_samples, own_indices
+from dtlayout.data.tokenizer import find_file
 from dtlayout.device import Device
 from dtlayout.errors import (
     EXIT_DONE,
@@ -38,6 +41,7 @@ from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
 from dtlayout.planner.runs import Performance, Run
+from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
@@ -102,9 +106,12 @@ class _Run:
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
+        self.newest = self._find_newest()
+        is_loaded = config.train.init_from and self.newest is None
         self.assembly = assemble(
-            *values, seed=config.train.seed, device_type=device.type, timeout_s=config.train.timeout_s
-        )
+            *values, seed=config.train.seed, device_type=device.type, timeout_s=config.train.timeout_s,
+            give_weights=partial(load_weights, Path(config.train.init_from).expanduser()) if is_loaded else initialize,
+        )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
@@ -138,21 +145,27 @@ class _Run:
         with self.display:
             exit_code, done = self._loop(first_step)
         self._report(exit_code, done)
+        if exit_code == EXIT_DONE and self.config.checkpoint.export and self.is_writer:
+            self._export()
         return exit_code
 
-    def _resume(self) -> int:
-        """Load the newest checkpoint of the run folder, if there is one; the steps that are done."""
+    def _find_newest(self) -> Path | None:
+        """The newest checkpoint of the run folder, if there is one."""
         found = list_checkpoints(self.folder / "checkpoints")
         newest = [found[-1] if found else None]
         # A shared filesystem may not show every node the same at once.
         dist.broadcast_object_list(newest, group=self.host)
-        if newest[0] is None:
+        return newest[0]
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, if there is one; the steps that are done."""
+        if self.newest is None:
             return 0
         model, settings = self.config.model, self.config.optimizer
-        done = load_checkpoint(newest[0], self.assembly.modules, self.optimizer, model, settings, group=self.host)
-        check_steps_left(newest[0], done, self.config.train.steps)
-        self.display.say(f"resumed from {newest[0]} after {done} steps")
-        for name, (old, new) in find_changes(read_origin(newest[0]), self.origin).items():
+        done = load_checkpoint(self.newest, self.assembly.modules, self.optimizer, model, settings, group=self.host)
+        check_steps_left(self.newest, done, self.config.train.steps)
+        self.display.say(f"resumed from {self.newest} after {done} steps")
+        for name, (old, new) in find_changes(read_origin(self.newest), self.origin).items():
             self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
         return done
 
@@ -236,6 +249,16 @@ class _Run:
             self.config.optimizer, origin=self.origin, keep=self.config.checkpoint.keep, group=self.host,
         )  # fmt: skip
         self.display.say(f"saved {path}")
+
+    def _export(self) -> None:
+        """The weights as they were saved last, in the format that was computed in."""
+        newest, config = list_checkpoints(self.folder / "checkpoints")[-1], self.config
+        tokenizer = find_file(config.data.tokenizer)
+        export_weights(
+            newest, self.folder / "hf", number_format=config.precision.compute, max_seq_len=config.batch.seq_len,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        self.display.say(f"exported {self.folder / 'hf'}")
 
     def _write_curves(self, num_steps: int) -> None:
         """memory.json; no curves from here on."""

@@ -1,19 +1,24 @@
 """What the tests of checkpoints run on the pool's ranks, or on one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dtlayout.batch import Batch
+from dtlayout.checkpoint import hf
+from dtlayout.checkpoint.hf import load_weights
 from dtlayout.checkpoint.sharded import load_checkpoint, save_checkpoint
 from dtlayout.errors import CheckpointError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.optimizers import AdamW, Optimizer
+from dtlayout.optimizers import SGD, AdamW, Optimizer
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
@@ -80,6 +85,48 @@ def load_each(
         update(assembly, optimizer)
         results.append((step, loaded, whole_state(assembly, optimizer, model)))
     return results
+
+
+def start_from_hf(layouts: list[Layout], model: ModelShape, folder: Path) -> list[tuple[State, int, int]]:
+    """For each layout the parameters of a Hugging Face folder, the elements that this rank read, and those it holds."""
+    results = []
+    for layout in layouts:
+        read: list[int] = []
+
+        def count(stored: Any, rows: Any, read: list[int] = read) -> Tensor:
+            part: Tensor = stored[rows]
+            read.append(part.numel())
+            return part
+
+        with mock.patch.object(hf, "_read", count):
+            assembly = assemble(
+                model,
+                BATCH,
+                layout,
+                Kernels(),
+                FP32,
+                seed=0,
+                device_type="cpu",
+                give_weights=partial(load_weights, folder),
+            )
+        parameters = {
+            model.aliases.get(name, name): parameter
+            for module in assembly.modules
+            for name, parameter in module.named_parameters()
+        }
+        held = sum(parameter.to_local().numel() for parameter in parameters.values())
+        whole = {name: parameter.full_tensor().detach().numpy() for name, parameter in parameters.items()}
+        results.append((whole, sum(read), held))
+    return results
+
+
+def start_and_save(layout: Layout, model: ModelShape, folder: Path, into: Path) -> None:
+    """A checkpoint after no step, of weights from a Hugging Face folder."""
+    assembly = assemble(
+        model, BATCH, layout, Kernels(), FP32, seed=0, device_type="cpu", give_weights=partial(load_weights, folder)
+    )
+    optimizer = build_optimizer(assembly.modules, model, SGD(momentum=0.0))
+    save_checkpoint(into, 0, assembly.modules, optimizer, model, SGD(momentum=0.0), keep=1)
 
 
 def refusal(layout: Layout, model: ModelShape, path: Path) -> str | None:

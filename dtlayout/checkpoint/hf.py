@@ -1,0 +1,159 @@
+"""Weights from a Hugging Face folder into any layout, and from a checkpoint of any layout into such a folder.
+
+A rank reads its own slices alone, and of several that hold the same only the first reads: the others get it from there.
+Tensors go out a file at a time. Which tensors and files there are is `models.weights`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtlayout.checkpoint.sharded import list_checkpoints, load_parameters, read_model
+from dtlayout.errors import CheckpointError
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.files import to_hf
+from dtlayout.models.weights import INDEX, StoredTensor, find_weights, list_weights, make_index, plan_files
+from dtlayout.plans.init import CHUNK, allocate, find_place
+
+FILE_BYTES = 2 << 30
+"""Largest file of an export, and about what it takes of the host's memory."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def load_weights(
+    folder: Path, modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str
+) -> None:
+    """`allocate`, and fill parameters with a folder's, of which `find_weight_problems` found none.
+
+    Everything is the folder's, so that `seed` decides nothing. InvalidConfig or CheckpointError if it cannot be read.
+    """
+    allocate(modules, device)
+    stored = find_weights(folder)
+    with _Files() as files:
+        for name, parameter in (named for module in modules for named in module.named_parameters()):
+            _fill(parameter, stored[model.aliases.get(name, name)], model.aliases.get(name, name), files)
+
+
+class _Files(ExitStack):
+    """Files that stay open, each opened when it is first read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[Path, Any] = {}
+
+    def find(self, file: Path) -> Any:
+        """The file, open."""
+        if file not in self._opened:
+            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file]
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, stored: StoredTensor, name: str, files: _Files) -> None:
+    local, offset = find_place(parameter)
+    groups = _find_copies(parameter)
+    if all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in groups):
+        rows = max(1, CHUNK // prod(local.shape[1:]))
+        source = files.find(stored.file).get_slice(name)
+        rest = [slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)]
+        for first in range(0, local.shape[0], rows):
+            part = local[first : first + rows]
+            part.copy_(_read(source, (slice(offset[0] + first, offset[0] + first + part.shape[0]), *rest)))
+    for group in groups:
+        dist.broadcast(local, group=group, group_src=0)
+
+
+def _read(source: Any, part: tuple[slice, ...]) -> Tensor:
+    tensor: Tensor = source[part]
+    return tensor
+
+
+def _find_copies(parameter: Tensor) -> list[dist.ProcessGroup]:
+    """The groups over which a parameter's shard is the same."""
+    if not isinstance(parameter, DTensor) or parameter.to_local().numel() == 0:
+        return []
+    mesh = parameter.device_mesh
+    copies = [dim for dim, place in enumerate(parameter.placements) if place.is_replicate() and mesh.size(dim) > 1]
+    return [mesh.get_group(dim) for dim in copies]
+
+
+def find_checkpoint(source: Path) -> Path:
+    """A checkpoint, or the newest one of a run folder; CheckpointError if there is none."""
+    if (source / "state.json").is_file():
+        return source
+    found = list_checkpoints(source / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
+    return found[-1]
+
+
+def export_weights(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    number_format: str = "bfloat16",
+    file_bytes: int = FILE_BYTES,
+    max_seq_len: int | None = None,
+    tokenizer: Path | None = None,
+) -> int:
+    """Write a checkpoint's weights as a Hugging Face folder, on one process; the bytes of all tensors.
+
+    `tokenizer` is a tokenizer.json or a folder with one, whose files go along. The folder is there when it is whole, in
+    the place of what was there. CheckpointError if something cannot be read or written.
+    """  # fmt: skip
+    dtype: torch.dtype = getattr(torch, number_format)
+    try:
+        model = read_model(checkpoint)
+        shapes = dict(list_weights(model))
+        sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+        files = plan_files(sizes, file_bytes)
+        with _made_whole(folder) as partial:
+            for file, names in files.items():
+                tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
+                load_parameters(checkpoint, tensors, alone=True)
+                save_file(tensors, partial / file, metadata={"format": "pt"})
+            if len(files) > 1:
+                _write_json(partial / INDEX, make_index(files, sizes))
+            _write_json(partial / "config.json", to_hf(model, number_format, max_seq_len))
+            if tokenizer is not None:
+                _copy_tokenizer(tokenizer, partial)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be written to {folder}: {type(error).__name__} {error}") from error
+    return sum(sizes.values())
+
+
+@contextmanager
+def _made_whole(folder: Path) -> Iterator[Path]:
+    """A folder beside it that takes its place when all is written."""
+    partial, old = (folder.with_name(f".{kind}-{folder.name}") for kind in ("partial", "removed"))
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    home = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    for name in _TOKENIZER_FILES:
+        if (home / name).is_file():
+            shutil.copyfile(home / name, folder / name)
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,47 @@
+"""dtlayout convert: a run's weights, or a checkpoint's, as a Hugging Face folder that `transformers` opens."""
+
+import argparse
+from pathlib import Path
+
+from dtlayout.commands.arguments import show
+from dtlayout.config import load_config
+from dtlayout.errors import CheckpointError, InvalidConfig
+
+EXAMPLE = "dtlayout convert runs/debug exported"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """From where, to where, and how."""
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, whose newest is taken")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="which must not be there yet")
+    parser.add_argument("--format", choices=("bfloat16", "float32"), default="bfloat16", help="bfloat16 by default")
+    parser.add_argument(
+        "--file-gib", type=float, default=2.0, metavar="G", help="largest file, and memory; 2 by default"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json or its folder; by default the run's")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and say what was written."""
+    if options.folder.exists():
+        raise CheckpointError(f"{options.folder} is there already; name another folder")
+    if not options.file_gib > 0:
+        raise CheckpointError(f"--file-gib {options.file_gib:g} must be above 0")
+    from dtlayout.checkpoint.hf import export_weights, find_checkpoint  # only now: it imports torch
+    from dtlayout.data.tokenizer import find_file
+
+    checkpoint = find_checkpoint(options.source)
+    tokenizer, max_seq_len = options.tokenizer, None
+    try:
+        config = load_config(checkpoint.parent.parent / "config.toml")
+        tokenizer, max_seq_len = tokenizer or find_file(config.data.tokenizer), config.batch.seq_len
+    except InvalidConfig:  # a checkpoint that lies alone
+        pass
+    num_bytes = export_weights(
+        checkpoint, options.folder, number_format=options.format, file_bytes=int(options.file_gib * 2**30),
+        max_seq_len=max_seq_len, tokenizer=tokenizer,
+    )  # fmt: skip
+    files = sorted(path.name for path in options.folder.iterdir())
+    document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}
+    text = f"{checkpoint}: {num_bytes / 1e9:.2f} GB of {options.format} in {options.folder}: {', '.join(files)}"
+    return show(options, document, [text], indent=None)

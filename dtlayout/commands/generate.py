@@ -1,0 +1,67 @@
+"""dtlayout generate: text from a run, a checkpoint or a Hugging Face folder; under torchrun with tp over its ranks."""
+
+import argparse
+import os
+from pathlib import Path
+
+from dtlayout.commands.arguments import show
+from dtlayout.config import load_config
+from dtlayout.errors import InvalidConfig
+
+EXAMPLE = "dtlayout generate runs/debug --prompt 'def '"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the prompt and how tokens are taken."""
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a run, a checkpoint or a Hugging Face folder")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text goes on from")
+    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="100 by default")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest always; 0.8 by default")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="0.95 by default")
+    parser.add_argument("--seed", type=int, default=0, help="0 by default")
+    parser.add_argument("--tokenizer", help="bytes, or a tokenizer.json or its folder; by default the source's")
+    parser.add_argument("--format", choices=("float32", "bfloat16"), default="float32", help="float32 by default")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the text as it comes."""
+    from dtlayout.data.tokenizer import load_tokenizer  # only now: the rest imports torch
+    from dtlayout.training.devices import join_ranks, open_device
+    from dtlayout.training.generate import Sampling, generate, is_hf_folder, open_model, stream_text
+
+    if options.max_tokens < 1:
+        raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")
+    sampling = Sampling(options.temperature, options.top_p, options.seed)
+    is_hf = is_hf_folder(options.source)
+    tokenizer = load_tokenizer(*_find_tokenizer(options, is_hf=is_hf))
+    device = open_device("auto", None)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        join_ranks(device, timeout_s=600)
+    is_writer = os.environ.get("RANK", "0") == "0"
+    prompt = [*(tokenizer.begin if is_hf else ()), *tokenizer.encode_batch([options.prompt])[0].tolist()]
+    prompt = prompt or [tokenizer.end_of_document]  # after which a document begins
+    model = open_model(options.source, len(prompt) + options.max_tokens, options.format, device.type)
+    ids = generate(model, prompt, options.max_tokens, sampling.make(), end=tokenizer.end_of_document)
+    if not is_writer or options.json:
+        text = "".join(stream_text(ids, tokenizer.decode))
+        return show(options, {"prompt": options.prompt, "text": text}, []) if is_writer else 0
+    print(options.prompt, end="", flush=True)
+    for piece in stream_text(ids, tokenizer.decode):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _find_tokenizer(options: argparse.Namespace, *, is_hf: bool) -> tuple[str, str]:
+    """Which, and the end of a document where the config names one."""
+    if options.tokenizer:
+        return options.tokenizer, ""
+    if is_hf:
+        return str(options.source), ""
+    folder: Path = options.source
+    config = folder if (folder / "config.toml").is_file() else folder.parent.parent
+    try:
+        data = load_config(config / "config.toml").data
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{options.source} does not say which tokenizer it has; give --tokenizer") from error
+    return data.tokenizer, data.end_of_document

@@ -1,0 +1,134 @@
+"""Weights in a Hugging Face folder: which tensors a model has, which file holds each, and what is wrong. No torch.
+
+A folder is a config.json beside model.safetensors, or beside model-00001-of-0000N.safetensors and their index. Names
+are those of our modules too, and rotary embeddings turn the same pairs, so that nothing is renamed or permuted.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.description import BLOCKS
+from dtlayout.models.families import describe
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What safetensors calls the formats that weights may have."""
+_LISTED = 5
+"""Problems of a kind that are named; the others are counted."""
+_COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Tensors that older files hold although they follow from the sizes."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    format: str
+    """As safetensors calls it."""
+
+
+def list_weights(model: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each parameter, in the model's order; tied embeddings once."""
+    described = describe(model)
+    yield described.embedding.name, described.embedding.shape
+    for number in range(model.num_layers):
+        for weight in described.block_weights:
+            yield f"{BLOCKS.replace('*', str(number))}.{weight.name}", weight.shape
+    for weight in described.final_norm.weights:
+        yield weight.name, weight.shape
+    if not model.tied_embeddings:
+        yield described.head.name, described.head.shape
+
+
+def find_weights(folder: Path) -> dict[str, StoredTensor]:
+    """Name → tensor of all files of a folder, from their headers; InvalidConfig if there are none, or not all."""
+    index = folder / INDEX
+    try:
+        if index.is_file():
+            mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({folder / name for name in mapping.values()})
+        else:
+            files = [folder / SINGLE_FILE]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise InvalidConfig(f"{folder} has no {', '.join(missing)}{_advise(folder)}")
+        return {name: stored for file in files for name, stored in _read_header(file).items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidConfig(f"{index} cannot be read: {type(error).__name__} {error}") from None
+
+
+def _advise(folder: Path) -> str:
+    pickled = any(folder.glob("pytorch_model*.bin"))
+    return "; save its weights as safetensors: model.save_pretrained(folder)" if pickled else ""
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    from safetensors import SafetensorError, safe_open  # only now: few commands look at weights
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            return {name: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise InvalidConfig(f"{file} cannot be read: {error}") from None
+
+
+def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
+    """Everything that keeps these tensors from being the model's, one line each; empty if they are."""
+    wanted = dict(list_weights(model))
+    extra = stored.keys() - wanted.keys() - model.aliases.keys()
+    problems = _list("is missing", [name for name in wanted if name not in stored])
+    problems += _list("is in none of the model's modules", [n for n in sorted(extra) if not _COMPUTED.fullmatch(n)])
+    there = {name: (stored[name], shape) for name, shape in wanted.items() if name in stored}
+    for name, (tensor, shape) in there.items():
+        if tensor.format not in FORMATS:
+            problems.append(f"{name} has the format {tensor.format}; weights must be of {', '.join(FORMATS.values())}")
+        elif tensor.shape != shape:
+            problems.append(f"{name} has the shape {list(tensor.shape)}, where the model's is {list(shape)}")
+    return problems if len(problems) <= _LISTED else [*problems[:_LISTED], f"and {len(problems) - _LISTED} more"]
+
+
+def _list(what: str, names: list[str]) -> list[str]:
+    return [f"{name} {what}" for name in names]
+
+
+def check_init_from(text: str, model: ModelShape) -> list[str]:
+    """Problems of `train.init_from`, one line each."""
+    where = f"train.init_from={text!r}"
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        return [f"{where} is no folder; give one with a config.json and safetensors"]
+    try:
+        problems = find_weight_problems(find_weights(folder), model)
+    except InvalidConfig as error:
+        problems = error.problems
+    return [f"{where}: {problem}" for problem in problems]
+
+
+def plan_files(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:
+    """File name → names of its tensors, in their order; a file has `most_bytes` at most, or one tensor."""
+    files: list[list[str]] = [[]]
+    room = most_bytes
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = most_bytes
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {SINGLE_FILE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+def make_index(files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The index of several files."""
+    mapping = {name: file for file, names in files.items() for name in names}
+    return {"metadata": {"total_size": sum(sizes.values())}, "weight_map": mapping}

@@ -1,0 +1,172 @@
+"""Text from a model: a prompt at once, then one token after the other, beside the keys and values of all before.
+
+Legend: B batch, H query heads, G key-value heads, S tokens, K head width, D model width, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from dtlayout.checkpoint.hf import find_checkpoint, load_weights
+from dtlayout.checkpoint.sharded import load_parameters, read_model
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.files import find_model
+from dtlayout.models.llama import Block, Llama
+from dtlayout.models.weights import find_weight_problems, find_weights
+from dtlayout.ops.attention import Attend
+from dtlayout.plans.apply import split_tensors
+from dtlayout.plans.init import allocate
+from dtlayout.plans.plan import tensor_styles
+
+KERNELS = Kernels(attention="sdpa-math", norm="fused")
+"""Of which attention is replaced by one that remembers."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is taken from its probabilities."""
+
+    temperature: float = 0.8
+    """What logits are divided by; 0 takes the likeliest token always."""
+    top_p: float = 0.95
+    """Only the likeliest tokens are taken that together have this probability."""
+    seed: int = 0
+    """Decides all tokens of a text."""
+
+    def __post_init__(self) -> None:
+        problems = [] if self.temperature >= 0 else [f"temperature={self.temperature:g} must not be negative"]
+        problems += [] if 0 < self.top_p <= 1 else [f"top_p={self.top_p:g} must be above 0 and at most 1"]
+        if problems:
+            raise InvalidConfig(problems)
+
+    def make(self) -> Callable[[Tensor], int]:
+        """What takes a token from logits [V]."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def take(logits_V: Tensor) -> int:
+            if self.temperature == 0:
+                return int(logits_V.argmax())
+            likely_V, order_V = (logits_V.double().cpu() / self.temperature).softmax(0).sort(descending=True)
+            before_V = likely_V.cumsum(0) - likely_V
+            chosen = torch.multinomial(likely_V.masked_fill(before_V >= self.top_p, 0), 1, generator=generator)
+            return int(order_V[chosen])
+
+        return take
+
+
+def is_hf_folder(source: Path) -> bool:
+    """Whether it is a Hugging Face folder, and no run or checkpoint."""
+    return (source / "config.json").is_file()
+
+
+def find_shape(source: Path) -> ModelShape:
+    """The model of a run, a checkpoint or a Hugging Face folder."""
+    return find_model(str(source)) if is_hf_folder(source) else read_model(find_checkpoint(source))
+
+
+def open_model(source: Path, max_len: int, number_format: str, device_type: str) -> Llama:
+    """A model of at most `max_len` tokens with the weights of a run, a checkpoint or a Hugging Face folder.
+
+    With several ranks tp splits it over all of them. InvalidConfig or CheckpointError for what cannot be opened.
+    """
+    shape, num_ranks = find_shape(source), dist.get_world_size() if dist.is_initialized() else 1
+    layout = Layout(tp=num_ranks, sequence_parallel=False)
+    if broken := [name for name in ("num_kv_heads", "ffn_size", "vocab_size") if getattr(shape, name) % num_ranks]:
+        raise InvalidConfig([f"{num_ranks} ranks do not divide {name}={getattr(shape, name)}" for name in broken])
+    if is_hf_folder(source) and (problems := find_weight_problems(find_weights(source), shape)):
+        raise InvalidConfig([f"{source}: {problem}" for problem in problems])
+    with torch.device("meta"):
+        model = Llama(shape, KERNELS, max_len, dtype=getattr(torch, number_format))
+    if num_ranks > 1:
+        mesh = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("tp",))
+        split_tensors(model, tensor_styles(shape, layout), mesh)
+    if is_hf_folder(source):
+        load_weights(source, [model], shape, 0, device_type)
+    else:
+        allocate([model], device_type)
+        load_parameters(find_checkpoint(source), {name: p.detach() for name, p in model.named_parameters()})
+    return model.eval()
+
+
+class Memory:
+    """Attention that keeps the keys and values of all tokens so far, in the place of a block's kernel."""
+
+    def __init__(self, max_len: int):
+        self.max_len = max_len
+        self.length = 0
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
+        """Of tokens that follow those before: at first all of a prompt, then one at a time."""
+        batch, groups, num_new, width = k_BGSK.shape
+        if self._kept is None:
+            size = (batch, groups, self.max_len, width)
+            self._kept = k_BGSK.new_empty(size), v_BGSK.new_empty(size)
+        for kept, new in zip(self._kept, (k_BGSK, v_BGSK), strict=True):
+            kept[:, :, self.length : self.length + num_new] = new
+        is_first = self.length == 0
+        assert is_first or num_new == 1, "a prompt comes whole"
+        self.length += num_new
+        keys, values = (kept[:, :, : self.length] for kept in self._kept)
+        return F.scaled_dot_product_attention(q_BHSK, keys, values, is_causal=is_first, enable_gqa=True)
+
+
+@torch.inference_mode()
+def generate(
+    model: Llama, prompt: Sequence[int], max_tokens: int, take: Callable[[Tensor], int], *, end: int | None = None
+) -> Iterator[int]:
+    """Up to `max_tokens` ids that follow a prompt, which has one at least, as they come, or until `end` comes."""
+    decoder, max_len = model.model, len(prompt) + max_tokens
+    assert decoder.embed_tokens is not None, "the model is whole"
+    cos, sin = decoder.rotary.cos, decoder.rotary.sin
+    blocks = [block for block in decoder.layers.values() if isinstance(block, Block)]
+    kernels: list[Attend] = [block.self_attn.attend for block in blocks]
+    for block in blocks:
+        block.self_attn.attend = Memory(max_len)
+    try:
+        new, start = list(prompt), 0
+        for _ in range(max_tokens):
+            decoder.rotary.cos, decoder.rotary.sin = (table[start : start + len(new)] for table in (cos, sin))
+            h_BSD = decoder(torch.tensor([new], device=decoder.embed_tokens.weight.device))
+            start += len(new)
+            new = [take(_find_logits(model, h_BSD[:, -1:])[0, 0])]
+            if new[0] == end:
+                return
+            yield new[0]
+    finally:
+        decoder.rotary.cos, decoder.rotary.sin = cos, sin
+        for block, kernel in zip(blocks, kernels, strict=True):
+            block.self_attn.attend = kernel
+
+
+def _find_logits(model: Llama, h_BSD: Tensor) -> Tensor:
+    """[B, S, V], on every rank."""
+    assert model.lm_head is not None, "the model is whole"
+    logits = model.lm_head(h_BSD)
+    if not dist.is_initialized():
+        return logits
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, logits.contiguous())
+    return torch.cat(parts, -1)
+
+
+def stream_text(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """The text of ids, piece by piece; a character that is not whole yet comes with the ids that end it."""
+    so_far: list[int] = []
+    shown = ""
+    for number in ids:
+        so_far.append(number)
+        text = decode(so_far)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield decode(so_far)[len(shown) :]

@@ -1,0 +1,171 @@
+"""Hugging Face folders: into every layout and out of it to the bit, and what is wrong with one is named before."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_ranks import start_and_save, start_from_hf
+from hf_models import MADE, save_made
+from launching import launch, read_lines
+from safetensors.torch import load_file, save_file
+from tiny import SHAPE, write_tiny
+from transformers import AutoModelForCausalLM
+
+from dtlayout.checkpoint.hf import export_weights
+from dtlayout.cli import main
+from dtlayout.config import load_config, parse_config
+from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.models.files import find_model
+from dtlayout.models.llama import Llama
+from dtlayout.models.weights import check_init_from, find_weights, list_weights
+
+LAYOUTS = [
+    Layout(tp=4),
+    Layout(dp_shard=4, zero=3),
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_replicate=2, tp=2),
+    Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    Layout(pp=4),
+]
+TOKENS = torch.arange(40)[None] * 7 % 260
+
+
+@pytest.fixture(scope="module", params=MADE)
+def folder(request, tmp_path_factory) -> Path:
+    """A model that `transformers` made and saved, in several files."""
+    return save_made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def read_all(folder: Path) -> dict[str, np.ndarray]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor.float().numpy() for file in files for name, tensor in load_file(file).items()}
+
+
+def test_every_layout_starts_from_the_bits_of_the_folder_and_reads_no_more_than_it_holds(ranks4, folder):
+    model, stored = find_model(str(folder)), read_all(folder)
+    assert len([*folder.glob("*.safetensors")]) > 1
+    by_rank = ranks4.run(start_from_hf, LAYOUTS, model, folder)
+    for number, layout in enumerate(LAYOUTS):
+        found, num_read = {}, 0
+        for rank in by_rank:
+            weights, read, held = rank[number]
+            found |= weights
+            num_read += read
+            assert read <= held
+        assert found.keys() == {name for name, _ in list_weights(model)}
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, stored[name], err_msg=f"{layout} {name}")
+        is_both_ends_of_a_pipeline = model.tied_embeddings and layout.pp > 1
+        assert num_read == sum(stored[name].size for name in found) + is_both_ends_of_a_pipeline * 260 * 32
+
+
+def test_out_again_it_has_the_same_bits_and_transformers_computes_the_same(ranks4, folder, tmp_path):
+    model = find_model(str(folder))
+    ranks4.run(start_and_save, Layout(dp_shard=2, tp=2), model, folder, tmp_path / "checkpoints")
+    checkpoint = tmp_path / "checkpoints" / "step-00000000"
+    export_weights(checkpoint, tmp_path / "out", number_format="float32", file_bytes=60_000, max_seq_len=64)
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
+    before, after = read_all(folder), read_all(tmp_path / "out")
+    assert after.keys() == {name for name, _ in list_weights(model)}
+    for name, value in after.items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert replace(find_model(str(tmp_path / "out")), name=model.name) == model
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours = Llama(model, Kernels(), 64)
+    ours.load_state_dict({name: torch.tensor(value) for name, value in after.items()}, strict=not model.tied_embeddings)
+    torch.testing.assert_close(ours(TOKENS), opened(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_is_rounded_once(ranks4, tmp_path, folder):
+    model = find_model(str(folder))
+    ranks4.run(start_and_save, Layout(tp=4), model, folder, tmp_path / "checkpoints")
+    export_weights(tmp_path / "checkpoints" / "step-00000000", tmp_path / "out")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, torch.tensor(read_all(folder)[name]).bfloat16()), name
+
+
+@pytest.fixture
+def damaged(tmp_path) -> Path:
+    """A folder with one file, for tests to spoil."""
+    make, config = MADE["llama"]
+    make(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def problems_of(folder: Path) -> list[str]:
+    return check_init_from(str(folder), find_model(str(folder)))
+
+
+def test_what_is_wrong_with_a_folder_is_named_before_anything_is_allocated(damaged):
+    assert problems_of(damaged) == []
+    tensors = load_file(damaged / "model.safetensors")
+    query = "model.layers.2.self_attn.q_proj.weight"
+    spoilt = tensors | {query: tensors[query][:16].clone(), "model.extra": torch.zeros(2)}
+    spoilt["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
+    spoilt["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of older versions
+    del spoilt["lm_head.weight"]
+    save_file(spoilt, damaged / "model.safetensors")
+    where = f"train.init_from={str(damaged)!r}: "
+    assert problems_of(damaged) == [
+        f"{where}lm_head.weight is missing",
+        f"{where}model.extra is in none of the model's modules",
+        f"{where}{query} has the shape [16, 32], where the model's is [32, 32]",
+        f"{where}model.norm.weight has the format I8; weights must be of float64, float32, float16, bfloat16",
+    ]
+    larger = replace(find_model(str(damaged)), num_layers=9)
+    assert check_init_from(str(damaged), larger)[-1] == f"{where}and 44 more"
+
+
+def test_files_that_are_not_there_or_no_safetensors_are_named(damaged):
+    (damaged / "model.safetensors").write_bytes(b"no header")
+    assert "model.safetensors cannot be read" in problems_of(damaged)[0]
+    (damaged / "model.safetensors").rename(damaged / "pytorch_model.bin")
+    assert "has no model.safetensors; save its weights as safetensors" in problems_of(damaged)[0]
+    (damaged / "model.safetensors.index.json").write_text("[]")
+    assert "model.safetensors.index.json cannot be read" in problems_of(damaged)[0]
+    assert "is no folder" in check_init_from("nowhere", SHAPE)[0]
+
+
+def test_a_folder_gives_a_config_its_sizes(damaged):
+    tables = {
+        "batch": {"global_batch": 2, "seq_len": 16}, "train": {"steps": 1, "init_from": str(damaged)},
+        "precision": {"compute": "float32"},
+    }  # fmt: skip
+    assert parse_config(tables).model == find_model(str(damaged))
+    longer = parse_config({**tables, "model": {"name": str(damaged), "rope_theta": 5e5}}).model
+    assert (longer.name, longer.hidden_size, longer.rope_theta) == ("model", 32, 5e5)
+    with pytest.raises(InvalidConfig, match="is no preset and no Hugging Face folder"):
+        parse_config({**tables, "model": {"name": "nowhere"}})
+
+
+def test_a_run_starts_from_a_folder_and_leaves_one(damaged, tmp_path, capsys):
+    files, log = write_tiny(tmp_path, steps=2), tmp_path / "log"
+    overrides = (f"--train.init_from={damaged}", "--layout.tp=2", "--checkpoint.export=true")
+    assert launch(2, files.config, *overrides, log=log) == 0, log.read_text()
+    with torch.no_grad():
+        opened = AutoModelForCausalLM.from_pretrained(files.run / "hf", dtype=torch.float32)
+        assert opened(TOKENS).logits.isfinite().all()
+    first_loss = read_lines(files.run)[0]["loss"]
+    assert main(["convert", str(files.run), str(tmp_path / "out"), "--format", "float32", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["files"] == ["config.json", "model.safetensors"]
+    assert read_all(tmp_path / "out").keys() == find_weights(damaged).keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 16
+
+    again = (f"--train.init_from={tmp_path / 'out'}", f"--train.run_folder={tmp_path / 'more'}", "--train.steps=1")
+    assert launch(1, files.config, *again, log=log) == 0, log.read_text()
+    assert read_lines(tmp_path / "more")[0]["loss"] < first_loss
+
+    assert main(["convert", str(files.run), str(tmp_path / "out")]) != 0
+    assert "is there already" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path), str(tmp_path / "new")]) != 0
+    assert "is no checkpoint and no run folder with one" in capsys.readouterr().err
+    (damaged / "model.safetensors").unlink()
+    assert launch(1, files.config, f"--train.init_from={damaged}", "--train.run_folder=new", log=log) == 2
+    assert "has no model.safetensors" in log.read_text()
+    assert load_config(files.run / "config.toml").train.init_from == str(damaged)
