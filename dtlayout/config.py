@@ -52,6 +52,20 @@ class DataConfig(Ranged, section="data"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationConfig(Ranged, section="validation"):
+    """What the loss is also measured on, without training on it; tokenized as the data is."""
+
+    source: str = ""
+    """As `data.source`; empty for no validation."""
+    split: str = "validation"
+    """Split of a hub dataset."""
+    every: int = ranged("must not be negative", 100)
+    """Steps between measurements; 0 measures at the end alone."""
+    batches: int = ranged("must be at least 1", 8)
+    """Global batches to measure, the same ones each time; fewer where the source has no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Ranged, section="train"):
     """How long, where and from which seed."""
 
@@ -148,6 +162,7 @@ class Config:
     kernels: OpenKernels = field(default_factory=OpenKernels)
     precision: Precision = field(default_factory=Precision)
     data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     optimizer: Optimizer = field(default_factory=AdamW)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -157,6 +172,13 @@ class Config:
     def device(self) -> Device:
         """What a run will use, as far as that is known before torch is asked: `expect_device`."""
         return expect_device(self.train.device, self.cluster.known_gpu)
+
+    @property
+    def validation_data(self) -> DataConfig | None:
+        """Where the tokens of [validation] come from; None where nothing is validated."""
+        if not self.validation.source:
+            return None
+        return replace(self.data, source=self.validation.source, split=self.validation.split, max_tokens=0)
 
     def choose_kernels(self, device: Device, layout: Layout) -> Chosen:
         """The kernels of a run there, each auto replaced."""

@@ -17,4 +17,4 @@ else
 fi
 set -x
 "$bin/torchrun" "$@"
-"$bin/dtlayout" generate runs/debug --prompt "def " --max-tokens 80
+"$bin/dtlayout" generate runs/debug --prompt "def " --max-tokens 80 --seed 1

@@ -112,7 +112,7 @@ def test_an_unknown_key_near_to_nothing_lists_the_known(key):
     known = [field.name for field in fields(CheckpointConfig)]
     if key not in known and not difflib.get_close_matches(key, known, cutoff=0.5):
         assert problems_of(tables(checkpoint={key: 1})) == [
-            f"checkpoint.{key} is unknown; known: every, timeout_s, keep, save"
+            f"checkpoint.{key} is unknown; known: every, timeout_s, keep, save, export"
         ]
 
 
@@ -140,7 +140,7 @@ def test_all_problems_of_all_sections_come_at_once():
         }
     )
     assert found == [
-        "model.name='llama2-7' is not a preset; did you mean llama2-7b? "
+        "model.name='llama2-7' is no preset and no Hugging Face folder; did you mean llama2-7b? "
         "A model of your own needs num_layers, num_heads, num_kv_heads, ffn_size, vocab_size too",
         "modle is unknown; did you mean model?",
         "batch.global_batch=0 must be at least 1",
@@ -298,7 +298,7 @@ def test_a_model_of_ones_own_needs_every_size():
     for size in sizes:
         incomplete = {key: value for key, value in sizes.items() if key != size}
         (problem,) = problems_of(tables(model={"name": "mine", **incomplete}))
-        assert problem.startswith("model.name='mine' is not a preset; use one of debug, ")
+        assert problem.startswith("model.name='mine' is no preset and no Hugging Face folder; use one of debug, ")
         assert problem.endswith(f"needs {size} too")
 
 

@@ -43,5 +43,5 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}
-    text = f"{checkpoint}: {num_bytes / 1e9:.2f} GB of {options.format} in {options.folder}: {', '.join(files)}"
+    text = f"{checkpoint}: {num_bytes / 1e6:,.1f} MB of {options.format} in {options.folder}: {', '.join(files)}"
     return show(options, document, [text], indent=None)

@@ -24,15 +24,15 @@ PATIENCE = timedelta(days=1)
 """How long others wait for tokens; a process that fails says so, and torchrun ends who waits for one that died."""
 
 
-def prepare_on_node(data: DataConfig, store: "dist.Store") -> Path:
+def prepare_on_node(data: DataConfig, store: "dist.Store", what: str = "tokens") -> Path:
     """The folder that `prepare_tokens` leaves; of all ranks, which call this, local rank 0 of each node prepares it.
 
     DataError on all ranks of all nodes, with the reason, if it fails on one. All wait for the slowest, so that none is
     alone in a process group. Nodes that share a filesystem may each prepare the same. However many nodes there are, a
-    rank asks the store for two answers.
+    rank asks the store for two answers, by names that begin with `what`.
     """
     node, num_nodes = os.environ.get("GROUP_RANK", socket.gethostname()), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    own, everywhere = f"tokens/{node}", "tokens/everywhere"
+    own, everywhere = f"{what}/{node}", f"{what}/everywhere"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             store.set(own, json.dumps({"folder": str(prepare_tokens(data).absolute())}))
@@ -41,7 +41,7 @@ def prepare_on_node(data: DataConfig, store: "dist.Store") -> Path:
             for key in (own, everywhere):
                 store.set(key, json.dumps({"error": str(error) if isinstance(error, DtlayoutError) else reason}))
             raise
-        if store.add("tokens/ready", 1) == num_nodes:
+        if store.add(f"{what}/ready", 1) == num_nodes:
             store.set(everywhere, "{}")
     if num_nodes > 1:
         _hear(data, store, everywhere)

@@ -117,6 +117,11 @@ class Samples:
         """Samples in one epoch."""
         return self.tokens.num_samples(self.sizes.seq_len)
 
+    @property
+    def num_batches(self) -> int:
+        """Whole global batches in one epoch."""
+        return self.num_samples // self.sizes.global_batch
+
     def batch(self, step: int, indices: Sequence[int]) -> "tuple[torch.Tensor, torch.Tensor]":
         """(tokens_BS, targets_BS), int64, for these indices of the global batch of `step`."""
         import torch

@@ -24,12 +24,15 @@ from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT, Schedule, receive_of
 from dtlayout.pipelining.stage import Boundary
 
 _CANNOT_RUN = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+_FORWARD_ALONE = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
 
 
 class BackwardHook(Protocol):
     """What the runtime needs of plans.fsdp.GradientSync."""
 
     def before_backward(self, *, is_last: bool) -> None: ...
+
+    def after_evaluation(self) -> None: ...
 
 
 def build_runtime(
@@ -85,6 +88,27 @@ class Runtime:
         whatever else is handed on as it is. DtlayoutError if the rows do not make equal microbatches, or if there are
         more or fewer contexts.
         """
+        step = self._begin(inputs, contexts, targets, trains=True)
+        for action in self.actions:
+            self.before_action(action)
+            step.execute(action)
+        loss = step.finish()
+        self.before_action(None)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
+        """As `step`, forwards alone, in the schedule's order: what is left of one cannot deadlock either."""
+        step = self._begin(inputs, contexts, targets, trains=False)
+        for action in self.actions:
+            if action.kind in _FORWARD_ALONE:
+                step.execute(action)
+        loss = step.finish()
+        for sync in self.sync.values():
+            sync.after_evaluation()
+        return loss
+
+    def _begin(self, inputs: Tensor, contexts: Sequence[Any], targets: dict[str, Any], *, trains: bool) -> "_Step":
         num_rows, m = inputs.shape[0], self.schedule.num_microbatches
         if num_rows % m:
             raise DtlayoutError(f"{num_rows} rows do not make {m} equal microbatches; bring a multiple of {m}")
@@ -95,13 +119,7 @@ class Runtime:
             is_split = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
             for i, part in enumerate(value.chunk(m) if is_split else [value] * m):
                 split_targets[i][name] = part
-        step = _Step(self, inputs.chunk(m), contexts, split_targets)
-        for action in self.actions:
-            self.before_action(action)
-            step.execute(action)
-        loss = step.finish()
-        self.before_action(None)
-        return loss
+        return _Step(self, inputs.chunk(m), contexts, split_targets, trains)
 
 
 @dataclass
@@ -112,6 +130,8 @@ class _Step:
     inputs: Sequence[Tensor]
     contexts: Sequence[Any]
     targets: Sequence[dict[str, Any]]
+    trains: bool
+    """Whether backwards follow."""
     received: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
     to_send: dict[Action, Tensor] = field(default_factory=dict)
     sending: dict[int, deque[tuple[Tensor, dist.Work]]] = field(default_factory=lambda: defaultdict(deque))
@@ -140,7 +160,9 @@ class _Step:
     def _forward(self, action: Action) -> None:
         stage, i = action.stage, action.microbatch
         is_last = stage == self.runtime.schedule.placement.num_stages - 1
-        x = self._take(Action(Kind.RECEIVE_FORWARD, stage, i)).requires_grad_() if stage > 0 else self.inputs[i]
+        x = self._take(Action(Kind.RECEIVE_FORWARD, stage, i)) if stage > 0 else self.inputs[i]
+        if stage > 0 and self.trains:
+            x.requires_grad_()
         context = self.contexts[i : i + 1]  # none where there are none
         output = self.runtime.modules[stage](x, *context, **(self.targets[i] if is_last else {}))
         if is_last:
@@ -148,8 +170,8 @@ class _Step:
         else:
             _check_boundary(output, self.runtime.boundary, stage)
             self._hand_on(Action(Kind.SEND_FORWARD, stage, i), output.detach())
-        # The edge is enough for backward; the output's memory goes when its message has gone.
-        self.pending_backward[stage, i] = (x, get_gradient_edge(output))
+        if self.trains:  # the edge is enough for backward; the output's memory goes when its message has gone
+            self.pending_backward[stage, i] = (x, get_gradient_edge(output))
 
     def _backward(self, action: Action) -> None:
         stage, i = action.stage, action.microbatch

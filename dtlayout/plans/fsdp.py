@@ -50,6 +50,11 @@ class GradientSync:
             unit.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
         self.units[-1].set_is_last_backward(is_last)
 
+    def after_evaluation(self) -> None:
+        """Call after forwards that no backward follows, which would have let go of gathered parameters."""
+        for unit in self.units:
+            unit.reshard()
+
 
 class _ReduceScatter(DefaultReduceScatter):
     """FSDP2's, in another group of the same ranks."""

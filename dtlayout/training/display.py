@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typing_extensions import Self
 
-from dtlayout.training.metrics import StepMetrics
+from dtlayout.training.metrics import StepMetrics, Validation
 
 
 class Display:
@@ -48,9 +48,11 @@ class Display:
         numbers = f"loss {metrics.loss:.4f}  grad_norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
         if metrics.mfu is not None:
             numbers += f"  MFU {metrics.mfu:.1%}"
+        if metrics.validation_loss is not None:
+            numbers += f"  validation loss {metrics.validation_loss:.4f}"
         self.progress.update(self.task, completed=metrics.step, numbers=numbers)
-        is_edge = metrics.step in (1, self.num_steps)
-        if not self.console.is_terminal and (is_edge or metrics.step % self.log_every == 0):
+        is_shown = metrics.step in (1, self.num_steps) or metrics.validation_loss is not None
+        if not self.console.is_terminal and (is_shown or metrics.step % self.log_every == 0):
             self.say(f"step {metrics.step:>5}/{self.num_steps}  {numbers}  lr {metrics.lr:.2e}")
 
     def show_table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -75,6 +77,15 @@ def compare(measured: Number | None, predicted: Number | None, show: Callable[[N
         return text
     text += f", predicted {show(predicted)}"
     return f"{text} ({round(100 * (predicted / measured - 1)):+d} %)" if measured else text
+
+
+def describe_validation(validation: Validation | None) -> list[tuple[str, str]]:
+    """The line of the table about validation, if there is one."""
+    if validation is None:
+        return []
+    return [
+        ("validation loss", f"{validation.last:.4f}, best {validation.best:.4f} after {validation.best_step} steps")
+    ]
 
 
 def describe_peaks(

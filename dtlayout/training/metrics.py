@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,26 @@ class StepMetrics:
     """Model FLOPs as a share of the peak; None where the peak is not known."""
     peak_memory_bytes: int | None
     """Largest peak of all ranks; None where this step was not measured."""
+    validation_loss: float | None = None
+    """Nats per token of [validation] after this step; None where that was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What [validation] showed."""
+
+    last: float
+    """Nats a token."""
+    best: float
+    """The smallest so far."""
+    best_step: int
+    """The steps that were done then."""
+
+    @classmethod
+    def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Validation | None":
+        """Of the lines of metrics.jsonl; None where no step was validated."""
+        found = [(line["validation_loss"], line["step"]) for line in lines if line.get("validation_loss") is not None]
+        return cls(last=found[-1][0], best=min(found)[0], best_step=min(found)[1]) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +83,8 @@ class Summary:
     """Optimizer steps that the newest state has seen."""
     final_loss: float | None = None
     """Mean of the last ten steps, nats a token."""
+    validation: Validation | None = None
+    """None of a run that validates nothing."""
     parameters: int | None = None
     device: str = ""
     torch: str = ""
@@ -81,7 +103,13 @@ class Summary:
         """Write RUN/summary.json: the fields, and of the record above itself what most readers look for."""
         folder.mkdir(parents=True, exist_ok=True)
         short, run = (_shorten(self.run), self.run.to_dict()) if self.run else ({}, None)
-        write_whole(folder / SUMMARY_NAME, json.dumps({**vars(self), **short, "run": run}, indent=2) + "\n")
+        write_whole(
+            folder / SUMMARY_NAME,
+            json.dumps(
+                {**vars(self), "validation": self.validation and vars(self.validation), **short, "run": run}, indent=2
+            )
+            + "\n",
+        )
 
 
 def _shorten(run: Run) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from dtlayout.errors import (
     EXIT_NON_FINITE,
     EXIT_STOPPED,
     CheckpointError,
+    DataError,
     DtlayoutError,
     InvalidConfig,
     KernelError,
@@ -46,10 +47,10 @@ from dtlayout.signals import StopRequest
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import join_ranks, open_device, open_store, repeat_bits
-from dtlayout.training.display import Display, compare, describe_peaks
+from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
-from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, time_steps
+from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, Validation, time_steps
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from dtlayout.training.step import Launched, StepResult, TrainStep
 
@@ -72,9 +73,10 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     store = open_store(config.train.timeout_s)
     tokens = prepare_on_node(config.data, store)
     samples = open_samples(tokens, config.model.vocab_size, config.batch, seed=config.train.seed)
+    held_out = _open_held_out(config, store)
     with attention_implementation(kernels.attention):
         join_ranks(device, config.train.timeout_s, store)
-        run = _Run(config, layout, chosen, device, samples, stop)
+        run = _Run(config, layout, chosen, device, samples, held_out, stop)
         try:
             exit_code = run.execute()
         except DtlayoutError as error:
@@ -89,9 +91,10 @@ class _Run:
     """One rank's side of a run."""
 
     def __init__(
-        self, config: Config, layout: Layout, chosen: Chosen, device: Device, samples: Samples, stop: StopRequest
-    ):
-        """`chosen` are the config's kernels without an auto."""
+        self, config: Config, layout: Layout, chosen: Chosen, device: Device, samples: Samples,
+        held_out: Samples | None, stop: StopRequest,
+    ):  # fmt: skip
+        """`chosen` are the config's kernels without an auto, `held_out` the samples of [validation]."""
         kernels = chosen.kernels
         self.config = config
         self.layout = layout
@@ -103,6 +106,7 @@ class _Run:
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
+        self.held_out = replace(self.batches, samples=held_out) if held_out else None
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
@@ -171,7 +175,7 @@ class _Run:
 
     def _loop(self, first_step: int) -> tuple[int, int]:
         """Step until the end; the exit code and the steps that are done."""
-        every, num_steps = self.config.checkpoint.every, self.config.train.steps
+        num_steps = self.config.train.steps
         saved, started = first_step, time.perf_counter()
         batch = self.batches.fetch(first_step)
         for index in range(first_step, num_steps):
@@ -186,8 +190,9 @@ class _Run:
             if index == first_step:
                 self._check_attention()
             is_over = not result.is_finite or result.stop_requested or index + 1 == num_steps
-            is_saved = self.config.checkpoint.save and (is_over or bool(every and (index + 1) % every == 0))
-            if is_over or is_saved:
+            is_saved = self.config.checkpoint.save and (is_over or _is_due(self.config.checkpoint.every, index + 1))
+            is_validated = bool(self.held_out) and (is_over or _is_due(self.config.validation.every, index + 1))
+            if is_over or is_saved or is_validated:
                 self._wait_for_update()
             ended = time.perf_counter()
             step_time_s, started = ended - started, ended
@@ -196,10 +201,13 @@ class _Run:
             if not result.is_finite:
                 self.display.say(f"step {index + 1}: loss {result.loss}, grad_norm {result.grad_norm}: stopped")
                 return EXIT_NON_FINITE, index
-            self._note(index + 1, result, lr, step_time_s, is_measured=is_measured)
+            validated = self._validate() if is_validated else None
+            self._note(index + 1, result, lr, step_time_s, is_measured=is_measured, validation_loss=validated)
             if is_saved:
                 self._save(index + 1)
-                saved, started = index + 1, time.perf_counter()
+                saved = index + 1
+            if is_saved or is_validated:
+                started = time.perf_counter()
             if result.stop_requested and index + 1 < num_steps:
                 return EXIT_STOPPED, saved
         return EXIT_DONE, max(first_step, num_steps)
@@ -227,7 +235,17 @@ class _Run:
         if problems:
             raise KernelError(problem or f"kernels.attention={attention!r} did not run on another rank")
 
-    def _note(self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool) -> None:
+    def _validate(self) -> float:
+        """The mean loss of the first batches that are held out, the same ones each time."""
+        assert self.held_out is not None, "somebody asked whether there are any"
+        num_batches = min(self.config.validation.batches, self.held_out.samples.num_batches)
+        batches = (self.held_out.fetch(number) for number in range(num_batches))
+        return fmean(self.step.evaluate(batch.tokens, batch.targets, batch.starts) for batch in batches)
+
+    def _note(
+        self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool,
+        validation_loss: float | None,
+    ) -> None:  # fmt: skip
         self.step_times_s.append(step_time_s)
         metrics = StepMetrics(
             step=done,
@@ -237,6 +255,7 @@ class _Run:
             tokens=done * self.config.batch.num_tokens,
             step_time_s=step_time_s,
             peak_memory_bytes=max(self.memory.gather_peaks(self.layout)) if is_measured else None,
+            validation_loss=validation_loss,
             **self.speed.describe(step_time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
@@ -284,7 +303,8 @@ class _Run:
         """summary.json and the table at the end."""
         if not self.is_writer:
             return
-        losses = [line["loss"] for line in self.metrics.read()]
+        lines = self.metrics.read()
+        losses = [line["loss"] for line in lines]
         step_time_s, spread_s = time_steps(self.step_times_s, max(2, self.num_drawn))
         speed = self.speed.describe(step_time_s) if step_time_s else {}
         peaks = self.memory.peaks_by_pp_rank
@@ -300,6 +320,7 @@ class _Run:
             exit_code=exit_code,
             steps=done,
             final_loss=fmean(losses[-10:]) if losses else None,
+            validation=Validation.of(lines),
             parameters=count_parameters(self.config.model),
             device=self.device.name,
             torch=torch.__version__,
@@ -316,6 +337,7 @@ class _Run:
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
             ("loss, mean of the last 10 steps", compare(summary.final_loss, None, "{:.4f}".format)),
+            *describe_validation(summary.validation),
             ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
             ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
@@ -326,6 +348,25 @@ class _Run:
         if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
+
+
+def _is_due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _open_held_out(config: Config, store: dist.Store) -> Samples | None:
+    """The samples of [validation], whose order no seed decides; DataError if they make no batch."""
+    data = config.validation_data
+    if data is None:
+        return None
+    tokens = prepare_on_node(data, store, "validation")
+    samples = open_samples(tokens, config.model.vocab_size, config.batch, seed=0)
+    if samples.num_batches == 0:
+        raise DataError(
+            f"validation.source={data.source!r} holds {samples.num_samples} samples of seq_len={config.batch.seq_len}, "
+            f"fewer than batch.global_batch={config.batch.global_batch}; use a longer source"
+        )
+    return samples
 
 
 def check_steps_left(checkpoint: Path, done: int, num_steps: int) -> None:

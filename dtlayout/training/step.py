@@ -83,18 +83,27 @@ class TrainStep:
 
     def launch(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False) -> Launched:
         """The step without waiting for its numbers."""
-        parts = () if starts is None else starts.chunk(self.runtime.schedule.num_microbatches)
-        documents = [Documents.from_starts(part) for part in parts]
-        if self.mesh.device_type == "cuda":
-            documents = [each.pinned() for each in documents]
-        loss = self.runtime.step(inputs, documents, targets=targets, num_targets=self._count_targets(targets))
+        documents, count = self._split_documents(starts), self._count_targets(targets)
+        loss = self.runtime.step(inputs, documents, targets=targets, num_targets=count)
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
-        numbers = self._sum_numbers(loss, stop)
+        numbers = self._sum_numbers(loss, local_squared_norm(self.counted, self.mesh), stop)
         launched = Launched(numbers)  # before the update, for which who waits for them need not wait
         clip_gradients([p for m in self.modules for p in m.parameters()], numbers[1].sqrt(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return launched
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> float:
+        """The loss of such rows, which nothing is trained on; the same number on every rank."""
+        documents, count = self._split_documents(starts), self._count_targets(targets)
+        loss = self.runtime.evaluate(inputs, documents, targets=targets, num_targets=count)
+        return float(self._sum_numbers(loss, 0.0, stop=False)[0])
+
+    def _split_documents(self, starts: Tensor | None) -> list[Documents]:
+        """Those of each microbatch; none where documents see each other."""
+        parts = () if starts is None else starts.chunk(self.runtime.schedule.num_microbatches)
+        documents = [Documents.from_starts(part) for part in parts]
+        return [each.pinned() for each in documents] if self.mesh.device_type == "cuda" else documents
 
     def _count_targets(self, targets: Tensor) -> Tensor:
         """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""
@@ -102,12 +111,12 @@ class TrainStep:
         dist.all_reduce(count)
         return count / self.num_copies
 
-    def _sum_numbers(self, loss: Tensor | None, stop: bool) -> Tensor:
+    def _sum_numbers(self, loss: Tensor | None, squared_norm: Tensor | float, stop: bool) -> Tensor:
         """Loss, squared gradient norm and the number of ranks that ask to stop, in one all-reduce over all ranks."""
         numbers = torch.zeros(3, dtype=torch.float64, device=self.mesh.device_type)
         if loss is not None:  # known to each rank that shares the last stage's microbatches
             numbers[0] = loss * (self.mesh[PP].size() / self.num_copies)
-        numbers[1] = local_squared_norm(self.counted, self.mesh)
+        numbers[1] = squared_norm
         numbers[2] = float(stop)
         dist.all_reduce(numbers)
         return numbers

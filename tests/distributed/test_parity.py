@@ -15,6 +15,7 @@ from parity import (
     SMOOTH,
     TIED,
     Case,
+    evaluate_around_steps,
     largest_difference,
     merge,
     relative_difference,
@@ -109,6 +110,24 @@ def test_interleaving_over_four_ranks_is_exact_in_float64(ranks4: Ranks) -> None
     layout = Layout(pp=4, schedule="interleaved-1f1b", virtual_stages=2)
     size, whose = difference(ranks4, Case(layout, model=replace(SHAPE, num_layers=8)))
     assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *map(Case, AXES.values()),
+        Case(AXES["tp4 with sp"], documents=True),
+        Case(AXES["pp4"], documents=True),
+        *(Case(layout, model=TIED) for layout in TIED_LAYOUTS.values()),
+    ],
+    ids=lambda case: f"{case.layout}{' documents' * case.documents}{' tied' * case.model.tied_embeddings}",
+)
+def test_validation_has_the_loss_of_training_and_leaves_no_trace_in_it(ranks4: Ranks, case: Case) -> None:
+    wanted = run_reference(replace(case, num_steps=2)).loss
+    for before, first, after, second in ranks4.run(evaluate_around_steps, case):
+        assert (before, after) == pytest.approx((first, second), rel=1e-12)
+        assert second == pytest.approx(wanted, rel=1e-10)
+        assert after < before
 
 
 @pytest.mark.parametrize("name", ["tp4 overlapped", "pp2 tp2 overlapped", "zero 3 tp2 overlapped"])

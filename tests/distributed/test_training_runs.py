@@ -20,18 +20,39 @@ from dtlayout.planner.runs import Run
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
-    "model_tflops_per_gpu", "mfu", "peak_memory_bytes",
+    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> TinyFiles:
-    """Six steps of a model with tied embeddings as tp2, with a checkpoint after each third."""
+    """Six steps of a model with tied embeddings as tp2, with a checkpoint after each third, validated by twos."""
     folder = tmp_path_factory.mktemp("straight")
     files, log = write_tiny(folder, steps=6, tied=True), folder / "log"
-    overrides = ("--layout.tp=2", "--checkpoint.every=3", "--metrics.memory=true")
+    held_out = folder / "held_out.txt"
+    held_out.write_text("".join(f"{i} plus {i} is {i + i}. " for i in range(100)), encoding="utf-8")
+    validation = (f"--validation.source={held_out}", "--validation.every=2", "--validation.batches=3")
+    overrides = ("--layout.tp=2", "--checkpoint.every=3", "--metrics.memory=true", *validation)
     assert launch(2, files.config, *overrides, log=log) == 0, log.read_text()
     return files
+
+
+def test_validation_is_noted_when_it_is_due_and_summed_up(straight):
+    losses = {line["step"]: line["validation_loss"] for line in read_lines(straight.run)}
+    measured = {step: loss for step, loss in losses.items() if loss is not None}
+    assert list(measured) == [2, 4, 6]
+    assert measured[2] > measured[6]
+    best = min(measured, key=lambda step: measured[step])
+    summed_up = {"last": measured[6], "best": measured[best], "best_step": best}
+    assert read_summary(straight.run)["validation"] == summed_up
+
+
+def test_validation_of_less_than_a_batch_is_refused(straight, tmp_path):
+    log = tmp_path / "log"
+    (tmp_path / "short.txt").write_text("Seventeen bytes, and some more.")
+    overrides = (f"--validation.source={tmp_path / 'short.txt'}", f"--train.run_folder={tmp_path / 'run'}")
+    assert launch(1, straight.config, *overrides, log=log) == 2
+    assert "holds 1 samples of seq_len=16, fewer than batch.global_batch=8; use a longer source" in log.read_text()
 
 
 @pytest.fixture

@@ -136,6 +136,17 @@ def run_layout(case: Case) -> Outcome | None:
     return Outcome(result.loss, result.grad_norm, _to_numpy(gradients), _to_numpy(parameters))
 
 
+def evaluate_around_steps(case: Case) -> list[float]:
+    """The loss of the batch that two steps train on, as it is evaluated before each, and as each has it."""
+    _, step = build_step(case)
+    rows, targets = local_rows(case)
+    losses = []
+    for _ in range(2):
+        losses.append(step.evaluate(rows, targets, make_starts(case, rows)))
+        losses.append(step(rows, targets, make_starts(case, rows)).loss)
+    return losses
+
+
 def run_over_symmetric_memory(case: Case) -> Outcome | None:
     """As `run_layout`, as if tp's ranks saw each other's memory: torch's own references stand for its CUDA kernels."""
     library = torch.library.Library("symm_mem", "IMPL")

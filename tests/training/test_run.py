@@ -113,10 +113,12 @@ class Clock:
         self.now_s += seconds
 
 
-FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S = 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
+FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S, VALIDATE_S = 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0
 
 
-def play(monkeypatch, results: list[StepResult], *, every: int = 0) -> tuple[Clock, tuple[int, int], list[float]]:
+def play(
+    monkeypatch, results: list[StepResult], *, every: int = 0, validated: int = 0
+) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps, all of whose parts take seconds of their own."""
     clock, times_s = Clock(), list[float]()
 
@@ -129,17 +131,23 @@ def play(monkeypatch, results: list[StepResult], *, every: int = 0) -> tuple[Clo
         clock.work(f"launch {batch}", LAUNCH_S)
         return Launched(), 0.1
 
-    def note(done, result, lr, step_time_s, *, is_measured):
+    def note(done, result, lr, step_time_s, *, is_measured, validation_loss):
         clock.work(f"note {done}", NOTE_S)
         times_s.append(step_time_s)
 
+    def validate():
+        clock.work("validate", VALIDATE_S)
+        return 1.0
+
     config = SimpleNamespace(
+        validation=SimpleNamespace(every=validated),
         train=SimpleNamespace(steps=3),
         metrics=SimpleNamespace(memory_every=9),
         checkpoint=SimpleNamespace(every=every, save=bool(every)),
     )
     loop = SimpleNamespace(
-        config=config, num_drawn=0, memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
+        config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0,
+        memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
         batches=SimpleNamespace(fetch=lambda step: clock.work(f"fetch {step}", FETCH_S) or step),
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=lambda done: clock.work(f"save {done}", SAVE_S),
@@ -166,6 +174,15 @@ def test_the_next_batch_is_fetched_while_the_device_works_and_each_second_counts
 def test_a_checkpoint_waits_for_the_update_and_counts_for_no_step(monkeypatch):
     clock, ended, times_s = play(monkeypatch, [FINE] * 3, every=2)
     assert clock.done[7:12] == ["wait", "update", "note 2", "save 2", "launch 2"]
+    assert ended == (0, 3)
+    step_s = FETCH_S + LAUNCH_S + WAIT_S
+    assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s + UPDATE_S]
+
+
+def test_validation_waits_for_the_update_and_counts_for_no_step(monkeypatch):
+    clock, ended, times_s = play(monkeypatch, [FINE] * 3, validated=2)
+    assert clock.done[7:12] == ["wait", "update", "validate", "note 2", "launch 2"]
+    assert clock.done[-4:] == ["wait", "update", "validate", "note 3"]
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
     assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s + UPDATE_S]
