@@ -103,13 +103,9 @@ class Summary:
         """Write RUN/summary.json: the fields, and of the record above itself what most readers look for."""
         folder.mkdir(parents=True, exist_ok=True)
         short, run = (_shorten(self.run), self.run.to_dict()) if self.run else ({}, None)
-        write_whole(
-            folder / SUMMARY_NAME,
-            json.dumps(
-                {**vars(self), "validation": self.validation and vars(self.validation), **short, "run": run}, indent=2
-            )
-            + "\n",
-        )
+        validation = vars(self.validation) if self.validation else None
+        document = {**vars(self), "validation": validation, **short, "run": run}
+        write_whole(folder / SUMMARY_NAME, json.dumps(document, indent=2) + "\n")
 
 
 def _shorten(run: Run) -> dict[str, Any]:
