@@ -6,6 +6,7 @@ BIN := .venv/bin
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
+	$(BIN)/dtlayout generate runs/debug --prompt "def " --max-tokens 80 --seed 1
 
 # 28 layouts on 4 ranks of this machine's CPU, eight to ten minutes on two cores, and a report of them. Again, it goes on.
 sweep: .venv/.installed

@@ -243,7 +243,9 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     except InvalidConfig as error:
         problems += error.problems
     problems += schedule_problems(layout.schedule)
-    problems += check_init_from(config.train.init_from, config.model) if config.train.init_from else []
+    has_begun = any(Path(config.train.run_folder, "checkpoints").glob("step-*"))  # with what it goes on
+    if config.train.init_from and not has_begun:
+        problems += check_init_from(config.train.init_from, config.model)
     if config.checkpoint.export and not config.checkpoint.save:
         problems.append("checkpoint.export=true writes what was saved, but checkpoint.save=false; use save=true")
     if not config.model.gated_ffn:
@@ -275,7 +277,12 @@ def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
 def _name_source(train: Any) -> dict[str, Any]:
     """A [model] that takes its sizes from where its weights come from, if they come from somewhere."""
     init_from = train.get("init_from") if isinstance(train, dict) else None
-    return {"name": init_from} if init_from else {}
+    if not init_from:
+        return {}
+    folder = Path(str(init_from)).expanduser().absolute()  # whatever a preset is called
+    if not (folder / "config.json").is_file():
+        raise InvalidConfig(f"train.init_from={init_from!r} has no config.json, and the config no [model]")
+    return {"name": str(folder)}
 
 
 def _find_sizes(table: Any) -> Any:
@@ -285,8 +292,8 @@ def _find_sizes(table: Any) -> Any:
     name = table.get("name")
     if isinstance(name, str) and name in PRESETS:
         return {**asdict(PRESETS[name]), **table}
-    if isinstance(name, str) and Path(name, "config.json").is_file():
-        sizes = asdict(find_model(name))
+    if isinstance(name, str) and (source := Path(name).expanduser() / "config.json").is_file():
+        sizes = asdict(find_model(str(source)))
         return {**sizes, **table, "name": sizes["name"]}
     missing = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
     if missing:

@@ -1,6 +1,5 @@
 #!/bin/sh
-# Start the first run, one rank a GPU where torch sees any, else 8 ranks on the CPU, and let the model write a line.
-# Takes the folder of torchrun.
+# Start the first run: one rank a GPU where torch sees any, else 8 ranks on the CPU. Takes the folder of torchrun.
 set -eu
 bin=${1:?usage: train_debug.sh FOLDER_OF_TORCHRUN}
 
@@ -16,5 +15,4 @@ else
     fi
 fi
 set -x
-"$bin/torchrun" "$@"
-"$bin/dtlayout" generate runs/debug --prompt "def " --max-tokens 80 --seed 1
+exec "$bin/torchrun" "$@"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,8 @@ from dtlayout.plans.init import CHUNK, allocate, find_place
 
 FILE_BYTES = 2 << 30
 """Largest file of an export, and about what it takes of the host's memory."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER = "tokenizer.json"
+_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def load_weights(
@@ -41,9 +42,12 @@ def load_weights(
     """
     allocate(modules, device)
     stored = find_weights(folder)
-    with _Files() as files:
-        for name, parameter in (named for module in modules for named in module.named_parameters()):
-            _fill(parameter, stored[model.aliases.get(name, name)], model.aliases.get(name, name), files)
+    try:
+        with _Files() as files:
+            for name, parameter in (named for module in modules for named in module.named_parameters()):
+                _fill(parameter, stored[model.aliases.get(name, name)], model.aliases.get(name, name), files)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__} {error}") from error
 
 
 class _Files(ExitStack):
@@ -107,16 +111,18 @@ def export_weights(
     file_bytes: int = FILE_BYTES,
     max_seq_len: int | None = None,
     tokenizer: Path | None = None,
+    end_of_document: int | None = None,
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder, on one process; the bytes of all tensors.
 
-    `tokenizer` is a tokenizer.json or a folder with one, whose files go along. The folder is there when it is whole, in
-    the place of what was there. CheckpointError if something cannot be read or written.
-    """  # fmt: skip
+    `tokenizer` is a tokenizer.json that goes along, with the settings beside it, and `end_of_document` the id at which
+    a text ends. The folder is there when it is whole, in the place of what was there. CheckpointError if something
+    cannot be read or written, InvalidConfig for a model that no config.json describes.
+    """
     dtype: torch.dtype = getattr(torch, number_format)
     try:
         model = read_model(checkpoint)
-        shapes = dict(list_weights(model))
+        config, shapes = to_hf(model, number_format, max_seq_len), dict(list_weights(model))
         sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
         files = plan_files(sizes, file_bytes)
         with _made_whole(folder) as partial:
@@ -126,10 +132,12 @@ def export_weights(
                 save_file(tensors, partial / file, metadata={"format": "pt"})
             if len(files) > 1:
                 _write_json(partial / INDEX, make_index(files, sizes))
-            _write_json(partial / "config.json", to_hf(model, number_format, max_seq_len))
+            ends = {"bos_token_id": None, "eos_token_id": end_of_document}
+            _write_json(partial / "config.json", config | ends)
+            _write_json(partial / "generation_config.json", ends)
             if tokenizer is not None:
                 _copy_tokenizer(tokenizer, partial)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint} cannot be written to {folder}: {type(error).__name__} {error}") from error
     return sum(sizes.values())
 
@@ -141,7 +149,11 @@ def _made_whole(folder: Path) -> Iterator[Path]:
     for left in (partial, old):
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if folder.exists():
         os.replace(folder, old)
     os.replace(partial, folder)
@@ -149,10 +161,10 @@ def _made_whole(folder: Path) -> Iterator[Path]:
 
 
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    home = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    for name in _TOKENIZER_FILES:
-        if (home / name).is_file():
-            shutil.copyfile(home / name, folder / name)
+    shutil.copyfile(tokenizer, folder / _TOKENIZER)
+    for name in _BESIDE_TOKENIZER if tokenizer.name == _TOKENIZER else ():
+        if (beside := tokenizer.with_name(name)).is_file():
+            shutil.copyfile(beside, folder / name)
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

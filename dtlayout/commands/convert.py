@@ -1,6 +1,7 @@
 """dtlayout convert: a run's weights, or a checkpoint's, as a Hugging Face folder that `transformers` opens."""
 
 import argparse
+from math import inf
 from pathlib import Path
 
 from dtlayout.commands.arguments import show
@@ -18,28 +19,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file-gib", type=float, default=2.0, metavar="G", help="largest file, and memory; 2 by default"
     )
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json or its folder; by default the run's")
+    parser.add_argument("--tokenizer", help="bytes, or a tokenizer.json or its folder; by default the run's")
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     if options.folder.exists():
         raise CheckpointError(f"{options.folder} is there already; name another folder")
-    if not options.file_gib > 0:
-        raise CheckpointError(f"--file-gib {options.file_gib:g} must be above 0")
+    if not 0 < options.file_gib < inf:
+        raise CheckpointError(f"--file-gib {options.file_gib:g} must be above 0 and finite")
     from dtlayout.checkpoint.hf import export_weights, find_checkpoint  # only now: it imports torch
-    from dtlayout.data.tokenizer import find_file
+    from dtlayout.data.tokenizer import find_file, load_tokenizer
 
-    checkpoint = find_checkpoint(options.source)
-    tokenizer, max_seq_len = options.tokenizer, None
+    checkpoint = find_checkpoint(options.source.resolve())
+    spec, named, max_seq_len = options.tokenizer, "", None
     try:
         config = load_config(checkpoint.parent.parent / "config.toml")
-        tokenizer, max_seq_len = tokenizer or find_file(config.data.tokenizer), config.batch.seq_len
+        max_seq_len = config.batch.seq_len
+        if spec is None:
+            spec, named = config.data.tokenizer, config.data.end_of_document
     except InvalidConfig:  # a checkpoint that lies alone
         pass
+    tokenizer = None if spec is None else find_file(spec)
+    end_of_document = None if spec is None else load_tokenizer(spec, named).end_of_document
     num_bytes = export_weights(
         checkpoint, options.folder, number_format=options.format, file_bytes=int(options.file_gib * 2**30),
-        max_seq_len=max_seq_len, tokenizer=tokenizer,
+        max_seq_len=max_seq_len, tokenizer=tokenizer, end_of_document=end_of_document,
     )  # fmt: skip
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="0.95 by default")
     parser.add_argument("--seed", type=int, default=0, help="0 by default")
     parser.add_argument("--tokenizer", help="bytes, or a tokenizer.json or its folder; by default the source's")
+    parser.add_argument("--end-of-document", default="", metavar="TOKEN", help="the token that ends a text")
     parser.add_argument("--format", choices=("float32", "bfloat16"), default="float32", help="float32 by default")
 
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the text as it comes."""
     from dtlayout.data.tokenizer import load_tokenizer  # only now: the rest imports torch
     from dtlayout.training.devices import join_ranks, open_device
-    from dtlayout.training.generate import Sampling, generate, is_hf_folder, open_model, stream_text
+    from dtlayout.training.generate import Sampling, find_shape, generate, is_hf_folder, open_model, stream_text
 
     if options.max_tokens < 1:
         raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")
@@ -40,13 +41,20 @@ def run(options: argparse.Namespace) -> int:
     is_writer = os.environ.get("RANK", "0") == "0"
     prompt = [*(tokenizer.begin if is_hf else ()), *tokenizer.encode_batch([options.prompt])[0].tolist()]
     prompt = prompt or [tokenizer.end_of_document]  # after which a document begins
+    vocab_size = find_shape(options.source).vocab_size
+    if max(prompt) >= vocab_size:
+        raise InvalidConfig(
+            f"the tokenizer gives the prompt id {max(prompt)}, the model has vocab_size={vocab_size}; "
+            f"give the --tokenizer that it was trained with"
+        )
     model = open_model(options.source, len(prompt) + options.max_tokens, options.format, device.type)
     ids = generate(model, prompt, options.max_tokens, sampling.make(), end=tokenizer.end_of_document)
+    pieces = stream_text(ids, tokenizer.decode, prompt)
     if not is_writer or options.json:
-        text = "".join(stream_text(ids, tokenizer.decode))
+        text = "".join(pieces)
         return show(options, {"prompt": options.prompt, "text": text}, []) if is_writer else 0
     print(options.prompt, end="", flush=True)
-    for piece in stream_text(ids, tokenizer.decode):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0
@@ -54,14 +62,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _find_tokenizer(options: argparse.Namespace, *, is_hf: bool) -> tuple[str, str]:
     """Which, and the end of a document where the config names one."""
-    if options.tokenizer:
-        return options.tokenizer, ""
-    if is_hf:
-        return str(options.source), ""
-    folder: Path = options.source
+    if options.tokenizer or is_hf:
+        return options.tokenizer or str(options.source), options.end_of_document
+    folder: Path = options.source.resolve()
     config = folder if (folder / "config.toml").is_file() else folder.parent.parent
     try:
         data = load_config(config / "config.toml").data
     except InvalidConfig as error:
         raise InvalidConfig(f"{options.source} does not say which tokenizer it has; give --tokenizer") from error
-    return data.tokenizer, data.end_of_document
+    return data.tokenizer, options.end_of_document or data.end_of_document

@@ -61,6 +61,10 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
         problems.append(f"model_type={family!r} is not known; use one of {', '.join(FAMILIES)}")
     unknown = ("attention_bias", "mlp_bias", "use_sliding_window")
     problems += [f"{key}=true is not known" for key in unknown if config.get(key)]
+    expected = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+    problems += [
+        f"{key}={config[key]!r} is not known" for key, usual in expected.items() if config.get(key, usual) != usual
+    ]
     values = {ours: config[theirs] for ours, theirs in _HF_NAMES.items() if config.get(theirs) is not None}
     values.setdefault("num_kv_heads", values.get("num_heads"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -85,7 +89,10 @@ def parse_hf(config: Any, name: str = "") -> ModelShape:
 
 
 def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None) -> dict[str, Any]:
-    """The config.json of a model whose weights are in `number_format`, such as "bfloat16"."""
+    """The config.json of a model whose weights are in `number_format`, such as "bfloat16".
+
+    InvalidConfig if its family's does not say all that it is: a Llama with the biases of a Qwen2, for one.
+    """
     config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in _HF_NAMES.items()}
     config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
     config |= {"head_dim": model.head_width, "hidden_act": "silu", "torch_dtype": number_format}
@@ -95,6 +102,8 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
         scaling = asdict(model.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_context")
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    if parse_hf(config, model.name) != model:
+        raise InvalidConfig(f"model {model.name} has what no config.json of model_type={model.family!r} says")
     return config
 
 

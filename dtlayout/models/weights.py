@@ -15,6 +15,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe
+from dtlayout.models.files import find_model
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -22,6 +23,8 @@ FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 """What safetensors calls the formats that weights may have."""
 _LISTED = 5
 """Problems of a kind that are named; the others are counted."""
+_UNSEEN = ("num_heads", "num_kv_heads", "norm_eps")
+"""Sizes that no tensor's shape tells."""
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors that older files hold although they follow from the sizes."""
 
@@ -53,7 +56,7 @@ def find_weights(folder: Path) -> dict[str, StoredTensor]:
     """Name → tensor of all files of a folder, from their headers; InvalidConfig if there are none, or not all."""
     index = folder / INDEX
     try:
-        if index.is_file():
+        if index.is_file() and not (folder / SINGLE_FILE).is_file():
             mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = sorted({folder / name for name in mapping.values()})
         else:
@@ -108,9 +111,19 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
         return [f"{where} is no folder; give one with a config.json and safetensors"]
     try:
         problems = find_weight_problems(find_weights(folder), model)
+        made_for = find_model(str(folder / "config.json"))
     except InvalidConfig as error:
-        problems = error.problems
+        return [f"{where}: {problem}" for problem in error.problems]
+    heads = {name: (getattr(made_for, name), getattr(model, name)) for name in _UNSEEN}
+    problems += [f"its config.json has {n}={old}, the model {n}={new}" for n, (old, new) in heads.items() if old != new]
     return [f"{where}: {problem}" for problem in problems]
+
+
+def find_other_positions(text: str, model: ModelShape) -> list[str]:
+    """What of a model's rotary embedding is not that of the folder `train.init_from`, for who did not mean it."""
+    made_for = find_model(str(Path(text).expanduser() / "config.json"))
+    values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
+    return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]
 
 
 def plan_files(sizes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:

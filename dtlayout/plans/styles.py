@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn import functional as F
 
+from dtlayout.errors import InvalidConfig
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.plans.collectives import Group, all_gather, all_reduce, reduce_scatter, replicate
@@ -57,7 +58,11 @@ class OverlappedInput(Input):
         super().__init__(all_gather)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert hasattr(module, "project"), "what is overlapped goes through ops.linear.project"
+        if not hasattr(module, "project"):
+            raise InvalidConfig(
+                f"layout.tp_overlap: {type(module).__name__} has no `project`, through which ops.linear computes what "
+                f"reads the same; use tp_overlap=false"
+            )
         module.project = projecting(Group.of(device_mesh), local)  # type: ignore[assignment]
         return module
 

@@ -43,8 +43,13 @@ class Sampling:
     """Decides all tokens of a text."""
 
     def __post_init__(self) -> None:
-        problems = [] if self.temperature >= 0 else [f"temperature={self.temperature:g} must not be negative"]
-        problems += [] if 0 < self.top_p <= 1 else [f"top_p={self.top_p:g} must be above 0 and at most 1"]
+        problems = []
+        if self.temperature != 0 and not 0.01 <= self.temperature <= 100:
+            problems.append(f"temperature={self.temperature:g} must be 0, or from 0.01 to 100")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p={self.top_p:g} must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            problems.append(f"seed={self.seed} must be from 0 to 2^63 - 1")
         if problems:
             raise InvalidConfig(problems)
 
@@ -70,7 +75,7 @@ def is_hf_folder(source: Path) -> bool:
 
 def find_shape(source: Path) -> ModelShape:
     """The model of a run, a checkpoint or a Hugging Face folder."""
-    return find_model(str(source)) if is_hf_folder(source) else read_model(find_checkpoint(source))
+    return find_model(str(source / "config.json")) if is_hf_folder(source) else read_model(find_checkpoint(source))
 
 
 def open_model(source: Path, max_len: int, number_format: str, device_type: str) -> Llama:
@@ -159,10 +164,16 @@ def _find_logits(model: Llama, h_BSD: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def stream_text(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """The text of ids, piece by piece; a character that is not whole yet comes with the ids that end it."""
-    so_far: list[int] = []
-    shown = ""
+def stream_text(
+    ids: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
+) -> Iterator[str]:
+    """The text of ids that follow those `before`, piece by piece.
+
+    Some tokenizers drop the first space of what they decode, so that all is decoded together. A character that is not
+    whole yet comes with the ids that end it.
+    """
+    so_far = list(before)
+    shown = decode(so_far).rstrip("\N{REPLACEMENT CHARACTER}")
     for number in ids:
         so_far.append(number)
         text = decode(so_far)

@@ -38,6 +38,7 @@ from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
 from dtlayout.mesh.build import open_host_group
 from dtlayout.models.counting import count_parameters
+from dtlayout.models.weights import find_other_positions
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
@@ -272,12 +273,18 @@ class _Run:
     def _export(self) -> None:
         """The weights as they were saved last, in the format that was computed in."""
         newest, config = list_checkpoints(self.folder / "checkpoints")[-1], self.config
-        tokenizer = find_file(config.data.tokenizer)
-        export_weights(
-            newest, self.folder / "hf", number_format=config.precision.compute, max_seq_len=config.batch.seq_len,
-            tokenizer=tokenizer,
-        )  # fmt: skip
-        self.display.say(f"exported {self.folder / 'hf'}")
+        try:
+            export_weights(
+                newest,
+                self.folder / "hf",
+                number_format=config.precision.compute,
+                max_seq_len=config.batch.seq_len,
+                tokenizer=find_file(config.data.tokenizer),
+                end_of_document=self.batches.samples.tokens.end_of_document,
+            )
+            self.display.say(f"exported {self.folder / 'hf'}")
+        except DtlayoutError as error:  # the run is done all the same
+            self.display.say(f"not exported: {error}; dtlayout convert {self.folder} FOLDER tries again")
 
     def _write_curves(self, num_steps: int) -> None:
         """memory.json; no curves from here on."""
@@ -297,6 +304,10 @@ class _Run:
         )
         for line in self.chosen.describe():
             self.display.say(line)
+        if self.config.train.init_from and self.newest is None:
+            self.display.say(f"weights of {self.config.train.init_from}")
+            for line in find_other_positions(self.config.train.init_from, model):
+                self.display.say(f"note: {line}")
         self.display.say(self.prediction_line)
 
     def _report(self, exit_code: int, done: int) -> None:

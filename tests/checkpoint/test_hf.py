@@ -10,19 +10,21 @@ import torch
 from checkpoint_ranks import start_and_save, start_from_hf
 from hf_models import MADE, save_made
 from launching import launch, read_lines
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import SHAPE, write_tiny
 from transformers import AutoModelForCausalLM
 
+from dtlayout.checkpoint import hf
 from dtlayout.checkpoint.hf import export_weights
 from dtlayout.cli import main
 from dtlayout.config import load_config, parse_config
-from dtlayout.errors import InvalidConfig
+from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.models.files import find_model
+from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.llama import Llama
-from dtlayout.models.weights import check_init_from, find_weights, list_weights
+from dtlayout.models.weights import check_init_from, find_other_positions, find_weights, list_weights
 
 LAYOUTS = [
     Layout(tp=4),
@@ -121,6 +123,41 @@ def test_what_is_wrong_with_a_folder_is_named_before_anything_is_allocated(damag
     assert check_init_from(str(damaged), larger)[-1] == f"{where}and 44 more"
 
 
+def test_sizes_that_no_shape_tells_must_be_the_folders(damaged):
+    other = replace(find_model(str(damaged)), num_heads=8, num_kv_heads=8, rope_theta=5e5)
+    assert [problem.partition(": ")[2] for problem in check_init_from(str(damaged), other)] == [
+        "its config.json has num_heads=4, the model num_heads=8",
+        "its config.json has num_kv_heads=4, the model num_kv_heads=8",
+    ]
+    assert find_other_positions(str(damaged), other) == [f"rope_theta is 500000.0, that of {damaged} 10000.0"]
+
+
+def test_a_failed_export_leaves_what_was_there_and_nothing_else(ranks4, damaged, tmp_path, monkeypatch):
+    model = find_model(str(damaged))
+    ranks4.run(start_and_save, Layout(tp=4), model, damaged, tmp_path / "checkpoints")
+    checkpoint, out = tmp_path / "checkpoints" / "step-00000000", tmp_path / "exports" / "out"
+    tokenizer = tmp_path / "other.json"
+    tokenizer.write_text("{}")
+    export_weights(checkpoint, out, tokenizer=tokenizer, end_of_document=7)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 7
+    before = sorted(path.name for path in out.iterdir())
+
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("no space left on device")
+
+    monkeypatch.setattr(hf, "save_file", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .* no space left on device"):
+        export_weights(checkpoint, out)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert sorted(path.name for path in out.iterdir()) == before
+
+
+def test_what_no_config_json_says_is_not_exported():
+    with pytest.raises(InvalidConfig, match=r"has what no config.json of model_type='llama' says"):
+        to_hf(replace(SHAPE, qkv_bias=True), "float32")
+
+
 def test_files_that_are_not_there_or_no_safetensors_are_named(damaged):
     (damaged / "model.safetensors").write_bytes(b"no header")
     assert "model.safetensors cannot be read" in problems_of(damaged)[0]
@@ -145,7 +182,8 @@ def test_a_folder_gives_a_config_its_sizes(damaged):
 
 def test_a_run_starts_from_a_folder_and_leaves_one(damaged, tmp_path, capsys):
     files, log = write_tiny(tmp_path, steps=2), tmp_path / "log"
-    overrides = (f"--train.init_from={damaged}", "--layout.tp=2", "--checkpoint.export=true")
+    as_made = "--model.norm_eps=1e-6"
+    overrides = (f"--train.init_from={damaged}", as_made, "--layout.tp=2", "--checkpoint.export=true")
     assert launch(2, files.config, *overrides, log=log) == 0, log.read_text()
     with torch.no_grad():
         opened = AutoModelForCausalLM.from_pretrained(files.run / "hf", dtype=torch.float32)
@@ -153,11 +191,17 @@ def test_a_run_starts_from_a_folder_and_leaves_one(damaged, tmp_path, capsys):
     first_loss = read_lines(files.run)[0]["loss"]
     assert main(["convert", str(files.run), str(tmp_path / "out"), "--format", "float32", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["files"] == ["config.json", "model.safetensors"]
+    assert document["files"] == ["config.json", "generation_config.json", "model.safetensors"]
     assert read_all(tmp_path / "out").keys() == find_weights(damaged).keys()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 16
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["eos_token_id"]) == (16, 256)
 
-    again = (f"--train.init_from={tmp_path / 'out'}", f"--train.run_folder={tmp_path / 'more'}", "--train.steps=1")
+    again = (
+        f"--train.init_from={tmp_path / 'out'}",
+        as_made,
+        f"--train.run_folder={tmp_path / 'more'}",
+        "--train.steps=1",
+    )
     assert launch(1, files.config, *again, log=log) == 0, log.read_text()
     assert read_lines(tmp_path / "more")[0]["loss"] < first_loss
 
@@ -166,6 +210,7 @@ def test_a_run_starts_from_a_folder_and_leaves_one(damaged, tmp_path, capsys):
     assert main(["convert", str(tmp_path), str(tmp_path / "new")]) != 0
     assert "is no checkpoint and no run folder with one" in capsys.readouterr().err
     (damaged / "model.safetensors").unlink()
-    assert launch(1, files.config, f"--train.init_from={damaged}", "--train.run_folder=new", log=log) == 2
+    missing = (f"--train.init_from={damaged}", f"--train.run_folder={tmp_path / 'new'}")
+    assert launch(1, files.config, *missing, log=log) == 2
     assert "has no model.safetensors" in log.read_text()
     assert load_config(files.run / "config.toml").train.init_from == str(damaged)

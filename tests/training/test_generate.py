@@ -7,6 +7,8 @@ import pytest
 import torch
 from hf_models import MADE, save_made
 from tiny import write_tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
 from dtlayout.cli import main
@@ -71,8 +73,9 @@ def test_tokens_are_taken_as_often_as_they_are_likely():
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(InvalidConfig, match="temperature=-1 must not be negative\ntop_p=0 must be above 0"):
-        Sampling(temperature=-1, top_p=0)
+    with pytest.raises(InvalidConfig) as caught:
+        Sampling(temperature=-1, top_p=0, seed=2**63)
+    assert [problem.partition("=")[0] for problem in caught.value.problems] == ["temperature", "top_p", "seed"]
 
 
 def test_characters_come_when_they_are_whole():
@@ -81,6 +84,22 @@ def test_characters_come_when_they_are_whole():
     assert "".join(pieces) == text
     assert "🙂" in pieces
     assert "".join(stream_text("é".encode()[:1], BYTES.decode)) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_space_between_prompt_and_text_stays_where_tokenizers_drop_a_first_one():
+    words = [" 12", " times", " hello"]
+
+    def decode(ids):
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    assert list(stream_text([1, 2], decode, before=[0])) == [" times", " hello", ""]
+
+
+def test_ids_beyond_the_model_are_refused(tmp_path, capsys):
+    folder = save_made("llama", tmp_path)
+    (tmp_path / "big.json").write_text(Tokenizer(WordLevel({"word": 700, "</s>": 1}, unk_token="word")).to_str())
+    assert main(["generate", str(folder), "--prompt", "word", "--tokenizer", str(tmp_path / "big.json")]) == 2
+    assert "gives the prompt id 700, the model has vocab_size=260" in capsys.readouterr().err
 
 
 def test_a_run_writes_text(tmp_path, capsys, monkeypatch):
