@@ -111,13 +111,15 @@ def export_weights(
     file_bytes: int = FILE_BYTES,
     max_seq_len: int | None = None,
     tokenizer: Path | None = None,
-    end_of_document: int | None = None,
+    begin: int | None = None,
+    end: int | None = None,
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder, on one process; the bytes of all tensors.
 
-    `tokenizer` is a tokenizer.json that goes along, with the settings beside it, and `end_of_document` the id at which
-    a text ends. The folder is there when it is whole, in the place of what was there. CheckpointError if something
-    cannot be read or written, InvalidConfig for a model that no config.json describes.
+    `tokenizer` is a tokenizer.json that goes along, with the settings beside it; `begin` and `end` are the ids with
+    which texts begin and end, None for no such id. The folder is there when it is whole, in the place of what was
+    there. CheckpointError if something cannot be read or written, InvalidConfig for a model that no config.json
+    describes.
     """
     dtype: torch.dtype = getattr(torch, number_format)
     try:
@@ -132,7 +134,7 @@ def export_weights(
                 save_file(tensors, partial / file, metadata={"format": "pt"})
             if len(files) > 1:
                 _write_json(partial / INDEX, make_index(files, sizes))
-            ends = {"bos_token_id": None, "eos_token_id": end_of_document}
+            ends = {"bos_token_id": begin, "eos_token_id": end}
             _write_json(partial / "config.json", config | ends)
             _write_json(partial / "generation_config.json", ends)
             if tokenizer is not None:

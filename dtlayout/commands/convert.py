@@ -41,10 +41,13 @@ def run(options: argparse.Namespace) -> int:
     except InvalidConfig:  # a checkpoint that lies alone
         pass
     tokenizer = None if spec is None else find_file(spec)
-    end_of_document = None if spec is None else load_tokenizer(spec, named).end_of_document
+    ends: dict[str, int | None] = {}
+    if spec is not None:
+        known = load_tokenizer(spec, named)
+        ends = {"begin": next(iter(known.begin), None), "end": known.end_of_document}
     num_bytes = export_weights(
         checkpoint, options.folder, number_format=options.format, file_bytes=int(options.file_gib * 2**30),
-        max_seq_len=max_seq_len, tokenizer=tokenizer, end_of_document=end_of_document,
+        max_seq_len=max_seq_len, tokenizer=tokenizer, **ends,
     )  # fmt: skip
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_ranks(device, timeout_s=600)
     is_writer = os.environ.get("RANK", "0") == "0"
-    prompt = [*(tokenizer.begin if is_hf else ()), *tokenizer.encode_batch([options.prompt])[0].tolist()]
+    prompt = [*tokenizer.begin, *tokenizer.encode_batch([options.prompt])[0].tolist()]
     prompt = prompt or [tokenizer.end_of_document]  # after which a document begins
     vocab_size = find_shape(options.source).vocab_size
     if max(prompt) >= vocab_size:

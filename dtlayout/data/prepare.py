@@ -1,6 +1,6 @@
 """Tokenize a corpus once into one flat file of token ids.
 
-    folder/<fingerprint>/tokens.bin     ids, little-endian uint16 or uint32, an end of document after every document
+    folder/<fingerprint>/tokens.bin     ids, little-endian uint16 or uint32, every document with its begin and its end
     folder/<fingerprint>/tokens.json    what they are
     folder/<fingerprint>.<random>.partial/
                                         both while they are written; one that a kill has left may be deleted
@@ -102,7 +102,7 @@ def _write_tokens(data: DataConfig, tokenizer: Tokenizer, path: Path) -> dict[st
             digest.update(written)
             num_documents += 1
             num_tokens += kept.size
-            has_text = has_text or ids.size > 1
+            has_text = has_text or ids.size > len(tokenizer.begin) + 1
             if num_tokens == data.max_tokens:
                 break
         file.flush()
@@ -116,9 +116,10 @@ def _write_tokens(data: DataConfig, tokenizer: Tokenizer, path: Path) -> dict[st
 
 
 def _encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
+    begin, end = (np.array(ids, dtype=np.int64) for ids in (tokenizer.begin, [tokenizer.end_of_document]))
     for texts in _batch_documents(documents):
         for ids in tokenizer.encode_batch(texts):
-            yield np.append(ids, tokenizer.end_of_document)
+            yield np.concatenate((begin, ids, end))
 
 
 def _batch_documents(documents: Iterable[str]) -> Iterator[list[str]]:

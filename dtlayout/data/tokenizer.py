@@ -38,7 +38,7 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], str]
     """Text of ids, without special tokens; what is no whole character yet ends in U+FFFD."""
     begin: tuple[int, ...] = ()
-    """Ids that models of this tokenizer were trained to see before a text, such as Llama's <s>."""
+    """Ids before each document, which its models expect there: Llama's <s>, Llama 3's <|begin_of_text|>; or none."""
 
 
 def _encode_bytes(texts: Sequence[str]) -> list[Ids]:
@@ -90,13 +90,17 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    probe = tokenizer.encode("a", add_special_tokens=True)
+    num_before = probe.special_tokens_mask.index(0) if 0 in probe.special_tokens_mask else 0
+    begin = tuple(probe.ids[:num_before])
+
     return Tokenizer(
         vocab_size=max(ids.values(), default=-1) + 1,  # ids may have holes, so this isn't their number
         end_of_document=end,
-        fingerprint=f"{hashlib.sha256(path.read_bytes()).hexdigest()}-{end}",
+        fingerprint="-".join((hashlib.sha256(path.read_bytes()).hexdigest(), *map(str, (end, *begin)))),
         encode_batch=encode_batch,
         decode=tokenizer.decode,
-        begin=tuple(i for i in tokenizer.encode("", add_special_tokens=True).ids if i != end),
+        begin=begin,
     )
 
 

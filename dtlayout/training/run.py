@@ -19,7 +19,7 @@ from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, open_samples, own_indices
-from dtlayout.data.tokenizer import find_file
+from dtlayout.data.tokenizer import find_file, load_tokenizer
 from dtlayout.device import Device
 from dtlayout.errors import (
     EXIT_DONE,
@@ -274,13 +274,15 @@ class _Run:
         """The weights as they were saved last, in the format that was computed in."""
         newest, config = list_checkpoints(self.folder / "checkpoints")[-1], self.config
         try:
+            known = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
             export_weights(
                 newest,
                 self.folder / "hf",
                 number_format=config.precision.compute,
                 max_seq_len=config.batch.seq_len,
                 tokenizer=find_file(config.data.tokenizer),
-                end_of_document=self.batches.samples.tokens.end_of_document,
+                begin=next(iter(known.begin), None),
+                end=known.end_of_document,
             )
             self.display.say(f"exported {self.folder / 'hf'}")
         except DtlayoutError as error:  # the run is done all the same

@@ -138,7 +138,7 @@ def test_a_failed_export_leaves_what_was_there_and_nothing_else(ranks4, damaged,
     checkpoint, out = tmp_path / "checkpoints" / "step-00000000", tmp_path / "exports" / "out"
     tokenizer = tmp_path / "other.json"
     tokenizer.write_text("{}")
-    export_weights(checkpoint, out, tokenizer=tokenizer, end_of_document=7)
+    export_weights(checkpoint, out, tokenizer=tokenizer, end=7)
     assert (out / "tokenizer.json").read_text() == "{}"
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 7
     before = sorted(path.name for path in out.iterdir())

@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtlayout.config import DataConfig
+from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.samples import TokenFile
 from dtlayout.data.tokenizer import BYTES, END_OF_DOCUMENT_TOKENS, load_tokenizer
 from dtlayout.errors import DataError
 
@@ -63,6 +66,26 @@ def test_the_vocabulary_covers_the_largest_id_when_ids_have_holes(write_tokenize
     content["model"]["vocab"]["far"] = 99
     path.write_text(json.dumps(content))
     assert load_tokenizer(str(path)).vocab_size == 100
+
+
+def test_what_texts_begin_with_comes_before_each_document(write_tokenizer, tmp_path):
+    path = write_tokenizer(words=("<unk>", "<s>", "to", "be"))
+    plain = load_tokenizer(str(path))
+    content = json.loads(path.read_text())
+    names = {"<s>": 1, "</s>": 4}
+    pieces = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+    pieces.insert(1, {"Sequence": {"id": "A", "type_id": 0}})
+    special = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in names.items()}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": special
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(path))
+    assert (plain.begin, tokenizer.begin) == ((), (1,))
+    assert encode(tokenizer, "to be") == [[2, 3]]
+    (tmp_path / "corpus.jsonl").write_text('{"text": "to be"}\n{"text": "be"}\n')
+    data = DataConfig(source=str(tmp_path / "corpus.jsonl"), tokenizer=str(path), folder=str(tmp_path / "tokens"))
+    assert TokenFile.open(prepare_tokens(data)).tokens.tolist() == [1, 2, 3, 4, 1, 3, 4]
 
 
 @pytest.mark.parametrize("token", END_OF_DOCUMENT_TOKENS)
