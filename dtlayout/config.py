@@ -15,6 +15,7 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Gpu, find_gpu, known_gpus, load_cluster
 from dtlayout.device import Device, expect_device
 from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.files import expand
 from dtlayout.kernel import Need
 from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
@@ -279,7 +280,7 @@ def _name_source(train: Any) -> dict[str, Any]:
     init_from = train.get("init_from") if isinstance(train, dict) else None
     if not init_from:
         return {}
-    folder = Path(str(init_from)).expanduser().absolute()  # whatever a preset is called
+    folder = expand(str(init_from)).absolute()  # whatever a preset is called
     if not (folder / "config.json").is_file():
         raise InvalidConfig(f"train.init_from={init_from!r} has no config.json, and the config no [model]")
     return {"name": str(folder)}
@@ -292,7 +293,7 @@ def _find_sizes(table: Any) -> Any:
     name = table.get("name")
     if isinstance(name, str) and name in PRESETS:
         return {**asdict(PRESETS[name]), **table}
-    if isinstance(name, str) and (source := Path(name).expanduser() / "config.json").is_file():
+    if isinstance(name, str) and name and (source := expand(name) / "config.json").is_file():
         sizes = asdict(find_model(str(source)))
         return {**sizes, **table, "name": sizes["name"]}
     missing = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]

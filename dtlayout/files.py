@@ -6,6 +6,11 @@ from pathlib import Path
 from dtlayout.errors import DtlayoutError, InvalidConfig
 
 
+def expand(text: str) -> Path:
+    """A path whose `~` is a home, where there is such a home."""
+    return Path(os.path.expanduser(text))  # Path's own raises where there is none
+
+
 def write(path: Path, text: str, what: str) -> None:
     """Write a file; DtlayoutError, with `what` it should be, if it cannot be written."""
     try:

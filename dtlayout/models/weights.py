@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import InvalidConfig
+from dtlayout.files import expand
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe
@@ -106,7 +107,7 @@ def _list(what: str, names: list[str]) -> list[str]:
 def check_init_from(text: str, model: ModelShape) -> list[str]:
     """Problems of `train.init_from`, one line each."""
     where = f"train.init_from={text!r}"
-    folder = Path(text).expanduser()
+    folder = expand(text)
     if not folder.is_dir():
         return [f"{where} is no folder; give one with a config.json and safetensors"]
     try:
@@ -121,7 +122,7 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
 
 def find_other_positions(text: str, model: ModelShape) -> list[str]:
     """What of a model's rotary embedding is not that of the folder `train.init_from`, for who did not mean it."""
-    made_for = find_model(str(Path(text).expanduser() / "config.json"))
+    made_for = find_model(str(expand(text) / "config.json"))
     values = {name: (getattr(made_for, name), getattr(model, name)) for name in ("rope_theta", "rope_scaling")}
     return [f"{name} is {new}, that of {text} {old}" for name, (old, new) in values.items() if old != new]
 

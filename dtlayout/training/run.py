@@ -31,7 +31,7 @@ from dtlayout.errors import (
     InvalidConfig,
     KernelError,
 )
-from dtlayout.files import write_whole
+from dtlayout.files import expand, write_whole
 from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
@@ -115,7 +115,7 @@ class _Run:
         is_loaded = config.train.init_from and self.newest is None
         self.assembly = assemble(
             *values, seed=config.train.seed, device_type=device.type, timeout_s=config.train.timeout_s,
-            give_weights=partial(load_weights, Path(config.train.init_from).expanduser()) if is_loaded else initialize,
+            give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases

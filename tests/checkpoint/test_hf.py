@@ -168,7 +168,7 @@ def test_files_that_are_not_there_or_no_safetensors_are_named(damaged):
     assert "is no folder" in check_init_from("nowhere", SHAPE)[0]
 
 
-def test_a_folder_gives_a_config_its_sizes(damaged):
+def test_a_folder_gives_a_config_its_sizes(damaged, monkeypatch):
     tables = {
         "batch": {"global_batch": 2, "seq_len": 16}, "train": {"steps": 1, "init_from": str(damaged)},
         "precision": {"compute": "float32"},
@@ -176,8 +176,13 @@ def test_a_folder_gives_a_config_its_sizes(damaged):
     assert parse_config(tables).model == find_model(str(damaged))
     longer = parse_config({**tables, "model": {"name": str(damaged), "rope_theta": 5e5}}).model
     assert (longer.name, longer.hidden_size, longer.rope_theta) == ("model", 32, 5e5)
-    with pytest.raises(InvalidConfig, match="is no preset and no Hugging Face folder"):
-        parse_config({**tables, "model": {"name": "nowhere"}})
+    for nowhere in ("nowhere", "~nobody", "~nobody/model"):
+        with pytest.raises(InvalidConfig, match="is no preset and no Hugging Face folder"):
+            parse_config({**tables, "model": {"name": nowhere}})
+    monkeypatch.setenv("HOME", str(damaged.parent))
+    at_home = {"steps": 1, "init_from": "~/model"}
+    assert parse_config({**tables, "train": at_home}).model == find_model(str(damaged))
+    assert check_init_from("~/model", find_model(str(damaged))) == []
 
 
 def test_a_run_starts_from_a_folder_and_leaves_one(damaged, tmp_path, capsys):
