@@ -20,15 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtlayout.checkpoint.sharded import list_checkpoints, load_parameters, read_model
+from dtlayout.checkpoint.sharded import load_parameters, read_model
+from dtlayout.data.tokenizer import find_file, load_tokenizer
 from dtlayout.errors import CheckpointError
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.files import to_hf
-from dtlayout.models.weights import INDEX, StoredTensor, find_weights, list_weights, make_index, plan_files
+from dtlayout.models.weights import FILE_BYTES, INDEX, StoredTensor, find_weights, list_weights, make_index, plan_files
 from dtlayout.plans.init import CHUNK, allocate, find_place
 
-FILE_BYTES = 2 << 30
-"""Largest file of an export, and about what it takes of the host's memory."""
 _TOKENIZER = "tokenizer.json"
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -44,8 +43,9 @@ def load_weights(
     stored = find_weights(folder)
     try:
         with _Files() as files:
-            for name, parameter in (named for module in modules for named in module.named_parameters()):
-                _fill(parameter, stored[model.aliases.get(name, name)], model.aliases.get(name, name), files)
+            for local_name, parameter in (named for module in modules for named in module.named_parameters()):
+                name = model.aliases.get(local_name, local_name)
+                _fill(parameter, stored[name], name, files)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__} {error}") from error
 
@@ -74,14 +74,9 @@ def _fill(parameter: Tensor, stored: StoredTensor, name: str, files: _Files) -> 
         rest = [slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)]
         for first in range(0, local.shape[0], rows):
             part = local[first : first + rows]
-            part.copy_(_read(source, (slice(offset[0] + first, offset[0] + first + part.shape[0]), *rest)))
+            part.copy_(source[(slice(offset[0] + first, offset[0] + first + part.shape[0]), *rest)])
     for group in groups:
         dist.broadcast(local, group=group, group_src=0)
-
-
-def _read(source: Any, part: tuple[slice, ...]) -> Tensor:
-    tensor: Tensor = source[part]
-    return tensor
 
 
 def _find_copies(parameter: Tensor) -> list[dist.ProcessGroup]:
@@ -93,16 +88,6 @@ def _find_copies(parameter: Tensor) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in copies]
 
 
-def find_checkpoint(source: Path) -> Path:
-    """A checkpoint, or the newest one of a run folder; CheckpointError if there is none."""
-    if (source / "state.json").is_file():
-        return source
-    found = list_checkpoints(source / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
-    return found[-1]
-
-
 def export_weights(
     checkpoint: Path,
     folder: Path,
@@ -110,17 +95,21 @@ def export_weights(
     number_format: str = "bfloat16",
     file_bytes: int = FILE_BYTES,
     max_seq_len: int | None = None,
-    tokenizer: Path | None = None,
-    begin: int | None = None,
-    end: int | None = None,
+    tokenizer: str | None = None,
+    end_of_document: str = "",
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder, on one process; the bytes of all tensors.
 
-    `tokenizer` is a tokenizer.json that goes along, with the settings beside it; `begin` and `end` are the ids with
-    which texts begin and end, None for no such id. The folder is there when it is whole, in the place of what was
-    there. CheckpointError if something cannot be read or written, InvalidConfig for a model that no config.json
-    describes.
+    `tokenizer` and `end_of_document` are as `load_tokenizer` takes them, None for a tokenizer that is not known: its
+    file goes along with the settings beside it, and the ids with which its texts begin and end. The folder is there
+    when it is whole, in the place of what was there. CheckpointError if something cannot be read or written, DataError
+    for the tokenizer, InvalidConfig for a model that no config.json describes.
     """
+    known = None if tokenizer is None else load_tokenizer(tokenizer, end_of_document)
+    ends = {
+        "bos_token_id": next(iter(known.begin), None) if known else None,
+        "eos_token_id": known.end_of_document if known else None,
+    }
     dtype: torch.dtype = getattr(torch, number_format)
     try:
         model = read_model(checkpoint)
@@ -134,11 +123,10 @@ def export_weights(
                 save_file(tensors, partial / file, metadata={"format": "pt"})
             if len(files) > 1:
                 _write_json(partial / INDEX, make_index(files, sizes))
-            ends = {"bos_token_id": begin, "eos_token_id": end}
             _write_json(partial / "config.json", config | ends)
             _write_json(partial / "generation_config.json", ends)
-            if tokenizer is not None:
-                _copy_tokenizer(tokenizer, partial)
+            if tokenizer is not None and (file_of_tokenizer := find_file(tokenizer)) is not None:
+                _copy_tokenizer(file_of_tokenizer, partial)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint} cannot be written to {folder}: {type(error).__name__} {error}") from error
     return sum(sizes.values())

@@ -111,6 +111,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "state.json").is_file())
 
 
+def find_checkpoint(source: Path) -> Path:
+    """A checkpoint, or the newest one of a run folder; CheckpointError if there is none."""
+    if (source / "state.json").is_file():
+        return source
+    found = list_checkpoints(source / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
+    return found[-1]
+
+
 def load_checkpoint(
     path: Path,
     modules: Sequence[nn.Module],

@@ -7,6 +7,7 @@ from pathlib import Path
 from dtlayout.commands.arguments import show
 from dtlayout.config import load_config
 from dtlayout.errors import CheckpointError, InvalidConfig
+from dtlayout.models.weights import FILE_BYTES
 
 EXAMPLE = "dtlayout convert runs/debug exported"
 
@@ -17,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="which must not be there yet")
     parser.add_argument("--format", choices=("bfloat16", "float32"), default="bfloat16", help="bfloat16 by default")
     parser.add_argument(
-        "--file-gib", type=float, default=2.0, metavar="G", help="largest file, and memory; 2 by default"
+        "--file-gib",
+        type=float,
+        default=FILE_BYTES / 2**30,
+        metavar="G",
+        help=f"largest file, and memory; {FILE_BYTES >> 30} by default",
     )
     parser.add_argument("--tokenizer", help="bytes, or a tokenizer.json or its folder; by default the run's")
 
@@ -28,26 +33,21 @@ def run(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.folder} is there already; name another folder")
     if not 0 < options.file_gib < inf:
         raise CheckpointError(f"--file-gib {options.file_gib:g} must be above 0 and finite")
-    from dtlayout.checkpoint.hf import export_weights, find_checkpoint  # only now: it imports torch
-    from dtlayout.data.tokenizer import find_file, load_tokenizer
+    from dtlayout.checkpoint.hf import export_weights  # only now: it imports torch
+    from dtlayout.checkpoint.sharded import find_checkpoint
 
     checkpoint = find_checkpoint(options.source.resolve())
-    spec, named, max_seq_len = options.tokenizer, "", None
+    tokenizer, end_of_document, max_seq_len = options.tokenizer, "", None
     try:
         config = load_config(checkpoint.parent.parent / "config.toml")
         max_seq_len = config.batch.seq_len
-        if spec is None:
-            spec, named = config.data.tokenizer, config.data.end_of_document
+        if tokenizer is None:
+            tokenizer, end_of_document = config.data.tokenizer, config.data.end_of_document
     except InvalidConfig:  # a checkpoint that lies alone
         pass
-    tokenizer = None if spec is None else find_file(spec)
-    ends: dict[str, int | None] = {}
-    if spec is not None:
-        known = load_tokenizer(spec, named)
-        ends = {"begin": next(iter(known.begin), None), "end": known.end_of_document}
     num_bytes = export_weights(
         checkpoint, options.folder, number_format=options.format, file_bytes=int(options.file_gib * 2**30),
-        max_seq_len=max_seq_len, tokenizer=tokenizer, **ends,
+        max_seq_len=max_seq_len, tokenizer=tokenizer, end_of_document=end_of_document,
     )  # fmt: skip
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}

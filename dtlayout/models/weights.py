@@ -22,8 +22,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What safetensors calls the formats that weights may have."""
+FILE_BYTES = 2 << 30
+"""Largest file that is written, and about what writing it takes of the host's memory."""
 _LISTED = 5
-"""Problems of a kind that are named; the others are counted."""
+"""Problems that are named; the others are counted."""
 _UNSEEN = ("num_heads", "num_kv_heads", "norm_eps")
 """Sizes that no tensor's shape tells."""
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -89,8 +91,8 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
     """Everything that keeps these tensors from being the model's, one line each; empty if they are."""
     wanted = dict(list_weights(model))
     extra = stored.keys() - wanted.keys() - model.aliases.keys()
-    problems = _list("is missing", [name for name in wanted if name not in stored])
-    problems += _list("is in none of the model's modules", [n for n in sorted(extra) if not _COMPUTED.fullmatch(n)])
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems += [f"{n} is in none of the model's modules" for n in sorted(extra) if not _COMPUTED.fullmatch(n)]
     there = {name: (stored[name], shape) for name, shape in wanted.items() if name in stored}
     for name, (tensor, shape) in there.items():
         if tensor.format not in FORMATS:
@@ -98,10 +100,6 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
         elif tensor.shape != shape:
             problems.append(f"{name} has the shape {list(tensor.shape)}, where the model's is {list(shape)}")
     return problems if len(problems) <= _LISTED else [*problems[:_LISTED], f"and {len(problems) - _LISTED} more"]
-
-
-def _list(what: str, names: list[str]) -> list[str]:
-    return [f"{name} {what}" for name in names]
 
 
 def check_init_from(text: str, model: ModelShape) -> list[str]:

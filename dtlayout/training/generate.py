@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from dtlayout.checkpoint.hf import find_checkpoint, load_weights
-from dtlayout.checkpoint.sharded import load_parameters, read_model
+from dtlayout.batch import Batch
+from dtlayout.checkpoint.hf import load_weights
+from dtlayout.checkpoint.sharded import find_checkpoint, load_parameters, read_model
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -81,20 +82,21 @@ def find_shape(source: Path) -> ModelShape:
 def open_model(source: Path, max_len: int, number_format: str, device_type: str) -> Llama:
     """A model of at most `max_len` tokens with the weights of a run, a checkpoint or a Hugging Face folder.
 
-    With several ranks tp splits it over all of them. InvalidConfig or CheckpointError for what cannot be opened.
+    With several ranks tp splits it over all of them. InvalidConfig or CheckpointError for what cannot be opened,
+    InvalidLayout for ranks that do not divide it.
     """
-    shape, num_ranks = find_shape(source), dist.get_world_size() if dist.is_initialized() else 1
+    shape, is_hf = find_shape(source), is_hf_folder(source)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout(tp=num_ranks, sequence_parallel=False)
-    if broken := [name for name in ("num_kv_heads", "ffn_size", "vocab_size") if getattr(shape, name) % num_ranks]:
-        raise InvalidConfig([f"{num_ranks} ranks do not divide {name}={getattr(shape, name)}" for name in broken])
-    if is_hf_folder(source) and (problems := find_weight_problems(find_weights(source), shape)):
+    layout.check(shape, Batch(global_batch=1, seq_len=max_len))
+    if is_hf and (problems := find_weight_problems(find_weights(source), shape)):
         raise InvalidConfig([f"{source}: {problem}" for problem in problems])
     with torch.device("meta"):
         model = Llama(shape, KERNELS, max_len, dtype=getattr(torch, number_format))
     if num_ranks > 1:
         mesh = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("tp",))
         split_tensors(model, tensor_styles(shape, layout), mesh)
-    if is_hf_folder(source):
+    if is_hf:
         load_weights(source, [model], shape, 0, device_type)
     else:
         allocate([model], device_type)

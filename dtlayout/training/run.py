@@ -14,12 +14,18 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dtlayout.checkpoint.hf import export_weights, load_weights
-from dtlayout.checkpoint.sharded import find_changes, list_checkpoints, load_checkpoint, read_origin, save_checkpoint
+from dtlayout.checkpoint.sharded import (
+    find_changes,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    read_origin,
+    save_checkpoint,
+)
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, open_samples, own_indices
-from dtlayout.data.tokenizer import find_file, load_tokenizer
 from dtlayout.device import Device
 from dtlayout.errors import (
     EXIT_DONE,
@@ -272,17 +278,15 @@ class _Run:
 
     def _export(self) -> None:
         """The weights as they were saved last, in the format that was computed in."""
-        newest, config = list_checkpoints(self.folder / "checkpoints")[-1], self.config
+        config = self.config
         try:
-            known = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
             export_weights(
-                newest,
+                find_checkpoint(self.folder),
                 self.folder / "hf",
                 number_format=config.precision.compute,
                 max_seq_len=config.batch.seq_len,
-                tokenizer=find_file(config.data.tokenizer),
-                begin=next(iter(known.begin), None),
-                end=known.end_of_document,
+                tokenizer=config.data.tokenizer,
+                end_of_document=config.data.end_of_document,
             )
             self.display.say(f"exported {self.folder / 'hf'}")
         except DtlayoutError as error:  # the run is done all the same

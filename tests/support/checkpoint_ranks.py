@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from dtlayout.batch import Batch
@@ -87,18 +88,42 @@ def load_each(
     return results
 
 
+class CountingFile:
+    """A file of safetensors that notes how many elements are read of it."""
+
+    def __init__(self, read: list[int], file: Path, framework: str):
+        self.read, self.opened = read, safe_open(file, framework=framework)
+
+    def __enter__(self) -> "CountingFile":
+        self.opened.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.opened.__exit__(*exception)
+
+    def get_slice(self, name: str) -> "CountingSlice":
+        return CountingSlice(self.read, self.opened.get_slice(name))
+
+
+class CountingSlice:
+    """A tensor of such a file."""
+
+    def __init__(self, read: list[int], stored: Any):
+        self.read, self.stored = read, stored
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        tensor: Tensor = self.stored[part]
+        self.read.append(tensor.numel())
+        return tensor
+
+
 def start_from_hf(layouts: list[Layout], model: ModelShape, folder: Path) -> list[tuple[State, int, int]]:
     """For each layout the parameters of a Hugging Face folder, the elements that this rank read, and those it holds."""
     results = []
     for layout in layouts:
         read: list[int] = []
 
-        def count(stored: Any, rows: Any, read: list[int] = read) -> Tensor:
-            part: Tensor = stored[rows]
-            read.append(part.numel())
-            return part
-
-        with mock.patch.object(hf, "_read", count):
+        with mock.patch.object(hf, "safe_open", partial(CountingFile, read)):
             assembly = assemble(
                 model,
                 BATCH,

@@ -149,11 +149,9 @@ def evaluate_around_steps(case: Case) -> list[float]:
 
 def run_over_symmetric_memory(case: Case) -> Outcome | None:
     """As `run_layout`, as if tp's ranks saw each other's memory: torch's own references stand for its CUDA kernels."""
-    library = torch.library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CPU"):
-            library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
-    _LIBRARIES.append(library)  # or its kernels go with it
+            torch.library.impl(f"symm_mem::{name}", "CPU", getattr(_symmetric_memory, f"_{name}_fallback"))
     of_mesh = Group.of
 
     def with_shared_memory(mesh: DeviceMesh) -> Group:
@@ -161,9 +159,6 @@ def run_over_symmetric_memory(case: Case) -> Outcome | None:
 
     with mock.patch.object(Group, "of", with_shared_memory):
         return run_layout(case)
-
-
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def run_in_a_v(case: Case) -> Outcome | None:
