@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from dtlayout.ranges import Ranged, ranged
 
+IGNORED = -100
+"""Target of a token that does not count."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Ranged, section="batch"):

@@ -31,6 +31,22 @@ from dtlayout.ranges import Ranged, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source(Ranged, section="data.mixture"):
+    """One of several sources."""
+
+    source: str
+    """As `data.source`."""
+    weight: float = ranged("must be above 0 and finite", 1.0)
+    """Share of the samples, whatever the weights add up to."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    text_field: str = "text"
+    """Field that holds a document's text."""
+    messages_field: str = ""
+    """Field that holds a conversation; empty for text."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Ranged, section="data"):
     """Where the tokens come from."""
 
@@ -40,6 +56,16 @@ class DataConfig(Ranged, section="data"):
     """Split of a hub dataset."""
     text_field: str = "text"
     """Field that holds a document's text."""
+    messages_field: str = ""
+    """Field that holds a conversation, a list of messages with role and content; empty for text."""
+    mixture: tuple[Source, ...] = ()
+    """Several sources, in place of the one above, each with a weight."""
+    chat_template: str = ""
+    """A Jinja file that writes conversations; empty for the tokenizer's own."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """Which tokens of a conversation are targets; of text all are."""
+    samples: Literal["packed", "padded"] = "packed"
+    """packed cuts one row of all documents, padded makes each document a sample, cut or filled up."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
     end_of_document: str = ""
@@ -50,6 +76,18 @@ class DataConfig(Ranged, section="data"):
     """Tokens to prepare at most; 0 for all."""
     folder: str = "data/tokens"
     """Where prepared tokens lie, to be used again."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each of `sources`."""
+        return tuple(each.weight for each in self.mixture) or (1.0,)
+
+    @property
+    def sources(self) -> "tuple[DataConfig, ...]":
+        """The same for each source by itself, which is prepared by itself."""
+        names = ("source", "split", "text_field", "messages_field")
+        own = ({name: getattr(each, name) for name in names} for each in self.mixture or (self,))
+        return tuple(replace(self, mixture=(), **each) for each in own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +217,8 @@ class Config:
         """Where the tokens of [validation] come from; None where nothing is validated."""
         if not self.validation.source:
             return None
-        return replace(self.data, source=self.validation.source, split=self.validation.split, max_tokens=0)
+        source, split = self.validation.source, self.validation.split
+        return replace(self.data, source=source, split=split, mixture=(), max_tokens=0)
 
     def choose_kernels(self, device: Device, layout: Layout) -> Chosen:
         """The kernels of a run there, each auto replaced."""

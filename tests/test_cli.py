@@ -168,7 +168,7 @@ def test_a_package_that_is_not_here_is_noted_since_the_run_may_be_elsewhere(caps
 
 def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
     assert main(["prepare", str(files.config), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    (document,) = json.loads(capsys.readouterr().out)["sources"]
     num_bytes = files.corpus.stat().st_size
     assert document["num_tokens"] == num_bytes + 1  # and the end of the document
     assert document["num_samples"] == num_bytes // 16
@@ -180,6 +180,16 @@ def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
         f"{num_bytes + 1:,} tokens, {num_bytes // 16:,} samples of 16 in {document['folder']}\n"
     )
     assert (prepared / "tokens.bin").stat().st_mtime_ns == written
+
+
+def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_path):
+    (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n' * 3)
+    sources = ", ".join(f"{{source = {str(path)!r}}}" for path in (files.corpus, tmp_path / "short.jsonl"))
+    assert main(["prepare", str(files.config), f"--data.mixture=[{sources}]", "--data.samples=padded"]) == 0
+    corpus, note, short = capsys.readouterr().out.splitlines()
+    assert ", 1 samples of 16 in " in corpus
+    assert note == f"note: 1 documents of {files.corpus} are longer than a sample, which cuts them"
+    assert short.startswith("12 tokens, 3 samples of 16 in ")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from dtlayout.config import (
     Config,
     DataConfig,
     MetricsConfig,
+    Source,
     TrainConfig,
     check_layout,
     load_config,
@@ -249,6 +250,7 @@ def test_not_a_number_is_refused(key):
         ('--layout.schedule="gpipe"', "layout", "schedule", "gpipe"),
         ("--data.source=some folder/*.txt", "data", "source", "some folder/*.txt"),
         ("--train.run_folder=a=b", "train", "run_folder", "a=b"),
+        ("--data.mixture=[{source='a', weight=2.5}]", "data", "mixture", (Source(source="a", weight=2.5),)),
         ("--data.end_of_document=", "data", "end_of_document", ""),
         ("--train.steps=5", "train", "steps", 5),
         ("--model.num_layers=6", "model", "num_layers", 6),
@@ -427,6 +429,12 @@ configs = st.builds(
         source=texts,
         split=texts,
         text_field=texts,
+        messages_field=texts,
+        mixture=st.lists(st.builds(Source, source=texts, weight=st.floats(1e-6, 1e6), split=texts), max_size=2).map(
+            tuple
+        ),
+        samples=st.sampled_from(["packed", "padded"]),
+        loss_on=st.sampled_from(["answers", "all"]),
         tokenizer=texts,
         end_of_document=texts,
         max_tokens=positive,

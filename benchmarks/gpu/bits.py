@@ -19,6 +19,7 @@ from benchmarks.gpu.rows import Checked
 from dtlayout.checkpoint.sharded import load_checkpoint, save_checkpoint
 from dtlayout.config import load_config
 from dtlayout.data import prepare
+from dtlayout.data.sources import Corpus
 from dtlayout.device import Device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.mesh.build import open_host_group
@@ -124,6 +125,6 @@ def check_trainer(cell: TrainerCheck, device: Device) -> Checked:
 def made_up_text(path: Path) -> Iterator[None]:
     """Inside, tokens are prepared from made-up documents in place of this file, whose reader needs a package."""
     path.write_text("made up\n", encoding="utf-8")
-    documents = (" ".join(str(i * j % 97) for j in range(50)) for i in range(400))
-    with patch.object(prepare, "open_documents", lambda *_: documents):
+    rows = [{"text": " ".join(str(i * j % 97) for j in range(50))} for i in range(400)]
+    with patch.object(prepare, "open_corpus", lambda source, _: Corpus(source, [], rows)):
         yield

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.cells import OperationCheck, StepCheck, WeightsCheck
 from benchmarks.gpu.rows import Checked
-from dtlayout.batch import Batch
+from dtlayout.batch import IGNORED, Batch
 from dtlayout.data.samples import find_starts
 from dtlayout.device import Device
 from dtlayout.kernel import KERNELS
@@ -26,7 +26,7 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.attention import causal_attention, prepare_mask
 from dtlayout.ops.documents import Documents
-from dtlayout.ops.loss import IGNORED, Head
+from dtlayout.ops.loss import Head
 from dtlayout.optimizers import AdamW
 from dtlayout.plans.init import initialize
 from dtlayout.precision import Precision
@@ -103,7 +103,7 @@ def make_batch(cell: StepCheck, device_type: str) -> tuple[Tensor, Tensor, Tenso
     size, vocab_size = (BATCH.global_batch, BATCH.seq_len), MODELS[cell.model].vocab_size
     tokens, targets = (torch.randint(vocab_size, size, generator=generator) for _ in range(2))
     targets[1, : BATCH.seq_len // 3] = IGNORED
-    starts = find_starts(tokens % _ONE_IN, end_of_document=0) if cell.documents else None
+    starts = find_starts(tokens % _ONE_IN == 0) if cell.documents else None
     return tokens.to(device_type), targets.to(device_type), starts
 
 
@@ -153,7 +153,7 @@ def check_operation(cell: OperationCheck, device: Device) -> Checked:
 
 
 def _attend(kernel: str, documents: bool, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> list[Tensor]:
-    starts = find_starts(torch.arange(q_BHSK.shape[2]).expand(len(q_BHSK), -1) % 37, end_of_document=0)
+    starts = find_starts(torch.arange(q_BHSK.shape[2]).expand(len(q_BHSK), -1) % 37 == 0)
     mask = prepare_mask(Documents.from_starts(starts), kernel, q_BHSK) if documents else None
     return [causal_attention(q_BHSK, k_BGSK, v_BGSK, kernel, mask)]
 

@@ -19,9 +19,20 @@ def run(options: argparse.Namespace) -> int:
     from dtlayout.data.samples import open_samples
 
     config = load_config(options.config, options.overrides)
-    prepared = prepare_tokens(config.data)
-    samples = open_samples(prepared, config.model.vocab_size, config.batch, seed=config.train.seed)
-    tokens, num_samples, folder = samples.tokens, samples.num_samples, samples.tokens.folder
-    document = {"folder": str(folder), "num_tokens": tokens.num_tokens, "num_samples": num_samples}
-    text = f"{tokens.num_tokens:,} tokens, {num_samples:,} samples of {config.batch.seq_len} in {folder}"
-    return show(options, document, [text], indent=None)
+    folders = [prepare_tokens(each) for each in config.data.sources]
+    samples = open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+    documents, lines = [], []
+    for cut in samples.cuts:
+        tokens = cut.tokens
+        documents.append(
+            {
+                "source": cut.source, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
+                "num_documents": tokens.num_documents, "num_samples": cut.num_samples, "num_cut": cut.num_cut,
+            }
+        )  # fmt: skip
+        lines.append(
+            f"{tokens.num_tokens:,} tokens, {cut.num_samples:,} samples of {config.batch.seq_len} in {tokens.folder}"
+        )
+        if cut.num_cut:
+            lines.append(f"note: {cut.num_cut:,} documents of {cut.source} are longer than a sample, which cuts them")
+    return show(options, {"sources": documents}, lines, indent=None)

@@ -1,65 +1,87 @@
-"""Tokenize a corpus once into one flat file of token ids.
+"""Tokenize a corpus once into flat files of token ids.
 
     folder/<fingerprint>/tokens.bin     ids, little-endian uint16 or uint32, every document with its begin and its end
+    folder/<fingerprint>/documents.bin  where each document begins, and where the last one ends; little-endian int64
+    folder/<fingerprint>/taught.bin     for each id whether it is taught, uint8; only of conversations
     folder/<fingerprint>/tokens.json    what they are
-    folder/<fingerprint>.<random>.partial/
-                                        both while they are written; one that a kill has left may be deleted
+    folder/<fingerprint>.parts/         while they are prepared: parts that are whole, which who comes next goes on from
 
 The fingerprint is a hash of everything that decides the ids. For local files it sees names, sizes and modification
 times, not contents; for a hub dataset only the name and the split: delete the folder to fetch a newer revision.
 
 [Note: no locks]
-File locks fail or hang on some shared filesystems. Whoever finds no folder of the fingerprint writes one under a name
-of its own and renames it when it is whole. A rename onto a folder that is not empty fails, so the first one wins, what
-is there is whole and never changes under its readers, and who comes later has worked in vain and uses it.
+File locks fail or hang on some shared filesystems. Every file and folder is written under a name of its own and renamed
+when it is whole, so what is there is whole. A part is a function of the corpus: whoever writes it writes the same
+bytes, and any number of processes may write them at once. The folder never changes under its readers: a rename onto one
+that is not empty fails, so the first one wins, and who comes later has worked in vain and uses it.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 from uuid import uuid4
+from zipfile import BadZipFile
 
 import numpy as np
 
 from dtlayout.config import DataConfig
-from dtlayout.data.sources import list_files, open_documents
-from dtlayout.data.tokenizer import Ids, Tokenizer, load_tokenizer
+from dtlayout.data.chat import load_template
+from dtlayout.data.documents import Document, read_documents
+from dtlayout.data.sources import list_files, open_corpus
+from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
 
 TOKENS_NAME = "tokens.bin"
+DOCUMENTS_NAME = "documents.bin"
+TAUGHT_NAME = "taught.bin"
 INFO_NAME = "tokens.json"
 
-_FORMAT = 1  # part of the fingerprint: raise it when the same corpus would give other bytes
-_BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
+_FORMAT = 2  # part of the fingerprint: raise it when the same corpus would give other bytes
+_PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 def prepare_tokens(data: DataConfig) -> Path:
     """Tokenize `data.source` below `data.folder`, unless that is done already; the folder that `TokenFile.open` reads.
 
     `max_tokens` stops after exactly that many ids, 0 takes all; the last document may then be cut and lack its end.
-    Any number of processes may call this at once on one filesystem: [Note: no locks].
+    What takes longer than some seconds says on stderr how far it is, and goes on where it was killed. Any number of
+    processes may call this at once on one filesystem: [Note: no locks].
     """
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    provenance = {name: getattr(data, name) for name in ("source", "text_field", "split", "max_tokens")}
-    target = Path(data.folder) / _fingerprint(provenance, tokenizer, list_files(data.source))
+    files = list_files(data.source)
+    provenance = _find_provenance(data)
+    target = Path(data.folder) / _fingerprint(provenance, tokenizer, files)
+    if (target / INFO_NAME).exists():
+        return target
+    parts = target.with_name(f"{target.name}.parts")
     own = target.with_name(f"{target.name}.{uuid4().hex[:8]}.partial")
     try:
-        if (target / INFO_NAME).exists():
-            return target
         _refuse_unfinished(target)
-        own.mkdir(parents=True)
-        try:
-            info = _write_tokens(data, tokenizer, own / TOKENS_NAME)
-            info |= {"tokenizer": data.tokenizer, **provenance}
-            (own / INFO_NAME).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-            _publish(own, target)
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
+        parts.mkdir(parents=True, exist_ok=True)
+        found = _write_parts(data, tokenizer, parts)
+        own.mkdir()
+        info = _join(found, own, tokenizer, data)
+        (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
+        _publish(own, target)
+        shutil.rmtree(parts, ignore_errors=True)
+    except DataError:
+        if files:  # to be mended, which makes them another corpus; the hub may be back the next time
+            shutil.rmtree(parts, ignore_errors=True)
+        raise
     except OSError as error:
+        if (target / INFO_NAME).exists():  # another one was done, and has taken the parts away
+            return target
         raise DataError(f"cannot write tokens to {str(target)!r}: {error}") from error
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
     return target
 
 
@@ -80,6 +102,15 @@ def _refuse_unfinished(target: Path) -> None:
         raise DataError(f"{str(target)!r} has no {INFO_NAME}, so it is not whole; delete it")
 
 
+def _find_provenance(data: DataConfig) -> dict[str, object]:
+    """What a config says about the ids of a source."""
+    names = ["source", "split", "text_field", "tokenizer", "max_tokens"]
+    if not data.messages_field:
+        return {name: getattr(data, name) for name in names}
+    template = load_template(data.chat_template, data.tokenizer).fingerprint
+    return {**{name: getattr(data, name) for name in (*names, "messages_field", "loss_on")}, "template": template}
+
+
 def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: list[Path]) -> str:
     stats = [(str(file.absolute()), file.stat()) for file in files]
     sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
@@ -87,49 +118,150 @@ def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: lis
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write_tokens(data: DataConfig, tokenizer: Tokenizer, path: Path) -> dict[str, object]:
-    """Write the ids; what they are."""
-    documents = open_documents(data.source, data.split, data.text_field)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+def _write_parts(data: DataConfig, tokenizer: Tokenizer, folder: Path) -> list[Path]:
+    """The parts of a corpus, those that are there already and the others."""
+    parts, num_documents, num_tokens = _find_parts(folder)
+    if data.max_tokens and num_tokens == data.max_tokens:
+        return parts
+    progress = _Progress(data, num_documents, num_tokens)
+    corpus = open_corpus(data.source, data.split)
+    documents = read_documents(corpus, data, tokenizer, skip=num_documents)
+    left = data.max_tokens - num_tokens if data.max_tokens else None
+    for part in _gather(_take(documents, left), progress):
+        path = folder / f"{len(parts):06}.npz"
+        _write_part(part, path, tokenizer)
+        parts.append(path)
+    return parts
+
+
+def _find_parts(folder: Path) -> tuple[list[Path], int, int]:
+    """The parts that are whole from the first one on, their documents and their ids."""
+    parts: list[Path] = []
+    num_documents = num_tokens = 0
+    with suppress(FileNotFoundError, BadZipFile, ValueError, EOFError, KeyError):  # the next one is to be written
+        while True:
+            path = folder / f"{len(parts):06}.npz"
+            with np.load(path) as part:
+                lengths = part["lengths"]
+            parts.append(path)
+            num_documents += lengths.size
+            num_tokens += int(lengths.sum())
+    return parts, num_documents, num_tokens
+
+
+def _take(documents: Iterator[Document], num_tokens: int | None) -> Iterator[Document]:
+    """The documents up to so many ids, the last one cut there; None takes all."""
+    for document in documents:
+        if num_tokens is not None:
+            taught = None if document.taught is None else document.taught[:num_tokens]
+            document = document._replace(ids=document.ids[:num_tokens], taught=taught)
+            num_tokens -= document.ids.size
+        yield document
+        if num_tokens == 0:
+            return
+
+
+def _gather(documents: Iterator[Document], progress: "_Progress") -> Iterator[list[Document]]:
+    """Documents in parts of about `_PART_TOKENS` ids."""
+    part: list[Document] = []
+    num_tokens = 0
+    for document in documents:
+        part.append(document)
+        num_tokens += document.ids.size
+        progress.count(document.ids.size)
+        if num_tokens >= _PART_TOKENS:
+            yield part
+            part, num_tokens = [], 0
+    if part:
+        yield part
+
+
+def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
+    arrays = {
+        "ids": np.concatenate([document.ids for document in part]).astype(_dtype(tokenizer)),
+        "lengths": np.array([document.ids.size for document in part], dtype="<i8"),
+        "has_text": np.array(any(document.has_text for document in part)),
+    }
+    if part[0].taught is not None:
+        arrays["taught"] = np.concatenate([document.taught for document in part if document.taught is not None])
+    own = path.with_name(f"{uuid4().hex[:8]}.partial")
+    try:
+        with own.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
+        own.replace(path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfig) -> dict[str, object]:
+    """Write the parts one after the other into the files of a folder; what they are."""
     digest = hashlib.sha256()
     num_tokens = num_documents = 0
     has_text = False
-    with path.open("wb") as file:
-        for ids in _encode_documents(documents, tokenizer):
-            kept = ids[: data.max_tokens - num_tokens] if data.max_tokens else ids
-            written = kept.astype(dtype).tobytes()
-            file.write(written)
-            digest.update(written)
-            num_documents += 1
-            num_tokens += kept.size
-            has_text = has_text or ids.size > len(tokenizer.begin) + 1
-            if num_tokens == data.max_tokens:
-                break
-        file.flush()
-        os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
+    with (folder / TOKENS_NAME).open("wb") as ids, (folder / DOCUMENTS_NAME).open("wb") as documents:
+        documents.write(np.zeros(1, "<i8").tobytes())
+        for path in parts:
+            try:
+                with np.load(path) as part:
+                    arrays = dict(part)
+            except (BadZipFile, ValueError) as error:
+                raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
+            _append(ids, arrays["ids"], digest)
+            _append(documents, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
+            if "taught" in arrays:
+                with (folder / TAUGHT_NAME).open("ab") as taught:
+                    _append(taught, arrays["taught"].astype(np.uint8), digest)
+            num_tokens += arrays["ids"].size
+            num_documents += arrays["lengths"].size
+            has_text = has_text or bool(arrays["has_text"])
     if not has_text:
-        raise DataError(f"{data.source!r} holds no text: {num_documents} documents and all of them empty")
+        what = "answer" if data.messages_field else "text"
+        raise DataError(f"{data.source!r} holds no {what}: {num_documents} documents and all of them empty")
     return {
-        "dtype": dtype.name, "num_tokens": num_tokens, "num_documents": num_documents,
+        "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": digest.hexdigest(),
     }  # fmt: skip
 
 
-def _encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
-    begin, end = (np.array(ids, dtype=np.int64) for ids in (tokenizer.begin, [tokenizer.end_of_document]))
-    for texts in _batch_documents(documents):
-        for ids in tokenizer.encode_batch(texts):
-            yield np.concatenate((begin, ids, end))
+def _append(file: BinaryIO, array: "np.ndarray[Any, Any]", digest: "hashlib._Hash | None" = None) -> None:
+    written = array.tobytes()
+    file.write(written)
+    if digest is not None:
+        digest.update(written)
+    file.flush()
+    os.fsync(file.fileno())
 
 
-def _batch_documents(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    num_characters = 0
-    for text in documents:
-        batch.append(text)
-        num_characters += len(text) + 1  # + 1: empty documents fill a batch too
-        if num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
+def _dtype(tokenizer: Tokenizer) -> "np.dtype[Any]":
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+class _Progress:
+    """Says on stderr how far preparing is, every few seconds."""
+
+    def __init__(self, data: DataConfig, num_documents: int, num_tokens: int):
+        """With the documents and ids that were there already."""
+        self.data = data
+        self.num_documents, self.num_tokens, self.first = num_documents, num_tokens, num_tokens
+        self.started = self.said = time.perf_counter()
+        if num_documents:
+            print(f"{data.source}: going on after {num_tokens:,} tokens", file=sys.stderr, flush=True)
+
+    def count(self, num_tokens: int) -> None:
+        """One more document."""
+        self.num_documents += 1
+        self.num_tokens += num_tokens
+        now = time.perf_counter()
+        if now < self.said + _SECONDS_BETWEEN_LINES:
+            return
+        self.said = now
+        rate = (self.num_tokens - self.first) / (now - self.started)
+        line = (
+            f"{self.data.source}: {self.num_tokens:,} tokens of {self.num_documents:,} documents, {rate:,.0f} tokens/s"
+        )
+        if self.data.max_tokens:
+            left_s = (self.data.max_tokens - self.num_tokens) / rate
+            line += f", {self.num_tokens / self.data.max_tokens:.0%}, {left_s / 60:,.0f} min left"
+        print(line, file=sys.stderr, flush=True)

@@ -1,15 +1,23 @@
 """Read training samples out of prepared tokens, in an order that needs no state.
 
-Vocabulary: sample i of sequence length S covers tokens [i S, i S + S + 1): S inputs and, shifted by one, S targets.
-An epoch is one pass over all samples in an order of its own.
+Vocabulary: a sample of sequence length S is S inputs and, shifted by one, S targets. Packed, sample i of a source
+covers its tokens [i S, i S + S + 1), whatever documents these are of; padded, it is document i, cut after S + 1 tokens
+or filled up with what is no target. An epoch of a source is one pass over all its samples in an order of its own.
 
 [Note: the order of samples]
 Which sample stands at `index` of the global batch of `step` is a function of (seed, step, index) alone:
 
-    k = step * global_batch + index,   epoch = k // num_samples,   sample = permute(k % num_samples; seed, epoch)
+    k = step * global_batch + index
+    source, n = deal(k)                                               n = k where there is one source alone
+    epoch = n // num_samples,   sample = permute(n % num_samples; seed, epoch)          num_samples are the source's
 
 so a run resumes at any step without a saved iterator, and every layout trains on the same batches. `permute` is in
 `dtlayout.data.permutation`. An epoch may end inside a batch; the next one starts at once and nothing is dropped.
+
+[Note: shares]
+Several sources share rounds of `ROUND` samples by their weights: q_s of a round are of source s, at places that another
+permutation gives each round. Place p of round r, counted among the q_s of its source, is that source's number
+n = r q_s + p. So in each round all shares are exact, and the n of a source take all values, each once.
 
 [Note: contiguous parts]
 Data-parallel rank r reads the r-th of equal contiguous parts of the global batch, as if its dim 0 were sharded, and
@@ -17,137 +25,192 @@ cuts it in order into microbatches. The ranks of one pipeline, tensor or context
 therefore read the same samples.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dtlayout.batch import Batch
+from dtlayout.batch import IGNORED, Batch
+from dtlayout.config import DataConfig
 from dtlayout.data.permutation import hash_integers, permute
-from dtlayout.data.prepare import INFO_NAME, TOKENS_NAME
+from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
 
 if TYPE_CHECKING:
     import torch
 
+ROUND = 10_000
+"""Samples over which shares are exact: a weight counts to a hundredth of a percent."""
 
-def open_samples(folder: Path, vocab_size: int, batch: Batch, *, seed: int) -> "Samples":
-    """The samples of a run, from the tokens that `prepare_tokens` left in `folder`.
+Ints = npt.NDArray[np.int64]
 
-    DataError if the tokens do not fit the model's vocabulary or hold less than one sample.
+
+class Rows(NamedTuple):
+    """Samples of a batch, [B, S] each."""
+
+    tokens: "torch.Tensor"
+    """int64."""
+    targets: "torch.Tensor"
+    """int64, `IGNORED` where none counts."""
+    is_last: "torch.Tensor"
+    """bool: whether a token is the last of its document."""
+
+
+def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, batch: Batch, *, seed: int) -> "Samples":
+    """The samples of a run, from what `prepare_tokens` left in a folder for each of `data.sources`.
+
+    DataError if tokens do not fit the model's vocabulary or a source holds less than one sample.
     """
-    tokens = TokenFile.open(folder)
-    tokens.check_vocab(vocab_size)
-    return Samples(tokens, batch, seed)
+    cuts = []
+    for folder, each in zip(folders, data.sources, strict=True):
+        tokens = TokenFile.open(folder)
+        tokens.check_vocab(vocab_size)
+        cuts.append(Cut(tokens, batch.seq_len, str(each.source), is_padded=data.samples == "padded"))
+    return Samples(tuple(cuts), batch, seed, data.weights)
 
 
 @dataclass(frozen=True, eq=False)
-class TokenFile:
-    """Prepared tokens, mapped and not read: opening costs nothing, whatever the size."""
-
-    tokens: "np.memmap[Any, np.dtype[Any]]"
-    """All ids in one row, uint16 or uint32, read-only."""
-    vocab_size: int
-    """The tokenizer's: every id is below it."""
-    end_of_document: int
-    """The id between documents."""
-    sha256: str
-    """Hash of the ids: a checkpoint keeps it, so that a run that resumes on other data can say so."""
-
-    @classmethod
-    def open(cls, folder: str | Path) -> "TokenFile":
-        """The tokens that `prepare_tokens` left in `folder`."""
-        info = _read_info(Path(folder) / INFO_NAME)
-        path = Path(folder) / TOKENS_NAME
-        dtype = np.dtype(info["dtype"]).newbyteorder("<")
-        expected_bytes = info["num_tokens"] * dtype.itemsize
-        found_bytes = path.stat().st_size if path.is_file() else 0
-        if found_bytes != expected_bytes:
-            raise DataError(
-                f"{str(path)!r} has {found_bytes} bytes where {INFO_NAME} promises {info['num_tokens']} tokens of "
-                f"{dtype.itemsize} = {expected_bytes} bytes; delete {str(folder)!r} and prepare again"
-            )
-        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(info["num_tokens"],))
-        return cls(tokens, info["vocab_size"], info["end_of_document"], info["sha256"])
-
-    @property
-    def folder(self) -> Path:
-        """Where the file lies."""
-        return Path(str(self.tokens.filename)).parent
-
-    @property
-    def num_tokens(self) -> int:
-        """Ids in the file, ends of documents included."""
-        return int(self.tokens.size)
-
-    def num_samples(self, seq_len: int) -> int:
-        """Samples of `seq_len` tokens; the last token of one is the first of the next, so one token is left over."""
-        return max(self.num_tokens - 1, 0) // seq_len
-
-    def check_vocab(self, vocab_size: int) -> None:
-        """Refuse a model whose embedding is too small for these ids; a larger (padded) one is fine."""
-        if self.vocab_size > vocab_size:
-            raise DataError(
-                f"the tokenizer has {self.vocab_size} ids, the model's vocab_size={vocab_size}; "
-                f"use a model with vocab_size >= {self.vocab_size} or another tokenizer"
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """The batches of a run: `tokens` cut into samples of `sizes.seq_len`, `sizes.global_batch` of them a step."""
+class Cut:
+    """Prepared tokens of one source, cut into samples of `seq_len`."""
 
     tokens: TokenFile
-    sizes: Batch
-    seed: int
+    seq_len: int
+    source: str = "the data"
+    """What refusals call it."""
+    is_padded: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise DataError(
-                f"the data holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.sizes.seq_len} needs "
-                f"{self.sizes.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
+                f"{self.source} holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.seq_len} needs "
+                f"{self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
             )
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch."""
-        return self.tokens.num_samples(self.sizes.seq_len)
+        """Samples in one epoch; of packed ones the last token of one is the first of the next, and one is left over."""
+        return self.tokens.num_documents if self.is_padded else max(self.tokens.num_tokens - 1, 0) // self.seq_len
+
+    @property
+    def num_cut(self) -> int:
+        """Documents that a padded sample does not hold whole."""
+        return int((np.diff(self.tokens.documents) > self.seq_len + 1).sum()) if self.is_padded else 0
+
+    def read(self, ids_B: Ints) -> tuple[Ints, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """S + 1 tokens of each sample; which count as targets; which are the last of their document."""
+        whole = self.seq_len + 1
+        if self.is_padded:
+            first_B = self.tokens.documents[ids_B]
+            length_B = np.minimum(self.tokens.documents[ids_B + 1] - first_B, whole)
+        else:
+            first_B, length_B = ids_B * self.seq_len, np.full_like(ids_B, whole)
+        window_BS = np.minimum(first_B[:, None] + np.arange(whole), self.tokens.num_tokens - 1)
+        is_there_BS = np.arange(whole) < length_B[:, None]
+        tokens_BS = np.where(is_there_BS, self.tokens.tokens[window_BS], self.tokens.end_of_document).astype(np.int64)
+        is_last_BS = np.zeros_like(is_there_BS)
+        for row, (first, length) in enumerate(zip(first_B, length_B, strict=True)):
+            following = slice(*np.searchsorted(self.tokens.documents, (first, first + length), side="right"))
+            is_last_BS[row, self.tokens.documents[following] - first - 1] = True
+        if self.tokens.taught is not None:
+            is_there_BS &= self.tokens.taught[window_BS] != 0
+        return tokens_BS, is_there_BS, is_last_BS
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The batches of a run, `sizes.global_batch` samples a step."""
+
+    cuts: tuple[Cut, ...]
+    """One for each source."""
+    sizes: Batch
+    seed: int
+    weights: tuple[float, ...] = (1.0,)
+    """Of each source: [Note: shares]."""
+
+    def __post_init__(self) -> None:
+        if 0 in self._quotas:
+            lost = self.cuts[self._quotas.index(0)]
+            raise DataError(f"the weight of {lost.source} is less than 1 / {ROUND} of all; raise it or leave it out")
+
+    @cached_property
+    def _quotas(self) -> list[int]:
+        """Samples of each source in a round; the largest remainders are rounded up."""
+        shares = np.array(self.weights) / sum(self.weights) * ROUND
+        quotas = np.floor(shares).astype(np.int64)
+        quotas[np.argsort(quotas - shares, kind="stable")[: ROUND - quotas.sum()]] += 1
+        return [int(quota) for quota in quotas]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all sources."""
+        return sum(cut.num_samples for cut in self.cuts)
 
     @property
     def num_batches(self) -> int:
-        """Whole global batches in one epoch."""
+        """Whole global batches in so many."""
         return self.num_samples // self.sizes.global_batch
 
-    def batch(self, step: int, indices: Sequence[int]) -> "tuple[torch.Tensor, torch.Tensor]":
-        """(tokens_BS, targets_BS), int64, for these indices of the global batch of `step`."""
+    @property
+    def fingerprint(self) -> str:
+        """Equal for other samples only if these are the same ones in the same order, whatever the seed."""
+        hashes = [cut.tokens.sha256 for cut in self.cuts]
+        if len(self.cuts) > 1:
+            hashes = [f"{quota} {found}" for quota, found in zip(self._quotas, hashes, strict=True)]
+        return ", ".join([*hashes, *(["padded"] if self.cuts[0].is_padded else [])])
+
+    def batch(self, step: int, indices: Sequence[int]) -> Rows:
+        """The samples at these indices of the global batch of `step`, [B, S] each."""
         import torch
 
-        seq_len = self.sizes.seq_len
-        ids_B = sample_ids(step, indices, self.sizes.global_batch, self.num_samples, self.seed)
-        window_BS = ids_B[:, None] * seq_len + np.arange(seq_len + 1)
-        rows = torch.from_numpy(self.tokens.tokens[window_BS].astype(np.int64))
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        numbers = number_samples(step, indices, self.sizes.global_batch)
+        source_B, own_B = deal(numbers, self._quotas, self.seed)
+        shape = (len(numbers), self.sizes.seq_len + 1)
+        tokens, counts, is_last = np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_)
+        for i, cut in enumerate(self.cuts):
+            is_here = source_B == i
+            tokens[is_here], counts[is_here], is_last[is_here] = cut.read(
+                shuffle(own_B[is_here], cut.num_samples, self.seed)
+            )
+        targets = np.where(counts, tokens, IGNORED)[:, 1:]
+        return Rows(
+            *(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], targets, is_last[:, :-1]))
+        )
 
 
-def sample_ids(
-    step: int, indices: Sequence[int], global_batch: int, num_samples: int, seed: int
-) -> npt.NDArray[np.int64]:
-    """Which sample stands at each of `indices` in the global batch of `step`: [Note: the order of samples]."""
+def number_samples(step: int, indices: Sequence[int], global_batch: int) -> Ints:
+    """k of each of `indices` in the global batch of `step`: [Note: the order of samples]."""
     index = np.asarray(indices, dtype=np.int64).reshape(-1)
     if step < 0:
         raise DataError(f"step={step} is negative; steps count from 0")
     outside = index[(index < 0) | (index >= global_batch)]
     if outside.size:
         raise DataError(f"index {outside[0]} is outside the global batch; use 0 to {global_batch - 1}")
-    epochs, places = np.divmod(step * global_batch + index, num_samples)
-    ids = np.empty_like(places)
+    return step * global_batch + index
+
+
+def deal(numbers: Ints, quotas: Sequence[int], seed: int) -> tuple[Ints, Ints]:
+    """The source of each sample and its number there: [Note: shares]."""
+    if len(quotas) == 1:
+        return np.zeros_like(numbers), numbers
+    rounds, places = np.divmod(numbers, ROUND)
+    for each in np.unique(rounds):  # one, or two where a round ends inside the batch
+        here = rounds == each
+        places[here] = permute(places[here], ROUND, hash_integers(seed, int(each), ROUND))
+    firsts = np.cumsum([0, *quotas])
+    source = np.searchsorted(firsts, places, side="right") - 1
+    return source, rounds * np.asarray(quotas)[source] + places - firsts[source]
+
+
+def shuffle(numbers: Ints, num_samples: int, seed: int) -> Ints:
+    """Which of a source's samples each of its numbers is: [Note: the order of samples]."""
+    epochs, places = np.divmod(numbers, num_samples)
     for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
-        ids[epochs == epoch] = permute(places[epochs == epoch], num_samples, hash_integers(seed, int(epoch)))
-    return ids
+        places[epochs == epoch] = permute(places[epochs == epoch], num_samples, hash_integers(seed, int(epoch)))
+    return places
 
 
 def own_indices(global_batch: int, dp_rank: int, num_dp_ranks: int) -> range:
@@ -161,36 +224,18 @@ def own_indices(global_batch: int, dp_rank: int, num_dp_ranks: int) -> range:
     return range(dp_rank * num_own, (dp_rank + 1) * num_own)
 
 
-def find_starts(tokens_BS: "torch.Tensor", end_of_document: int) -> "torch.Tensor":
+def find_starts(is_last_BS: "torch.Tensor") -> "torch.Tensor":
     """For each token the position at which its document starts, [B, S] int32; the first one of a sample starts at 0.
 
-    An end-of-document token belongs to the document that it ends.
+    `is_last_BS` says which token is the last of its document.
 
     >>> import torch
-    >>> find_starts(torch.tensor([[7, 0, 5, 6, 0]]), end_of_document=0)
+    >>> find_starts(torch.tensor([[7, 0, 5, 6, 0]]) == 0)
     tensor([[0, 0, 2, 2, 2]], dtype=torch.int32)
     """
     import torch
 
-    is_first_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
-    is_first_BS[:, 1:] = tokens_BS[:, :-1] == end_of_document
-    positions_S = torch.arange(tokens_BS.shape[1], dtype=torch.int32, device=tokens_BS.device)
+    is_first_BS = torch.zeros_like(is_last_BS)
+    is_first_BS[:, 1:] = is_last_BS[:, :-1]
+    positions_S = torch.arange(is_last_BS.shape[1], dtype=torch.int32, device=is_last_BS.device)
     return (is_first_BS * positions_S).cummax(dim=1).values
-
-
-def _read_info(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise DataError(
-            f"there are no prepared tokens in {str(path.parent)!r}: {path.name} is missing; prepare it first"
-        )
-    needed = {"dtype", "num_tokens", "num_documents", "vocab_size", "end_of_document", "sha256"}
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{str(path)!r} is not JSON ({error}); delete that folder and prepare again") from error
-    if not isinstance(info, dict) or needed - info.keys() or info["dtype"] not in ("uint16", "uint32"):
-        raise DataError(
-            f"{str(path)!r} does not describe tokens: it needs {', '.join(sorted(needed))} and a dtype of uint16 or "
-            "uint32; delete that folder and prepare again"
-        )
-    return info

@@ -1,4 +1,4 @@
-"""Open a corpus as a stream of documents, always through Hugging Face `datasets`.
+"""Open a corpus as a stream of rows, always through Hugging Face `datasets`.
 
 A source is one of
 - local files: a path, a folder, a glob, or a list of these; .txt (one document a file), .json / .jsonl, .parquet;
@@ -11,11 +11,13 @@ local touches the network. The order is the order of the names, whatever the fil
 """
 
 import glob
+import json
 import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,23 +26,67 @@ from dtlayout.errors import DataError
 
 STDLIB = "python-stdlib"
 
+Row = Mapping[str, Any]
+
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _SUFFIXES = ", ".join(_BUILDERS)
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
-_Rows = Iterable[Mapping[str, Any]]
 _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 
 
-def open_documents(source: str | Sequence[str], split: str, text_field: str) -> Iterator[str]:
-    """The documents of `source`, in a fixed order and one at a time.
+@dataclass(frozen=True)
+class Corpus:
+    """A source that is open."""
 
-    `split` chooses a part of a hub dataset; local files are one part, whatever it says. `text_field` is the column
-    that holds the text; it is "text" for .txt files and for the standard library. Line ends of .txt files become \\n.
-    A source that cannot be opened is a DataError here, one that breaks later is a DataError while reading.
+    source: str | Sequence[str]
+    files: Sequence[Path]
+    """Local files in the order in which they are read; none of a dataset on the hub."""
+    rows: Iterable[Row]
+    """One document each; of .txt files a row is the file, with the field "text"."""
+
+    def read(self) -> Iterator[Row]:
+        """The rows in a fixed order; DataError with the place where they cannot be read."""
+        iterator = iter(self.rows)
+        for num_read in count():
+            try:
+                row = next(iterator, None)
+            except Exception as error:  # pyarrow, fsspec and the hub's clients share no base class
+                place = self._find_break(num_read)
+                raise DataError(f"reading {self.source!r} broke {place}: {_first_line(error)}") from error
+            if row is None:
+                return
+            yield row
+
+    def place(self, number: int) -> str:
+        """Where the row of a number, which counts from 0, stands: file, and row of it from 1 on."""
+        rows: Any = self.rows
+        if len(self.files) == getattr(rows, "num_shards", 0):  # then each is a file
+            for i, file in enumerate(self.files):  # which are read again, for a row that is refused
+                num_rows = sum(1 for _ in rows.shard(len(self.files), i))
+                if number < num_rows:
+                    return f"row {number + 1} of {str(file)!r}"
+                number -= num_rows
+        return f"row {number + 1} of {self.source!r}"
+
+    def _find_break(self, num_read: int) -> str:
+        """Where reading broke, as exactly as the kind of file allows."""
+        builder = _builder(self.files)
+        for file in self.files:
+            if builder == "json" and (line := _find_bad_line(file)):
+                return f"at line {line} of {str(file)!r}"
+            if builder == "text" and not _is_utf8(file):
+                return f"at {str(file)!r}"
+        return f"after {num_read} rows"
+
+
+def open_corpus(source: str | Sequence[str], split: str) -> Corpus:
+    """A source, open; DataError if it cannot be opened.
+
+    `split` chooses a part of a hub dataset; local files are one part, whatever it says. Line ends of .txt files become
+    \\n.
     """
     files = list_files(source)
-    rows = _open_files(files) if files else _open_hub(str(source), split)
-    return _read_texts(rows, source, text_field)
+    return Corpus(source, files, _open_files(files) if files else _open_hub(str(source), split))
 
 
 def list_files(source: str | Sequence[str]) -> list[Path]:
@@ -109,10 +155,29 @@ def _is_utf8(file: Path) -> bool:
     return True
 
 
-def _open_files(files: list[Path]) -> _Rows:
+def _find_bad_line(file: Path) -> int:
+    """The first line, from 1 on, that is no JSON; 0 if there is none. A file is an array, or an object a line."""
+    with file.open("rb") as lines:
+        texts = [lines.read()] if lines.peek(1)[:1] == b"[" else lines
+        for number, text in enumerate(texts, start=1):
+            try:
+                json.loads(text if text.strip() else "0")
+            except json.JSONDecodeError as error:
+                return number - 1 + error.lineno
+            except ValueError:  # not UTF-8
+                return number
+    return 0
+
+
+def _builder(files: Sequence[Path]) -> str:
+    """What `datasets` reads them with; .py comes from the standard library only."""
+    return _BUILDERS.get(files[0].suffix, "text") if files else ""
+
+
+def _open_files(files: list[Path]) -> Iterable[Row]:
     import datasets
 
-    builder = _BUILDERS.get(files[0].suffix, "text")  # .py comes from the standard library only
+    builder = _builder(files)
     # data_files are patterns: unescaped, "a[1].txt" would match "a1.txt" or, silently, nothing
     patterns = [glob.escape(str(file.absolute())) for file in files]
     options = {"sample_by": "document"} if builder == "text" else {}
@@ -121,7 +186,7 @@ def _open_files(files: list[Path]) -> _Rows:
         return datasets.load_dataset(builder, data_files={"train": patterns}, split="train", streaming=True, **options)
 
 
-def _open_hub(source: str, split: str) -> _Rows:
+def _open_hub(source: str, split: str) -> Iterable[Row]:
     import datasets
 
     name, _, config = source.partition(":")
@@ -132,29 +197,15 @@ def _open_hub(source: str, split: str) -> _Rows:
         return datasets.load_dataset(name, config or None, split=split, streaming=True)
 
 
-def _read_texts(rows: _Rows, source: str | Sequence[str], text_field: str) -> Iterator[str]:
-    iterator = iter(rows)
-    for num_read in count():
-        with _refusal(f"reading {source!r} broke after {num_read} documents: "):
-            row = next(iterator, None)
-        if row is None:
-            return
-        if text_field not in row:
-            raise DataError(f"{source!r} has no field {text_field!r}; it has {', '.join(sorted(row))}: set text_field")
-        text = row[text_field]
-        if not isinstance(text, str):
-            raise DataError(
-                f"document {num_read} of {source!r} holds {type(text).__name__} in field {text_field!r}, not text; "
-                "set text_field or remove that document"
-            )
-        yield text
-
-
 @contextmanager
 def _refusal(before: str, after: str = "") -> Iterator[None]:
-    """DataError with the first line of what goes wrong; pyarrow, fsspec and the hub's clients share no base class."""
+    """DataError with what goes wrong."""
     try:
         yield
-    except Exception as error:
-        line = str(error).strip().partition("\n")[0]
-        raise DataError(f"{before}{type(error).__name__}: {line}{after}") from error
+    except Exception as error:  # see `Corpus.read`
+        raise DataError(f"{before}{_first_line(error)}{after}") from error
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}"

@@ -6,6 +6,7 @@ Vocabulary: the end of document is the id that `prepare` writes after every docu
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ class Tokenizer:
     """Equal for two tokenizers only if they give equal ids."""
     encode_batch: Callable[[Sequence[str]], list[Ids]]
     """Ids of each text, without any special token; may use all cores."""
+    encode_chats: Callable[[Sequence[str]], list[tuple[Ids, Ids]]]
+    """Ids of each text, in which what is spelt like a special token is one, and the character where each id begins."""
     decode: Callable[[Sequence[int]], str]
     """Text of ids, without special tokens; what is no whole character yet ends in U+FFFD."""
     begin: tuple[int, ...] = ()
@@ -46,13 +49,24 @@ def _encode_bytes(texts: Sequence[str]) -> list[Ids]:
     return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64) for text in texts]
 
 
+def _encode_chats_as_bytes(texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+    widths = [[len(character.encode(errors="replace")) for character in text] for text in texts]
+    places = [np.repeat(np.arange(len(each), dtype=np.int64), each) for each in widths]
+    return list(zip(_encode_bytes(texts), places, strict=True))
+
+
 def _decode_bytes(ids: Sequence[int]) -> str:
     return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 BYTES = Tokenizer(
-    vocab_size=257, end_of_document=256, fingerprint="bytes", encode_batch=_encode_bytes, decode=_decode_bytes
-)  # fmt: skip
+    vocab_size=257,
+    end_of_document=256,
+    fingerprint="bytes",
+    encode_batch=_encode_bytes,
+    encode_chats=_encode_chats_as_bytes,
+    decode=_decode_bytes,
+)
 """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document: nothing to download, nothing to train."""
 
 
@@ -90,6 +104,15 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    of_chats = cache(partial(_read_tokenizer, path, spells_special=True))  # read where there are any
+
+    def encode_chats(texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+        encodings = of_chats().encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(each.ids, dtype=np.int64), np.array([first for first, _ in each.offsets], dtype=np.int64))
+            for each in encodings
+        ]
+
     probe = tokenizer.encode("a", add_special_tokens=True)
     num_before = probe.special_tokens_mask.index(0) if 0 in probe.special_tokens_mask else 0
     begin = tuple(probe.ids[:num_before])
@@ -99,12 +122,13 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
         end_of_document=end,
         fingerprint="-".join((hashlib.sha256(path.read_bytes()).hexdigest(), *map(str, (end, *begin)))),
         encode_batch=encode_batch,
+        encode_chats=encode_chats,
         decode=tokenizer.decode,
         begin=begin,
     )
 
 
-def _read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
+def _read_tokenizer(path: Path, *, spells_special: bool = False) -> "tokenizers.Tokenizer":
     import tokenizers
 
     try:
@@ -113,7 +137,7 @@ def _read_tokenizer(path: Path) -> "tokenizers.Tokenizer":
         raise DataError(f"{str(path)!r} is not a tokenizer.json that `tokenizers` can read: {error}") from error
     tokenizer.no_truncation()  # the file may carry the features of a chat or a classifier
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # a document that spells "</s>" must not end itself
+    tokenizer.encode_special_tokens = not spells_special  # a document that spells "</s>" must not end itself
     return tokenizer
 
 

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtlayout.batch import IGNORED
 from dtlayout.kernel import LossKernel, find_kernel
 from dtlayout.kernels import count_loss_chunks
-
-IGNORED = -100
-"""Target of a token that does not count."""
 
 
 class Columns:

@@ -51,6 +51,8 @@ class StepMetrics:
     """Largest peak of all ranks; None where this step was not measured."""
     validation_loss: float | None = None
     """Nats per token of [validation] after this step; None where that was not measured."""
+    data_wait_s: float = 0.0
+    """Time that rank 0 had to wait for this step's batch, which a thread reads during the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)

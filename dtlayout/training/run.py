@@ -23,7 +23,7 @@ from dtlayout.checkpoint.sharded import (
     save_checkpoint,
 )
 from dtlayout.cluster import gpu_named
-from dtlayout.config import Config
+from dtlayout.config import Config, DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, open_samples, own_indices
 from dtlayout.device import Device
@@ -78,8 +78,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     kernels.check(config.precision, device, tp=layout.tp, recompute=layout.recompute)
     refuse_hopeless(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
     store = open_store(config.train.timeout_s)
-    tokens = prepare_on_node(config.data, store)
-    samples = open_samples(tokens, config.model.vocab_size, config.batch, seed=config.train.seed)
+    samples = _open_samples(config, config.data, store, "tokens", seed=config.train.seed)
     held_out = _open_held_out(config, store)
     with attention_implementation(kernels.attention):
         join_ranks(device, config.train.timeout_s, store)
@@ -114,7 +113,7 @@ class _Run:
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
         self.held_out = replace(self.batches, samples=held_out) if held_out else None
-        self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.tokens.sha256}
+        self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.fingerprint}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
         self.newest = self._find_newest()
@@ -184,15 +183,18 @@ class _Run:
         """Step until the end; the exit code and the steps that are done."""
         num_steps = self.config.train.steps
         saved, started = first_step, time.perf_counter()
-        batch = self.batches.fetch(first_step)
+        batches = self.batches.fetch_ahead(range(first_step, num_steps))
+        following = next(batches, None)
         for index in range(first_step, num_steps):
+            batch = following
+            assert batch is not None, "there is one for each step"
             # The first step makes the optimizer's state, so it is not like the others.
             is_due = index % self.config.metrics.memory_every == 0 or index + 1 == num_steps
             is_measured = index == first_step + 1 or (index > first_step and is_due)
             is_drawn = index < self.num_drawn
             with self.memory.watch() if is_measured or is_drawn else nullcontext():
                 launched, lr = self._launch(index, batch, is_first=index == first_step)
-            batch = self.batches.fetch(index + 1)  # while the device works
+            following = next(batches, None)  # while the device works
             result = launched.wait()
             if index == first_step:
                 self._check_attention()
@@ -209,7 +211,10 @@ class _Run:
                 self.display.say(f"step {index + 1}: loss {result.loss}, grad_norm {result.grad_norm}: stopped")
                 return EXIT_NON_FINITE, index
             validated = self._validate() if is_validated else None
-            self._note(index + 1, result, lr, step_time_s, is_measured=is_measured, validation_loss=validated)
+            self._note(
+                index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
+                validation_loss=validated,
+            )  # fmt: skip
             if is_saved:
                 self._save(index + 1)
                 saved = index + 1
@@ -250,7 +255,7 @@ class _Run:
         return fmean(self.step.evaluate(batch.tokens, batch.targets, batch.starts) for batch in batches)
 
     def _note(
-        self, done: int, result: StepResult, lr: float, step_time_s: float, *, is_measured: bool,
+        self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float, is_measured: bool,
         validation_loss: float | None,
     ) -> None:  # fmt: skip
         self.step_times_s.append(step_time_s)
@@ -262,6 +267,7 @@ class _Run:
             tokens=done * self.config.batch.num_tokens,
             step_time_s=step_time_s,
             peak_memory_bytes=max(self.memory.gather_peaks(self.layout)) if is_measured else None,
+            data_wait_s=data_wait_s,
             validation_loss=validation_loss,
             **self.speed.describe(step_time_s),  # type: ignore[arg-type]
         )
@@ -371,13 +377,18 @@ def _is_due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
+def _open_samples(config: Config, data: DataConfig, store: dist.Store, what: str, *, seed: int) -> Samples:
+    """The samples of a config's data, each source prepared once a node under a name that begins with `what`."""
+    folders = [prepare_on_node(each, store, f"{what}/{i}") for i, each in enumerate(data.sources)]
+    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=seed)
+
+
 def _open_held_out(config: Config, store: dist.Store) -> Samples | None:
     """The samples of [validation], whose order no seed decides; DataError if they make no batch."""
     data = config.validation_data
     if data is None:
         return None
-    tokens = prepare_on_node(data, store, "validation")
-    samples = open_samples(tokens, config.model.vocab_size, config.batch, seed=0)
+    samples = _open_samples(config, data, store, "validation", seed=0)
     if samples.num_batches == 0:
         raise DataError(
             f"validation.source={data.source!r} holds {samples.num_samples} samples of seq_len={config.batch.seq_len}, "

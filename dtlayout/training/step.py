@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtlayout.batch import IGNORED
 from dtlayout.mesh.axes import PP
 from dtlayout.ops.documents import Documents
-from dtlayout.ops.loss import IGNORED
 from dtlayout.pipelining.runtime import Runtime
 from dtlayout.pipelining.tied import sum_tied_gradients
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
@@ -106,10 +106,13 @@ class TrainStep:
         return [each.pinned() for each in documents] if self.mesh.device_type == "cuda" else documents
 
     def _count_targets(self, targets: Tensor) -> Tensor:
-        """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""
+        """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks.
+
+        One where there are none, so that the step's loss and gradients are 0 and no NaN.
+        """
         count = (targets != IGNORED).sum().to(torch.float64)
         dist.all_reduce(count)
-        return count / self.num_copies
+        return (count / self.num_copies).clamp(min=1)
 
     def _sum_numbers(self, loss: Tensor | None, squared_norm: Tensor | float, stop: bool) -> Tensor:
         """Loss, squared gradient norm and the number of ranks that ask to stop, in one all-reduce over all ranks."""

@@ -11,10 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import dtlayout.data.documents
 import dtlayout.data.prepare
 from dtlayout.config import DataConfig
 from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.sources import Corpus
 from dtlayout.errors import DataError
+
+
+def as_corpus(source, documents):
+    return Corpus(source, [], ({"text": text, "body": text} for text in documents))
 
 
 @pytest.fixture
@@ -23,7 +29,7 @@ def serve(monkeypatch):
 
     def replace(documents):
         monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda source: [])
-        monkeypatch.setattr(dtlayout.data.prepare, "open_documents", lambda source, split, text_field: iter(documents))
+        monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, split: as_corpus(source, documents))
 
     return replace
 
@@ -56,7 +62,9 @@ def test_local_files_become_tokens_with_an_end_after_every_document(tmp_path, of
         "split": "train",
         "max_tokens": 0,
     }
-    assert sorted(file.name for file in folder.iterdir()) == ["tokens.bin", "tokens.json"]
+    assert np.fromfile(folder / "documents.bin", "<i8").tolist() == [0, 3, 4, 8]
+    assert sorted(file.name for file in folder.iterdir()) == ["documents.bin", "tokens.bin", "tokens.json"]
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_tokenizer_file_gives_its_own_ids(tmp_path, serve, write_tokenizer):
@@ -75,7 +83,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path, serve, write_tokenize
 
 
 def test_batches_of_documents_do_not_show_in_the_tokens(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_BATCH_CHARACTERS", 4)
+    monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 4)
     serve(["a", "bcdefg", "", "", "", "", "h"])
     _, ids = read(prepare("x/y", "bytes", tmp_path))
     assert ids.tolist() == [97, 256, *b"bcdefg", 256, 256, 256, 256, 256, 104, 256]
@@ -120,7 +128,7 @@ def test_whatever_decides_the_ids_decides_the_folder(tmp_path, serve, write_toke
 
 
 def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "open_documents", lambda source, split, text_field: iter(["x"]))
+    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, split: as_corpus(source, ["x"]))
     corpus = tmp_path / "a.txt"
     folders = set()
     for text, time_s in (("one", 1), ("three", 1), ("three", 2)):
@@ -132,34 +140,35 @@ def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
 
 CHILD = """
 import os, sys, time
+import dtlayout.data.documents as documents
 import dtlayout.data.prepare as prepare
+from dtlayout.data.sources import Corpus
 
-folder, log, ending = sys.argv[1:]
+folder, ending = sys.argv[1:]
 
-def slow_documents(source, split, text_field):
-    with open(log, "a") as file:
-        file.write("opened\\n")
+def slow_rows():
     for i in range(5):
         time.sleep(0.1)
         if ending == "killed" and i == 3:
+            time.sleep(0.5)  # until what came before is tokenized
             os.kill(os.getpid(), 9)
-        yield "x" * 10
+        yield {"text": "x" * 10}
 
 prepare.list_files = lambda source: []
-prepare.open_documents = slow_documents
-prepare._BATCH_CHARACTERS = 1
+prepare.open_corpus = lambda source, split: Corpus(source, [], slow_rows())
+prepare._PART_TOKENS = documents._BATCH_CHARACTERS = 1
 print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))
 """
 
 
-def start_child(folder, log, ending):
-    command = [sys.executable, "-c", CHILD, str(folder), str(log), ending]
+def start_child(folder, ending):
+    command = [sys.executable, "-c", CHILD, str(folder), ending]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_two_processes_leave_one_folder_that_is_whole(tmp_path):
-    children = [start_child(tmp_path / "tokens", tmp_path / "log", "done") for _ in range(2)]
+    children = [start_child(tmp_path / "tokens", "done") for _ in range(2)]
     said = [child.communicate(timeout=60)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     assert said[0] == said[1]
@@ -195,26 +204,89 @@ def test_a_folder_that_somebody_took_the_description_out_of_is_an_error(tmp_path
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_kill_leaves_nothing_that_looks_done(tmp_path, serve):
-    child = start_child(tmp_path / "tokens", tmp_path / "log", "killed")
+def test_after_a_kill_only_what_was_not_whole_is_tokenized_again(tmp_path, serve, capsys):
+    child = start_child(tmp_path / "tokens", "killed")
     child.communicate(timeout=60)
     assert child.returncode == -9
     (left,) = (tmp_path / "tokens").iterdir()
-    assert left.suffix == ".partial" and [file.name for file in left.iterdir()] == ["tokens.bin"]
-    serve(["x" * 10] * 5)
+    parts = sorted(file.name for file in left.iterdir())
+    assert left.suffix == ".parts" and "000000.npz" in parts
+    serve(["never read"] * len(parts) + ["x" * 10] * (5 - len(parts)))
     info, ids = read(prepare("x/y", "bytes", tmp_path / "tokens"))
     assert info["num_tokens"] == ids.size == 55
+    assert ids.tolist() == [*b"x" * 10, 256] * 5
+    assert f"x/y: going on after {11 * len(parts)} tokens" in capsys.readouterr().err
+    assert len(list((tmp_path / "tokens").iterdir())) == 1
 
 
-def test_a_corpus_that_breaks_leaves_nothing(tmp_path, serve):
-    def break_off():
-        yield "x"
-        raise DataError("the disk fell out")
+def break_after(texts):
+    yield from texts
+    raise OSError("the line is down")
 
-    serve(break_off())
-    with pytest.raises(DataError, match="fell out"):
+
+def test_a_corpus_on_the_hub_that_breaks_off_is_gone_on_with(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
+    serve(break_after(["a", "b", "c"]))
+    with pytest.raises(DataError, match=r"reading 'x/y' broke after 3 rows: OSError: the line is down"):
         prepare("x/y", "bytes", tmp_path)
-    assert not list(tmp_path.rglob("tokens*"))
+    serve(["?", "?", "c", "d"])
+    info, ids = read(prepare("x/y", "bytes", tmp_path))
+    assert bytes(ids[::2].tolist()) == b"abcd"
+    assert info["num_documents"] == 4
+
+
+def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
+    serve(break_after(["a", "b", "c"]))
+    with pytest.raises(DataError):
+        prepare("x/y", "bytes", tmp_path)
+    (parts,) = tmp_path.iterdir()
+    (parts / "000001.npz").write_bytes((parts / "000001.npz").read_bytes()[:50])
+    serve(["a", "b", "c"])
+    assert read(prepare("x/y", "bytes", tmp_path))[1].tolist() == [97, 256, 98, 256, 99, 256]
+
+
+def test_a_part_whose_bits_have_flipped_is_an_error(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
+    serve(break_after(["a" * 100, "b", "c"]))
+    with pytest.raises(DataError):
+        prepare("x/y", "bytes", tmp_path)
+    (parts,) = tmp_path.iterdir()
+    content = (parts / "000000.npz").read_bytes()
+    (parts / "000000.npz").write_bytes(content.replace(b"a\0a\0a", b"a\0b\0a", 1))
+    serve(["a" * 100, "b", "c"])
+    with pytest.raises(DataError, match=r"000000\.npz' is damaged .*CRC.*; delete '.*parts'"):
+        prepare("x/y", "bytes", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "said"),
+    [
+        (None, {}, r"row 2 of '.*b\.jsonl': field 'text' holds NoneType, not text; set text_field or remove that row"),
+        ("x", {"text_field": "a"}, r"row 1 of '.*a\.jsonl': there is no field 'a'; it has text: set text_field"),
+        ("x", {"messages_field": "text"}, r"row 1 of '.*a\.jsonl': field 'text' holds no list of messages"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path, offline, second, options, said):
+    for name, texts in (("a", ["y"]), ("b", ["x", second])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    template = str(tmp_path / "t.jinja")
+    with pytest.raises(DataError, match=said):
+        prepare(str(tmp_path / "*.jsonl"), "bytes", tmp_path / "tokens", chat_template=template, **options)
+    assert not list((tmp_path / "tokens").iterdir())
+
+
+def test_what_takes_long_says_how_far_it_is(tmp_path, serve, monkeypatch, capsys):
+    monkeypatch.setattr(dtlayout.data.prepare, "_SECONDS_BETWEEN_LINES", 0)
+    serve(["abc", "de"])
+    prepare("x/y", "bytes", tmp_path, max_tokens=7)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("x/y: 4 tokens of 1 documents, ") and "tokens/s, 57%, 0 min left" in first
+    assert second.startswith("x/y: 7 tokens of 2 documents, ")
 
 
 @pytest.mark.parametrize("documents", [[], ["", ""]])

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,14 +16,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtlayout.batch import Batch
-from dtlayout.config import DataConfig
+from dtlayout.batch import IGNORED, Batch
+from dtlayout.config import DataConfig, Source
 from dtlayout.data.prepare import prepare_tokens
-from dtlayout.data.samples import Samples, TokenFile, find_starts, own_indices, sample_ids
+from dtlayout.data.samples import (
+    ROUND,
+    Cut,
+    Samples,
+    deal,
+    find_starts,
+    number_samples,
+    open_samples,
+    own_indices,
+    shuffle,
+)
+from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
 
 END = 2
 degrees = st.integers(1, 8)
+
+
+def make_samples(folder, seq_len, global_batch, seed=0, **options):
+    return Samples(
+        (Cut(TokenFile.open(folder), seq_len, **options),), Batch(seq_len=seq_len, global_batch=global_batch), seed
+    )
+
+
+def sample_ids(step, indices, global_batch, num_samples, seed):
+    return shuffle(number_samples(step, indices, global_batch), num_samples, seed)
 
 
 def test_prepared_tokens_open(tmp_path, offline):
@@ -37,12 +59,16 @@ def test_prepared_tokens_open(tmp_path, offline):
 
 @pytest.mark.parametrize(("num_tokens", "num_samples"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
 def test_a_sample_needs_one_token_more_than_its_length(write_tokens, num_tokens, num_samples):
-    assert TokenFile.open(write_tokens(range(num_tokens))).num_samples(4) == num_samples
+    tokens = TokenFile.open(write_tokens(range(num_tokens)))
+    if num_samples:
+        assert Cut(tokens, 4).num_samples == num_samples
+    else:
+        with pytest.raises(DataError, match=f"holds {num_tokens} tokens, one sample of seq_len=4 needs 5"):
+            Cut(tokens, 4)
 
 
 def test_targets_are_the_tokens_shifted_by_one(write_tokens):
-    samples = Samples(TokenFile.open(write_tokens(range(41))), Batch(seq_len=4, global_batch=10), seed=0)
-    tokens_BS, targets_BS = samples.batch(0, range(10))
+    tokens_BS, targets_BS, _ = make_samples(write_tokens(range(41)), 4, 10).batch(0, range(10))
     assert tokens_BS.dtype == targets_BS.dtype == torch.int64
     assert torch.equal(targets_BS, tokens_BS + 1)
     assert sorted(tokens_BS[:, 0].tolist()) == list(range(0, 40, 4))
@@ -50,7 +76,7 @@ def test_targets_are_the_tokens_shifted_by_one(write_tokens):
 
 
 def test_any_way_to_ask_gives_the_same_batch(write_tokens):
-    samples = Samples(TokenFile.open(write_tokens(range(100))), Batch(seq_len=4, global_batch=6), seed=1)
+    samples = make_samples(write_tokens(range(100)), 4, 6, seed=1)
     whole = samples.batch(7, range(6))[0]
     parts = [samples.batch(7, indices)[0] for indices in ([0], [1, 2, 3], [], [4, 5])]
     assert torch.equal(torch.cat(parts), whole)
@@ -86,7 +112,7 @@ def test_a_larger_model_vocabulary_is_fine_and_a_smaller_one_is_not(write_tokens
 def test_truncated_tokens_are_an_error(write_tokens):
     folder = write_tokens(range(10))
     (folder / "tokens.bin").write_bytes(b"abc")
-    with pytest.raises(DataError, match=r"has 3 bytes where tokens\.json promises 10 tokens of 2 = 20 bytes"):
+    with pytest.raises(DataError, match=r"has 3 bytes where tokens\.json promises 10 numbers of 2 = 20 bytes"):
         TokenFile.open(folder)
     (folder / "tokens.bin").unlink()
     with pytest.raises(DataError, match="has 0 bytes"):
@@ -117,7 +143,7 @@ def test_a_description_of_something_else_is_an_error(write_tokens, change):
 def test_too_few_tokens_for_one_sample_says_how_many_are_needed(write_tokens):
     tokens = TokenFile.open(write_tokens(range(8)))
     with pytest.raises(DataError, match=r"holds 8 tokens, one sample of seq_len=8 needs 9;.*seq_len of at most 7"):
-        Samples(tokens, Batch(seq_len=8, global_batch=1), seed=0)
+        Cut(tokens, 8)
 
 
 def test_a_negative_step_is_an_error():
@@ -141,7 +167,7 @@ def test_the_ranks_one_after_the_other_read_the_global_batch(num_microbatches, m
 
 @given(st.lists(st.lists(st.integers(0, END), min_size=6, max_size=6), min_size=1, max_size=3))
 def test_a_document_starts_after_each_end_and_in_each_sample(rows):
-    found = find_starts(torch.tensor(rows), END)
+    found = find_starts(torch.tensor(rows) == END)
     assert found.dtype == torch.int32
     for row, starts in zip(rows, found.tolist(), strict=True):
         for position, start in enumerate(starts):
@@ -150,7 +176,74 @@ def test_a_document_starts_after_each_end_and_in_each_sample(rows):
 
 
 def test_samples_without_an_end_are_one_document():
-    assert not find_starts(torch.zeros(2, 5, dtype=torch.int64), END).any()
+    assert not find_starts(torch.zeros(2, 5, dtype=torch.bool)).any()
+
+
+def test_where_documents_end_is_known_whatever_their_last_token_is(write_tokens):
+    folder = write_tokens([7, 7, 9, 7, 9, 9, 7, 7, 9], documents=[2, 1, 3, 3])
+    samples = make_samples(folder, 4, 2)
+    _, _, is_last = samples.batch(0, range(2))
+    by_first = {
+        int(tokens[0]): last.tolist() for tokens, last in zip(samples.batch(0, range(2))[0], is_last, strict=True)
+    }
+    assert by_first == {7: [False, True, True, False], 9: [False, True, False, False]}
+
+
+def test_padded_samples_are_documents_cut_or_filled_up(write_tokens):
+    folder = write_tokens(range(10, 21), documents=[3, 7, 1])
+    samples = make_samples(folder, 4, 3, is_padded=True)
+    assert (samples.num_samples, samples.cuts[0].num_cut) == (3, 1)
+    tokens, targets, is_last = samples.batch(0, range(3))
+    order = tokens[:, 0].argsort()
+    assert tokens[order].tolist() == [[10, 11, 12, 256], [13, 14, 15, 16], [20, 256, 256, 256]]
+    no = IGNORED
+    assert targets[order].tolist() == [[11, 12, no, no], [14, 15, 16, 17], [no, no, no, no]]
+    assert is_last[order].tolist() == [[False, False, True, False], [False] * 4, [True, False, False, False]]
+
+
+def test_only_what_is_taught_is_a_target(write_tokens):
+    folder = write_tokens(range(9), taught=[0, 0, 1, 1, 0, 0, 1, 0, 1])
+    _, targets, _ = make_samples(folder, 8, 1).batch(0, [0])
+    assert targets.tolist() == [[IGNORED, 2, 3, IGNORED, IGNORED, 6, IGNORED, 8]]
+
+
+@given(st.lists(st.floats(0.01, 50), min_size=2, max_size=5), st.integers(0, 1 << 40))
+def test_several_sources_have_their_shares_of_each_round_and_none_is_dealt_twice(weights, seed):
+    cut = Cut(TokenFile(np.zeros(9, np.uint16), np.array([0, 9]), None, 1, 0, ""), 4)
+    samples = Samples((cut,) * len(weights), Batch(seq_len=4, global_batch=1), seed, tuple(weights))
+    quotas = samples._quotas
+    assert sum(quotas) == ROUND
+    assert all(
+        abs(quota / ROUND - weight / sum(weights)) <= 1 / ROUND for quota, weight in zip(quotas, weights, strict=True)
+    )
+    source, number = deal(np.arange(3 * ROUND), quotas, seed)
+    for i, quota in enumerate(quotas):
+        for each in range(3):
+            dealt = number[each * ROUND : (each + 1) * ROUND][source[each * ROUND : (each + 1) * ROUND] == i]
+            assert np.array_equal(np.sort(dealt), np.arange(each * quota, (each + 1) * quota))
+
+
+def test_a_mixture_is_the_same_samples_in_any_parts_and_its_sources_start_again_by_themselves(tmp_path, write_tokens):
+    few, many = write_tokens([1] * 1201, name="few"), write_tokens([2] * 40_001, name="many")
+    mixture = (Source(source="few.txt", weight=1), Source(source="many.txt", weight=3.0))
+    data = DataConfig(mixture=mixture)
+    samples = open_samples(data, [few, many], 257, Batch(seq_len=4, global_batch=2000), seed=5)
+    firsts = [samples.batch(step, range(2000)).tokens[:, 0] for step in range(5)]
+    assert torch.cat(firsts).eq(1).sum() == 2500
+    parts = [samples.batch(2, indices).tokens[:, 0] for indices in (range(500), range(500, 2000))]
+    assert torch.equal(torch.cat(parts), firsts[2])
+    smaller = open_samples(data, [few, many], 257, Batch(seq_len=4, global_batch=1000), seed=5)
+    again = [smaller.batch(step, range(1000)).tokens[:, 0] for step in (4, 5)]
+    assert torch.equal(torch.cat(again), firsts[2])
+    heavier = replace(data, mixture=(mixture[0], replace(mixture[1], weight=4.0)))
+    other = open_samples(heavier, [few, many], 257, Batch(seq_len=4, global_batch=2000), seed=5)
+    assert other.fingerprint != samples.fingerprint == smaller.fingerprint
+
+
+def test_a_weight_too_small_to_count_is_an_error(write_tokens):
+    cut = Cut(TokenFile.open(write_tokens(range(9))), 4, "tiny.txt")
+    with pytest.raises(DataError, match=r"the weight of tiny\.txt is less than 1 / 10000 of all"):
+        Samples((cut, cut), Batch(seq_len=4, global_batch=1), 0, (1e-6, 1.0))
 
 
 def test_importing_the_data_package_imports_nothing_heavy():

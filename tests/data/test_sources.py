@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import dtlayout.data.sources
-from dtlayout.data.sources import STDLIB, list_files, open_documents
+from dtlayout.data.sources import STDLIB, list_files, open_corpus
 from dtlayout.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("offline")
 
 
 def read(source, text_field="text", split="train"):
-    return list(open_documents(source, split, text_field))
+    return [row[text_field] for row in open_corpus(source, split).read()]
 
 
 def write_lines(path, rows):
@@ -96,71 +96,91 @@ def test_the_standard_library_skips_what_is_not_utf8(tmp_path, monkeypatch):
 
 def test_documents_are_streamed(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": "y"}])
-    documents = open_documents(path, "train", "text")
-    assert next(documents) == "x"
+    rows = open_corpus(path, "train").read()
+    assert next(rows) == {"text": "x"}
 
 
 @pytest.mark.parametrize("name", ["nowhere/*.txt", "missing.jsonl", "/no/such/folder", "not a name!", "json"])
 def test_no_match_is_an_error(name):
     with pytest.raises(DataError, match=r"no file matches .*give a file, a folder or a glob of \.txt"):
-        open_documents(name, "train", "text")
+        open_corpus(name, "train")
 
 
 def test_a_folder_without_documents_is_an_error(tmp_path):
     (tmp_path / "README.md").write_text("hello")
     with pytest.raises(DataError, match="no file matches"):
-        open_documents(str(tmp_path), "train", "text")
+        open_corpus(str(tmp_path), "train")
 
 
 def test_an_empty_list_is_an_error():
     with pytest.raises(DataError, match="empty list"):
-        open_documents([], "train", "text")
+        open_corpus([], "train")
 
 
 def test_an_unknown_suffix_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match=r"a\.csv'.*'\.csv' is not one of \.txt, \.json, \.jsonl, \.parquet"):
-        open_documents(str(tmp_path / "a.csv"), "train", "text")
+        open_corpus(str(tmp_path / "a.csv"), "train")
 
 
 def test_mixed_suffixes_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     write_lines(tmp_path / "b.jsonl", [{"text": "y"}])
     with pytest.raises(DataError, match=r"mixes \.jsonl and \.txt files \(2 in all\)"):
-        open_documents(str(tmp_path), "train", "text")
-
-
-def test_a_missing_field_names_those_that_exist(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"body": "x", "id": 1}])
-    with pytest.raises(DataError, match="no field 'text'; it has body, id: set text_field"):
-        read(path)
-
-
-def test_a_field_that_is_no_text_is_named(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": None}])
-    with pytest.raises(DataError, match=r"document 1 of .* holds NoneType in field 'text'"):
-        read(path)
+        open_corpus(str(tmp_path), "train")
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     for name in ("a.parquet", "b.parquet"):
         (tmp_path / name).write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' and 1 more files as parquet: Arrow"):
-        open_documents(str(tmp_path), "train", "text")
+        open_corpus(str(tmp_path), "train")
 
 
-def test_a_file_that_breaks_while_reading_is_named(tmp_path):
+def test_a_text_file_that_breaks_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="broke after 1 documents: UnicodeDecodeError"):
+    with pytest.raises(DataError, match=r"reading '.*' broke at '.*b\.txt': UnicodeDecodeError"):
         read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "line"),
+    [
+        ("b.jsonl", '{"text": "x"}\n\n{"text": "never closed\n{"text": "y"}\n', 3),
+        ("b.json", '[{"text": "x"},\n {"text": }]\n', 2),
+        ("b.jsonl", '{"text": "x"}\n{"text": "\udcff"}\n', 2),
+    ],
+)
+def test_json_that_breaks_is_named_with_its_line(tmp_path, name, broken, line):
+    write_lines(tmp_path / "a.jsonl", [{"text": "fine"}])
+    (tmp_path / name).write_bytes(broken.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=rf"broke at line {line} of '.*{name}': "):
+        read(str(tmp_path / "*.json*"))
+
+
+def test_a_parquet_file_that_breaks_says_how_far_it_was_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["x" * 1000, "y" * 1000]}), path)
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + bytes(50) + content[54:])  # the first page, while what describes the file is whole
+    with pytest.raises(DataError, match=r"reading '.*a\.parquet' broke after \d rows: "):
+        read(str(path))
+
+
+def test_a_row_is_found_in_its_file(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}] * 3)
+    write_lines(tmp_path / "b.jsonl", [{"text": "y"}] * 2)
+    corpus = open_corpus(str(tmp_path), "train")
+    assert corpus.place(2) == f"row 3 of {str(tmp_path / 'a.jsonl')!r}"
+    assert corpus.place(4) == f"row 2 of {str(tmp_path / 'b.jsonl')!r}"
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-corpus", "nobody/no-such-corpus:part"])
 def test_a_hub_name_out_of_reach_says_what_would_work(name):
     assert list_files(name) == []
     with pytest.raises(DataError, match=r"is no local path, and opening split 'train'.*give \.txt") as error:
-        open_documents(name, "train", "text")
+        open_corpus(name, "train")
     assert "\n" not in str(error.value)
 
 
@@ -176,7 +196,8 @@ def test_a_hub_name_is_streamed_with_its_config_and_split(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read("owner/name:part", split="validation") == ["x"]
     assert read("owner/name") == ["x"]
-    assert calls == [
+    assert open_corpus("owner/name", "train").place(4) == "row 5 of 'owner/name'"
+    assert calls[:2] == [
         (("owner/name", "part"), {"split": "validation", "streaming": True}),
         (("owner/name", None), {"split": "train", "streaming": True}),
     ]

@@ -20,7 +20,7 @@ from dtlayout.planner.runs import Run
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
-    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss",
+    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s",
 ]  # fmt: skip
 
 
@@ -171,20 +171,32 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(tmp_path):
     assert "Traceback" not in log.read_text()
 
 
-def test_documents_that_do_not_see_each_other_train_alike_in_every_layout(tmp_path):
+def test_sources_of_text_and_conversations_train_alike_in_every_layout(tmp_path):
     files, log = write_tiny(tmp_path, steps=6, num_layers=2), tmp_path / "log"
-    documents = tmp_path / "documents.jsonl"
-    documents.write_text("".join(json.dumps({"text": f"{i} + {i}"}) + "\n" for i in range(2000)), encoding="utf-8")
-    runs = {"alone": (1, ("true",)), "pp2": (2, ("true", "--layout.pp=2")), "without": (1, ("false",))}
+    sums, chats = tmp_path / "sums.jsonl", tmp_path / "chats.jsonl"
+    sums.write_text("".join(json.dumps({"text": f"{i} + {i}"}) + "\n" for i in range(2000)), encoding="utf-8")
+    talk = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(2000)]
+    chats.write_text("".join(json.dumps({"messages": each}) + "\n" for each in talk), encoding="utf-8")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}", encoding="utf-8")
+    mixture = f"[{{source='{sums}', weight=2}}, {{source='{chats}', messages_field='messages'}}]"
+    data = (f"--data.mixture={mixture}", f"--data.chat_template={template}")
+    runs = {
+        "alone": (1, ("--data.document_mask=true",)),
+        "pp2": (2, ("--data.document_mask=true", "--layout.pp=2")),
+        "without": (1, ()),
+        "padded": (2, ("--data.samples=padded", "--layout.tp=2")),
+    }
     found = {}
-    for name, (num_ranks, (is_masked, *layout)) in runs.items():
-        run = tmp_path / name
-        arguments = [f"--data.source={documents}", f"--data.document_mask={is_masked}", f"--train.run_folder={run}"]
-        assert launch(num_ranks, files.config, *arguments, *layout, log=log) == 0, log.read_text()
-        found[name] = losses(run)
+    for name, (num_ranks, arguments) in runs.items():
+        folder = f"--train.run_folder={tmp_path / name}"
+        assert launch(num_ranks, files.config, *data, folder, *arguments, log=log) == 0, log.read_text()
+        found[name] = losses(tmp_path / name)
     assert found["pp2"] == pytest.approx(found["alone"], rel=1e-5)
-    assert abs(found["without"][-1] - found["alone"][-1]) > 1e-3
-    assert found["alone"][-1] < found["alone"][0] - 0.5  # it learns
+    for name in ("without", "padded"):
+        assert abs(found[name][-1] - found["alone"][-1]) > 1e-3
+    for name in runs:
+        assert found[name][-1] < found[name][0] - 0.5  # it learns
     assert load_config(tmp_path / "alone" / "config.toml").data.document_mask
 
 

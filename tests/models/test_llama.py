@@ -16,12 +16,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dtlayout.batch import IGNORED
 from dtlayout.data.samples import find_starts
 from dtlayout.kernels import Kernels
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
-from dtlayout.ops.loss import IGNORED
 
 SHAPE = ModelShape(name="m", hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_size=96, vocab_size=50)
 GQA = replace(SHAPE, num_kv_heads=2)
@@ -185,7 +185,7 @@ def test_the_loss_with_documents_is_that_of_each_document_computed_alone(kernels
         for first, last in pairwise(sorted({0, *ends, SEQ_LEN})):
             alone += model(row[None, first:last], targets=wanted[None, first:last])
             num_documents += 1
-    documents = Documents.from_starts(find_starts(tokens, end))
+    documents = Documents.from_starts(find_starts(tokens == end))
     together = model(tokens, documents, targets=targets)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
     assert num_documents >= 6 and not torch.isclose(together, model(tokens, targets=targets), rtol=1e-4)

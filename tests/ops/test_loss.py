@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dtlayout import kernel
+from dtlayout.batch import IGNORED
 from dtlayout.kernels import count_loss_chunks
-from dtlayout.ops.loss import IGNORED, Head, token_losses
+from dtlayout.ops.loss import Head, token_losses
 
 LOSSES = list(kernel.KERNELS["loss"])
 B, S, D, V = 3, 7, 5, 11

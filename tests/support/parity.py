@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtlayout.batch import Batch
+from dtlayout.batch import IGNORED, Batch
 from dtlayout.data.samples import find_starts
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -24,7 +24,6 @@ from dtlayout.mesh.axes import dp_rank
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
-from dtlayout.ops.loss import IGNORED
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.plans.collectives import Group
 from dtlayout.plans.init import initialize
@@ -89,7 +88,7 @@ def make_tokens(batch: Batch, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 def make_starts(case: Case, tokens: Tensor) -> Tensor | None:
     """Where documents start, if the case has any: a quarter of the tokens end one."""
-    return find_starts(tokens % 4, end_of_document=0) if case.documents else None
+    return find_starts(tokens % 4 == 0) if case.documents else None
 
 
 def run_reference(case: Case) -> Outcome:

@@ -8,6 +8,7 @@ from parity import Case, make_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtlayout.batch import IGNORED
 from dtlayout.layout import Layout
 from dtlayout.training import step, transfer
 from dtlayout.training.build import assemble
@@ -42,6 +43,18 @@ def test_the_numbers_leave_before_the_update_and_are_waited_for_after_it(monkeyp
     result = launched.wait()
     assert done[3:] == ["wait"]
     assert result.is_finite and result.stop_requested and result.loss > 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_batch_without_a_target_is_a_step_of_no_loss(monkeypatch):
+    case = Case(Layout())
+    assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
+    optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
+    train_step = TrainStep(assembly.runtime, optimizer, max_norm=1.0, mesh=assembly.mesh, aliases={})
+    tokens, targets = make_tokens(case.batch, case.model.vocab_size)
+    result = train_step(tokens, torch.full_like(targets, IGNORED))
+    assert (result.loss, result.grad_norm) == (0, 0)
+    assert all(p.isfinite().all() for module in assembly.modules for p in module.parameters())
 
 
 class Operators(TorchDispatchMode):

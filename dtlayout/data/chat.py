@@ -1,0 +1,163 @@
+"""Conversations as the text that a model was taught to read, by the Jinja template that comes with its tokenizer.
+
+Templates are those of Hugging Face's chat models: `messages`, `tools`, `add_generation_prompt` and the special tokens
+are given to them, and they run in a sandbox. Legend of spans: (first, end) characters of an answer, its end token in.
+
+[Note: where answers are]
+A template that marks them with {% generation %} … {% endgeneration %} says so itself. For any other, an answer is what
+it adds to the messages before it and the prompt for an answer. That holds if the text of the messages so far is how the
+text of all begins; some templates write an answer otherwise once messages follow (without its thoughts), and such a
+conversation is refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtlayout.data.tokenizer import find_file
+from dtlayout.errors import DataError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Message = Mapping[str, Any]
+"""What the template reads: "role" and "content", and more where it knows more."""
+Spans = list[tuple[int, int]]
+
+TEMPLATE_NAME = "chat_template.jinja"
+
+# Of Unicode's private use, so no text has them: where an answer begins and ends.
+_OPEN, _CLOSE = "\ue000", "\ue001"
+
+
+class ChatTemplate:
+    """A template; DataError if it is none, or cannot write a conversation."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        """`special_tokens` are the tokenizer's by name, such as "bos_token"."""
+        self.fingerprint = hashlib.sha256(json.dumps([source, special_tokens]).encode()).hexdigest()
+        self._special_tokens = special_tokens
+        self._template = _compile(source)
+
+    def render(self, messages: Sequence[Message], tools: Any = None, *, asks: bool = False) -> str:
+        """The text; `asks` ends it where an answer begins."""
+        return self._write(messages, tools, asks=asks).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def find_answers(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+        """The text, and where its answers are: [Note: where answers are]."""
+        marked = self._write(messages, tools)
+        if _OPEN in marked:
+            return _read_marks(marked)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = self.render(messages[:i], tools, asks=True), self.render(messages[: i + 1], tools)
+            if not (after.startswith(before) and marked.startswith(after)):
+                raise DataError(
+                    f"the chat template writes message {i + 1} otherwise once others follow, so where the answer is "
+                    'cannot be told; mark answers in the template with {% generation %}, or use data.loss_on="all"'
+                )
+            spans.append((len(before), len(after)))
+        return marked, spans
+
+    def _write(self, messages: Sequence[Message], tools: Any, *, asks: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=list(messages), tools=tools, add_generation_prompt=asks, **self._special_tokens
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"the chat template cannot write this conversation: {error}") from error
+
+
+def load_template(file: str, tokenizer: str) -> ChatTemplate:
+    """The template of a Jinja file, or where none is named the one beside the tokenizer; DataError without one."""
+    path = find_file(tokenizer)
+    settings = _read_settings(path.parent) if path else {}
+    named = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+    special_tokens = {name: token for name, token in named.items() if token is not None}
+    if file:
+        return ChatTemplate(_read(Path(file).expanduser()), special_tokens)
+    if path and (beside := path.with_name(TEMPLATE_NAME)).is_file():
+        return ChatTemplate(_read(beside), special_tokens)
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise DataError(f"tokenizer {tokenizer!r} has no chat template; name a Jinja file with data.chat_template")
+    return ChatTemplate(found, special_tokens)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"the chat template {str(path)!r} cannot be read: {error}") from error
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is not JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    """A special token, which is its text or a table that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read_marks(marked: str) -> tuple[str, Spans]:
+    """The text without marks, and what was between them."""
+    text, spans = "", []
+    first, *rest = marked.split(_OPEN)
+    text += first
+    for part in rest:
+        answer, _, after = part.partition(_CLOSE)
+        spans.append((len(text), len(text) + len(answer)))
+        text += answer + after
+    return text, spans
+
+
+def _compile(source: str) -> "Template":
+    """As `transformers` sets Jinja up, for which these templates are written."""
+    from datetime import datetime
+
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: what is inside is an answer."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals.update(raise_exception=refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern))
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise DataError(f"the chat template is not Jinja: {error}") from error

@@ -1,0 +1,166 @@
+"""Rows of a corpus as documents: ids, and which of them a model is taught to write.
+
+Vocabulary: an id is *taught* if it counts as a target. Of plain text all are; of a conversation the answers are, with
+the token that ends each, unless `loss_on` says "all".
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dtlayout.config import DataConfig
+from dtlayout.data.chat import ChatTemplate, Spans, load_template
+from dtlayout.data.sources import Corpus, Row
+from dtlayout.data.tokenizer import Ids, Tokenizer
+from dtlayout.errors import DataError
+
+_BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
+
+Taught = npt.NDArray[np.bool_]
+T = TypeVar("T")
+
+
+class Document(NamedTuple):
+    """One row, tokenized."""
+
+    ids: Ids
+    """With its begin and its end."""
+    taught: Taught | None
+    """For each id whether it is taught; None for all of them."""
+    has_text: bool
+    """Whether there is anything to learn from it."""
+
+
+def read_documents(corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, skip: int = 0) -> Iterator[Document]:
+    """The documents of a corpus after the first `skip`, a batch of them tokenized while the next one is read.
+
+    DataError, with file and row, for a row that has not what `data` names.
+    """
+    chats = data.messages_field
+    rows = enumerate(corpus.read())
+    for _ in islice(rows, skip):
+        pass
+    kind: _Kind[Any] = _Chats(data, tokenizer) if chats else _Texts(data, tokenizer)
+    yield from _encode_ahead(_batch(_read(rows, corpus, kind)), kind.encode)
+
+
+class _Kind(Protocol, Generic[T]):
+    """What rows hold, and how it is tokenized."""
+
+    def read(self, row: Row) -> tuple[T, int]:
+        """What a row holds and its characters; DataError, without the place, if it holds something else."""
+
+    def encode(self, items: Sequence[T]) -> list[Document]:
+        """Their documents."""
+
+
+class _Texts:
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
+        self.field, self.tokenizer = data.text_field, tokenizer
+
+    def read(self, row: Row) -> tuple[str, int]:
+        text = _find(row, self.field, "text_field")
+        if not isinstance(text, str):
+            raise DataError(
+                f"field {self.field!r} holds {type(text).__name__}, not text; set text_field or remove that row"
+            )
+        return text, len(text)
+
+    def encode(self, items: Sequence[str]) -> list[Document]:
+        begin, end = (np.array(ids, dtype=np.int64) for ids in (self.tokenizer.begin, [self.tokenizer.end_of_document]))
+        return [
+            Document(np.concatenate((begin, ids, end)), None, has_text=ids.size > 0)
+            for ids in self.tokenizer.encode_batch(items)
+        ]
+
+
+class _Chats:
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
+        self.field, self.tokenizer = data.messages_field, tokenizer
+        self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
+        self.is_all_taught = data.loss_on == "all"
+
+    def read(self, row: Row) -> tuple[tuple[str, Spans | None], int]:
+        messages = _find(row, self.field, "messages_field")
+        if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
+            raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
+        messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        if not all("role" in each for each in messages):
+            raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
+        tools = row.get("tools")
+        if self.is_all_taught:
+            text = self.template.render(messages, tools)
+            return (text, None), len(text)
+        text, spans = self.template.find_answers(messages, tools)
+        return (text, spans), len(text)
+
+    def encode(self, items: Sequence[tuple[str, Spans | None]]) -> list[Document]:
+        encoded = self.tokenizer.encode_chats([text for text, _ in items])
+        return [
+            self._end(ids, self._find_taught(places, len(text), spans))
+            for (text, spans), (ids, places) in zip(items, encoded, strict=True)
+        ]
+
+    @staticmethod
+    def _find_taught(places: Ids, num_characters: int, spans: Spans | None) -> Taught | None:
+        """For each id whether it begins inside an answer; for the document's end whether it follows one."""
+        if spans is None:
+            return None
+        ends_with_answer = bool(spans) and spans[-1][1] == num_characters
+        taught = np.zeros(places.size + 1, dtype=np.bool_)
+        for first, end in spans:
+            taught[:-1] |= (places >= first) & (places < end)
+        taught[-1] = ends_with_answer
+        return taught
+
+    def _end(self, ids: Ids, taught: Taught | None) -> Document:
+        """The template says how a conversation begins; it ends like any document, once."""
+        if not (ids.size and ids[-1] == self.tokenizer.end_of_document):
+            ids = np.append(ids, self.tokenizer.end_of_document)
+        taught = None if taught is None else taught[: ids.size]
+        return Document(ids, taught, has_text=ids.size > 1 if taught is None else bool(taught.any()))
+
+
+def _find(row: Row, field: str, key: str) -> Any:
+    if field not in row:
+        raise DataError(f"there is no field {field!r}; it has {', '.join(sorted(row))}: set {key}")
+    return row[field]
+
+
+def _read(rows: Iterable[tuple[int, Row]], corpus: Corpus, kind: _Kind[T]) -> Iterator[tuple[T, int]]:
+    for number, row in rows:
+        try:
+            item = kind.read(row)
+        except DataError as error:
+            raise DataError(f"{corpus.place(number)}: {error}") from error
+        yield item
+
+
+def _batch(items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
+    batch: list[T] = []
+    num_characters = 0
+    for item, size in items:
+        batch.append(item)
+        num_characters += size + 1  # + 1: empty documents fill a batch too
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode_ahead(batches: Iterable[list[T]], encode: Callable[[list[T]], list[Document]]) -> Iterator[Document]:
+    """The documents of each batch; the tokenizer has all cores for one while this thread reads the next."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        under_way: Future[list[Document]] | None = None
+        for batch in batches:
+            following = pool.submit(encode, batch)
+            if under_way is not None:
+                yield from under_way.result()
+            under_way = following
+        if under_way is not None:
+            yield from under_way.result()

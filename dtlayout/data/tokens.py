@@ -1,0 +1,100 @@
+"""Prepared tokens, mapped from disk."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtlayout.data.prepare import DOCUMENTS_NAME, INFO_NAME, TAUGHT_NAME, TOKENS_NAME
+from dtlayout.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """Prepared tokens, mapped and not read: opening costs nothing, whatever the size."""
+
+    tokens: "np.memmap[Any, np.dtype[Any]]"
+    """All ids in one row, uint16 or uint32, read-only."""
+    documents: "np.memmap[Any, np.dtype[np.int64]]"
+    """Where each document begins, and where the last one ends."""
+    taught: "np.memmap[Any, np.dtype[np.uint8]] | None"
+    """Of conversations, for each id whether it is taught; None where all are."""
+    vocab_size: int
+    """The tokenizer's: every id is below it."""
+    end_of_document: int
+    """The id between documents."""
+    sha256: str
+    """Hash of the ids: a checkpoint keeps it, so that a run that resumes on other data can say so."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "TokenFile":
+        """The tokens that `prepare_tokens` left in `folder`."""
+        folder = Path(folder)
+        info = _read_info(folder / INFO_NAME)
+        taught = None
+        if (folder / TAUGHT_NAME).exists():
+            taught = _map(folder / TAUGHT_NAME, "<u1", info["num_tokens"])
+        return cls(
+            _map(folder / TOKENS_NAME, np.dtype(info["dtype"]).newbyteorder("<"), info["num_tokens"]),
+            _map(folder / DOCUMENTS_NAME, "<i8", info["num_documents"] + 1),
+            taught,
+            info["vocab_size"],
+            info["end_of_document"],
+            info["sha256"],
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the file lies."""
+        return Path(str(self.tokens.filename)).parent
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids in the file, ends of documents included."""
+        return int(self.tokens.size)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, the empty ones included."""
+        return int(self.documents.size) - 1
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse a model whose embedding is too small for these ids; a larger (padded) one is fine."""
+        if self.vocab_size > vocab_size:
+            raise DataError(
+                f"the tokenizer has {self.vocab_size} ids, the model's vocab_size={vocab_size}; "
+                f"use a model with vocab_size >= {self.vocab_size} or another tokenizer"
+            )
+
+
+def _map(path: Path, dtype: npt.DTypeLike, size: int) -> "np.memmap[Any, Any]":
+    """A file of so many numbers; DataError if it has others."""
+    expected_bytes = size * np.dtype(dtype).itemsize
+    found_bytes = path.stat().st_size if path.is_file() else 0
+    if found_bytes != expected_bytes:
+        raise DataError(
+            f"{str(path)!r} has {found_bytes} bytes where {INFO_NAME} promises {size} numbers of "
+            f"{np.dtype(dtype).itemsize} = {expected_bytes} bytes; delete {str(path.parent)!r} and prepare again"
+        )
+    return np.memmap(path, dtype=dtype, mode="r", shape=(size,))
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DataError(
+            f"there are no prepared tokens in {str(path.parent)!r}: {path.name} is missing; prepare it first"
+        )
+    needed = {"dtype", "num_tokens", "num_documents", "vocab_size", "end_of_document", "sha256"}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is not JSON ({error}); delete that folder and prepare again") from error
+    if not isinstance(info, dict) or needed - info.keys() or info["dtype"] not in ("uint16", "uint32"):
+        raise DataError(
+            f"{str(path)!r} does not describe tokens: it needs {', '.join(sorted(needed))} and a dtype of uint16 or "
+            "uint32; delete that folder and prepare again"
+        )
+    return info

@@ -1,0 +1,148 @@
+"""Conversations: the template's text, only answers taught, whoever says where they are."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dtlayout.config import DataConfig
+from dtlayout.data.chat import ChatTemplate, load_template
+from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.tokens import TokenFile
+from dtlayout.errors import DataError
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "A:{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}U:{{ message['content'] }}\n{% endif %}{% endfor %}"
+)
+FORGETFUL = (
+    "{% for message in messages %}{{ message['role'] }}:"
+    "{% if loop.last and message['role'] == 'assistant' %}thought {% endif %}{{ message['content'] }}\n{% endfor %}"
+)
+CONVERSATION = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello <b>"},
+    {"role": "user", "content": "é?"},
+    {"role": "assistant", "content": "ja ß"},
+]
+
+
+def cut(text, spans):
+    return [text[first:end] for first, end in spans]
+
+
+def test_answers_are_what_the_template_adds_to_the_prompt_for_them():
+    text, spans = ChatTemplate(CHATML, {}).find_answers(CONVERSATION)
+    assert text.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello <b><|im_end|>\n")
+    assert cut(text, spans) == ["hello <b><|im_end|>\n", "ja ß<|im_end|>\n"]
+    assert ChatTemplate(CHATML, {}).find_answers(CONVERSATION[:1])[1] == []
+
+
+def test_a_template_that_marks_answers_is_believed():
+    template = ChatTemplate(MARKED, {"bos_token": "<s>", "eos_token": "</s>"})
+    text, spans = template.find_answers(CONVERSATION)
+    assert text == "<s>U:hi\nA:hello <b></s>U:é?\nA:ja ß</s>"
+    assert cut(text, spans) == ["hello <b></s>", "ja ß</s>"]
+    assert template.render(CONVERSATION[:1]) == "<s>U:hi\n"
+
+
+def test_answers_that_change_once_messages_follow_are_refused_and_taught_with_all_else(tmp_path, offline):
+    template = ChatTemplate(FORGETFUL, {})
+    assert cut(*template.find_answers(CONVERSATION[:2])) == ["assistant:thought hello <b>\n"]
+    with pytest.raises(
+        DataError, match=r"message 2 otherwise once others follow.*\{% generation %\}, or use data\.loss_on"
+    ):
+        template.find_answers(CONVERSATION)
+    tokens = prepare(tmp_path, FORGETFUL, [CONVERSATION], loss_on="all")
+    assert tokens.taught is None
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for %}", "the chat template is not Jinja: "),
+        ("{{ raise_exception('roles must alternate') }}", "cannot write this conversation: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "cannot write this conversation: "),
+        ("{{ messages.append(1) }}", "cannot write this conversation: "),
+    ],
+)
+def test_a_template_that_fails_says_why(template, said):
+    with pytest.raises(DataError, match=said):
+        ChatTemplate(template, {}).find_answers(CONVERSATION)
+
+
+def test_templates_are_found_where_tokenizers_have_them(tmp_path, write_tokenizer):
+    path = write_tokenizer()
+    with pytest.raises(DataError, match=r"tokenizer '.*' has no chat template; name a Jinja file with data\.chat_temp"):
+        load_template("", str(tmp_path))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
+    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": MARKED}]
+    for found in (MARKED, several):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": found}))
+        assert load_template("", str(path)).render(CONVERSATION[:2]) == "<s>U:hi\nA:hello <b></s>"
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert load_template("", str(tmp_path)).render([]) == "beside"
+    (tmp_path / "own.jinja").write_text("own {{ bos_token }}")
+    assert load_template(str(tmp_path / "own.jinja"), str(tmp_path)).render([]) == "own <s>"
+    assert load_template(str(tmp_path / "own.jinja"), "bytes").render([]) == "own "
+    with pytest.raises(DataError, match=r"the chat template '.*missing\.jinja' cannot be read"):
+        load_template(str(tmp_path / "missing.jinja"), "bytes")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json' is not JSON"):
+        load_template("", str(tmp_path))
+
+
+def prepare(folder, template, conversations, tokenizer="bytes", **options):
+    (folder / "template.jinja").write_text(template)
+    lines = [json.dumps({"messages": conversation}) + "\n" for conversation in conversations]
+    (folder / "chats.jsonl").write_text("".join(lines))
+    data = DataConfig(
+        source=str(folder / "chats.jsonl"), messages_field="messages", chat_template=str(folder / "template.jinja"),
+        tokenizer=tokenizer, folder=str(folder / "tokens"), **options,
+    )  # fmt: skip
+    return TokenFile.open(prepare_tokens(data))
+
+
+def test_of_bytes_only_answers_and_the_end_after_the_last_are_taught(tmp_path, offline):
+    tokens = prepare(tmp_path, CHATML, [CONVERSATION, CONVERSATION[:3]])
+    first, second = (slice(*tokens.documents[i : i + 2]) for i in range(2))
+    taught = tokens.tokens[first][np.flatnonzero(tokens.taught[first])].tolist()
+    assert taught == [*b"hello <b><|im_end|>\n", *"ja ß<|im_end|>\n".encode(), 256]
+    taught = tokens.tokens[second][np.flatnonzero(tokens.taught[second])].tolist()
+    assert taught == [*b"hello <b><|im_end|>\n"]
+
+
+def test_special_tokens_of_a_template_are_ids_and_its_end_is_no_second_one(tmp_path, offline, write_tokenizer):
+    words = ("<unk>", "</s>", "<s>", "to", "be", "or", "not")
+    tokenizer = write_tokenizer(words=words, special=("</s>", "<s>"))
+    template = "<s> {% for m in messages %} {% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s>"
+    template += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    conversation = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+    tokens = prepare(tmp_path, template, [conversation], tokenizer=str(tokenizer))
+    assert tokens.tokens.tolist() == [2, 3, 4, 5, 6, 1]
+    assert tokens.taught.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_what_decides_the_text_of_conversations_decides_the_folder(tmp_path, offline):
+    folders = {
+        prepare(tmp_path, template, [CONVERSATION[:2]], **options).folder
+        for template, options in ((CHATML, {}), (CHATML, {"loss_on": "all"}), (CHATML.replace("|>", ">"), {}))
+    }
+    assert len(folders) == 3
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"content": "hi"}], r"row 1 of '.*chats\.jsonl': a message in field 'messages' has no role"),
+        ([{"role": "user", "content": "hi"}], "holds no answer: 1 documents"),
+    ],
+)
+def test_conversations_that_teach_nothing_are_refused(tmp_path, offline, messages, said):
+    with pytest.raises(DataError, match=said):
+        prepare(tmp_path, CHATML, [messages])
