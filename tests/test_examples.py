@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LINES = {
     "compile_experiment": "debug on 2 x cpu: dp2 mb1 zero1",
+    "finetune_a_llama": "What colour has snow? white",
     "mesh_in_three_lines": "rank 3 is at {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}; "
     "the ranks of its tp group add up to 5",
     "plan_on_your_module": "0.*.widen   tp colwise",
@@ -26,9 +27,11 @@ TORCHRUN_KILLS_AFTER_S = 30
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
 def test_example_does_what_it_claims(name: str) -> None:
     path = f"examples/{name}.py"
-    launch = re.search(rf"^torchrun (--nproc-per-node \d+) {re.escape(path)}$", (ROOT / path).read_text(), re.M)
+    launch = re.search(rf"^(python|torchrun --nproc-per-node \d+) {re.escape(path)}$", (ROOT / path).read_text(), re.M)
     assert launch, f"the docstring of {path} gives the line that runs it"
-    exit_code, output = run(["-m", "torch.distributed.run", "--standalone", *launch[1].split(), path], limit_s=120)
+    _, *options = launch[1].split()
+    launcher = ["-m", "torch.distributed.run", "--standalone", *options] if options else []
+    exit_code, output = run([*launcher, path], limit_s=240)
     assert exit_code == 0, output
     assert LINES[name] in output.splitlines(), output
 

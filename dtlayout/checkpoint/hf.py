@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtlayout.checkpoint.sharded import load_parameters, read_model
+from dtlayout.data.chat import TEMPLATE_NAME
 from dtlayout.data.tokenizer import find_file, load_tokenizer
 from dtlayout.errors import CheckpointError
+from dtlayout.files import expand
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.files import to_hf
 from dtlayout.models.weights import FILE_BYTES, INDEX, StoredTensor, find_weights, list_weights, make_index, plan_files
 from dtlayout.plans.init import CHUNK, allocate, find_place
 
 _TOKENIZER = "tokenizer.json"
-_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", TEMPLATE_NAME)
 
 
 def load_weights(
@@ -97,11 +99,13 @@ def export_weights(
     max_seq_len: int | None = None,
     tokenizer: str | None = None,
     end_of_document: str = "",
+    chat_template: str = "",
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder, on one process; the bytes of all tensors.
 
     `tokenizer` and `end_of_document` are as `load_tokenizer` takes them, None for a tokenizer that is not known: its
-    file goes along with the settings beside it, and the ids with which its texts begin and end. The folder is there
+    file goes along with the settings beside it, and the ids with which its texts begin and end; and so does the file
+    `chat_template`, where there is one. The folder is there
     when it is whole, in the place of what was there. CheckpointError if something cannot be read or written, DataError
     for the tokenizer, InvalidConfig for a model that no config.json describes.
     """
@@ -127,6 +131,8 @@ def export_weights(
             _write_json(partial / "generation_config.json", ends)
             if tokenizer is not None and (file_of_tokenizer := find_file(tokenizer)) is not None:
                 _copy_tokenizer(file_of_tokenizer, partial)
+            if chat_template:
+                shutil.copyfile(expand(chat_template), partial / TEMPLATE_NAME)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint} cannot be written to {folder}: {type(error).__name__} {error}") from error
     return sum(sizes.values())

@@ -37,10 +37,10 @@ def run(options: argparse.Namespace) -> int:
     from dtlayout.checkpoint.sharded import find_checkpoint
 
     checkpoint = find_checkpoint(options.source.resolve())
-    tokenizer, end_of_document, max_seq_len = options.tokenizer, "", None
+    tokenizer, end_of_document, chat_template, max_seq_len = options.tokenizer, "", "", None
     try:
         config = load_config(checkpoint.parent.parent / "config.toml")
-        max_seq_len = config.batch.seq_len
+        max_seq_len, chat_template = config.batch.seq_len, config.data.chat_template
         if tokenizer is None:
             tokenizer, end_of_document = config.data.tokenizer, config.data.end_of_document
     except InvalidConfig:  # a checkpoint that lies alone
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
     num_bytes = export_weights(
         checkpoint, options.folder, number_format=options.format, file_bytes=int(options.file_gib * 2**30),
         max_seq_len=max_seq_len, tokenizer=tokenizer, end_of_document=end_of_document,
+        chat_template=chat_template,
     )  # fmt: skip
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}

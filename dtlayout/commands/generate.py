@@ -2,10 +2,12 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from dtlayout.commands.arguments import show
-from dtlayout.config import load_config
+from dtlayout.config import DataConfig, load_config
+from dtlayout.data.chat import TEMPLATE_NAME, load_template
 from dtlayout.errors import InvalidConfig
 
 EXAMPLE = "dtlayout generate runs/debug --prompt 'def '"
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the prompt and how tokens are taken."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a run, a checkpoint or a Hugging Face folder")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text goes on from")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a question, asked as the chat template says")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="100 by default")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest always; 0.8 by default")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="0.95 by default")
@@ -34,12 +37,18 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     is_hf = is_hf_folder(options.source)
-    tokenizer = load_tokenizer(*_find_tokenizer(options, is_hf=is_hf))
+    data = _find_data(options, is_hf=is_hf)
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
     device = open_device("auto", None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_ranks(device, timeout_s=600)
     is_writer = os.environ.get("RANK", "0") == "0"
-    prompt = [*tokenizer.begin, *tokenizer.encode_batch([options.prompt])[0].tolist()]
+    if options.chat:
+        template = load_template(data.chat_template, data.tokenizer)
+        question = template.render([{"role": "user", "content": options.prompt}], asks=True)
+        prompt = tokenizer.encode_chats([question])[0][0].tolist()
+    else:
+        prompt = [*tokenizer.begin, *tokenizer.encode_batch([options.prompt])[0].tolist()]
     prompt = prompt or [tokenizer.end_of_document]  # after which a document begins
     vocab_size = find_shape(options.source).vocab_size
     if max(prompt) >= vocab_size:
@@ -53,21 +62,29 @@ def run(options: argparse.Namespace) -> int:
     if not is_writer or options.json:
         text = "".join(pieces)
         return show(options, {"prompt": options.prompt, "text": text}, []) if is_writer else 0
-    print(options.prompt, end="", flush=True)
+    print("" if options.chat else options.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0
 
 
-def _find_tokenizer(options: argparse.Namespace, *, is_hf: bool) -> tuple[str, str]:
-    """Which, and the end of a document where the config names one."""
-    if options.tokenizer or is_hf:
-        return options.tokenizer or str(options.source), options.end_of_document
+def _find_data(options: argparse.Namespace, *, is_hf: bool) -> DataConfig:
+    """How the source's texts become ids, as far as its config says or the command line does."""
     folder: Path = options.source.resolve()
-    config = folder if (folder / "config.toml").is_file() else folder.parent.parent
-    try:
-        data = load_config(config / "config.toml").data
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{options.source} does not say which tokenizer it has; give --tokenizer") from error
-    return data.tokenizer, options.end_of_document or data.end_of_document
+    if is_hf:
+        beside = folder / TEMPLATE_NAME
+        data = DataConfig(tokenizer=str(options.source), chat_template=str(beside) if beside.is_file() else "")
+    else:
+        config = folder if (folder / "config.toml").is_file() else folder.parent.parent
+        try:
+            data = load_config(config / "config.toml").data
+        except InvalidConfig as error:
+            if not options.tokenizer:
+                raise InvalidConfig(
+                    f"{options.source} does not say which tokenizer it has; give --tokenizer"
+                ) from error
+            data = DataConfig()
+    if options.tokenizer:
+        data = replace(data, tokenizer=options.tokenizer, end_of_document="")
+    return replace(data, end_of_document=options.end_of_document or data.end_of_document)
