@@ -19,12 +19,13 @@ def read_tensorboard(run: Path) -> dict[str, dict[int, float]]:
     return {name: {each.step: each.value for each in values} for name, values in found.items()}
 
 
-def read_wandb(run: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]]]:
-    """Config, and step → name → value, of all sessions of a run folder; a step that is there twice is an error."""
+def read_wandb(run: Path) -> list[tuple[dict[str, Any], dict[int, dict[str, float]]]]:
+    """Config, and step → name → value, of each session of a run folder, oldest first."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    config, steps = {}, dict[int, dict[str, float]]()
+    sessions = []
     for path in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
+        config, steps = {}, dict[int, dict[str, float]]()
         for data in _split(path.read_bytes()):
             record = Record.FromString(data)
             config |= {entry.key: json.loads(entry.value_json) for entry in record.run.config.update}
@@ -35,7 +36,8 @@ def read_wandb(run: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]]]:
                 step = int(numbers.pop("_step", record.history.step.num))
                 assert step not in steps, f"step {step} twice"
                 steps[step] = {name: value for name, value in numbers.items() if not name.startswith("_")}
-    return config, steps
+        sessions.append((config, steps))
+    return sessions
 
 
 def _split(log: bytes) -> list[bytes]:
