@@ -101,8 +101,8 @@ class WeightsAndBiases:
             id=kept.read_text(encoding="utf-8"),
             resume="allow",
             config=dict(start.config),
-            # Ranks that wait for this one, at the start and at the end, give up after a while.
-            settings=wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=30, finish_timeout=60),
+            # Ranks wait for this one: for a key that nobody types, or in the end for the network, not for long.
+            settings=wandb.Settings(console="off", silent=True, login_timeout=30, finish_timeout=60),
         )
         self.teardown = wandb.teardown
         is_offline = self.run.offline

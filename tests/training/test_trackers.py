@@ -9,6 +9,7 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from tiny import write_tiny
@@ -17,6 +18,7 @@ from tracked import list_wandb_processes, read_tensorboard, read_wandb
 from dtlayout.cli import main
 from dtlayout.config import check_layout, load_config
 from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.kernel import Package
 from dtlayout.trackers import TRACKERS, Tracker, register_tracker
 from dtlayout.training.metrics import StepMetrics
 from dtlayout.training.trackers import Start, Trackers, name_numbers
@@ -245,14 +247,13 @@ class Failing:
         ("", None, [1, 2, 3]),
     ],
 )
-def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(tmp_path, monkeypatch, fails, problem, written):
-    monkeypatch.setitem(TRACKERS, "failing", TRACKERS["wandb"])
-    del TRACKERS["failing"]
-    register_tracker(Tracker(name="failing", package=TRACKERS["wandb"].package, session=f"{__name__}:Failing"))
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or SimpleNamespace(Failing=Failing))
+def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(tmp_path, fails, problem, written):
     said: list[str] = []
     trackers = Trackers(said.append)
-    trackers.open(["failing", "tensorboard"], Start(folder=tmp_path, config={"fails": fails}, done=0, noted=0))
+    with mock.patch.dict(TRACKERS):
+        register_tracker(Tracker(name="failing", package=Package("sys", ""), session=f"{__name__}:Failing"))
+        start = Start(folder=tmp_path, config={"fails": fails}, done=0, noted=0)
+        trackers.open(["failing", "tensorboard"], start)
     session = trackers.sessions.get("failing")
     for step in (1, 2, 3):
         trackers.write(metrics(step))
