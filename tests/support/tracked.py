@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,14 @@ def _split(log: bytes) -> list[bytes]:
     return records
 
 
-def list_wandb_processes(parent: int | None = None) -> list[int]:
-    """W&B's own processes below one, this one by default."""
-    found, waiting = [], [os.getpid() if parent is None else parent]
+def list_wandb_processes() -> list[int]:
+    """W&B's own processes below this one."""
+    found, waiting = [], [os.getpid()]
     while waiting:
-        pid = waiting.pop()
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in map(int, task.read_text().split()):
-                waiting.append(child)
-                if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(child)
+        for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                for child in map(int, tasks.read_text().split()):
+                    waiting.append(child)
+                    if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        found.append(child)
     return found
