@@ -21,7 +21,7 @@ _PUBLIC = {
     "pipelining.partition": ["layer_costs", "partition"], "models.llama": ["Llama"], "mesh.build": ["build_mesh"],
     "plans.apply": ["apply_plan"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
-    "training.step": ["TrainStep"],
+    "trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],
 }  # fmt: skip
 """Module → what it makes public."""
 _HOMES = {name: f"dtlayout.{module}" for module, names in _PUBLIC.items() for name in names}

@@ -20,6 +20,7 @@ COMMANDS = {
     "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",
     "explain": "Show a layout's memory and time by component, what binds it and what would help.",
     "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",
+    "plot": "Draw loss, validation, speed and memory of runs as one page and as PNG files.",
     "prepare": "Tokenize the data of a config once, as training would.",
     "recommend": "Find the fastest layouts of a model that fit on a cluster, and say what stands against the others.",
     "refit": "Fit a calibrated cluster file to sweeps that ran with it, and keep how right their predictions were.",

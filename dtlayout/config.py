@@ -28,6 +28,7 @@ from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.precision import Precision
 from dtlayout.ranges import Ranged, ranged
+from dtlayout.trackers import name_problems, package_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,13 @@ class MetricsConfig(Ranged, section="metrics"):
     """Steps between memory measurements, which slow a step; the second and the last are measured too."""
     memory: bool = False
     """Write the curve of memory over the first steps to memory.json in the run folder."""
+    to: tuple[str, ...] = ()
+    """Where else every number of a step goes: tensorboard, wandb; their files lie in the run folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if problems := name_problems(self.to):
+            raise InvalidConfig(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,10 +271,11 @@ def parse_config(tables: dict[str, Any]) -> Config:
 def check_layout(config: Config, world_size: int, device: Device | None = None) -> Layout:
     """The config's layout on `world_size` ranks; InvalidLayout with everything that is wrong with it there.
 
-    `device` is where it is to run; without one, what `train.device` says by itself, since an auto is left to torch.
+    `device` is where it is to run, perhaps elsewhere; without one it runs here, on what `train.device` says by itself,
+    since an auto is left to torch.
     """
+    problems = package_problems(config.metrics.to) if device is None else []
     device = device or expect_device(config.train.device, None)
-    problems: list[str] = []
     try:
         layout = config.layout.resolve(world_size)
     except InvalidLayout:

@@ -238,14 +238,19 @@ def list_kernels(operation: type[K]) -> list[K]:
 def find_packages() -> frozenset[str]:
     """Modules of the optional packages that are here; nothing is imported."""
     modules = {kernel.package.module for kernel in list_kernels(Kernel) if kernel.package}
-    return frozenset(filter(_is_installed, modules))
+    return frozenset(filter(is_installed, modules))
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a module is here; nothing but the packages that it is in is imported.
+
+    A folder that is only called like it, such as the ./wandb of other runs, has no origin.
+    """
     try:
-        return find_spec(module) is not None
+        spec = find_spec(module)
     except ImportError:  # the package that a part of it would be in is not here
         return False
+    return spec is not None and spec.origin is not None
 
 
 def register_kernel(kernel: Kernel) -> None:

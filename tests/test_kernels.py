@@ -1,6 +1,8 @@
 """A kernel is one record: where it does not run it is refused with what does, and anybody may add one."""
 
 from dataclasses import fields, replace
+from importlib import invalidate_caches
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from dtlayout.kernel import (
     Package,
     find_kernel,
     find_packages,
+    is_installed,
     kernels_replaced,
     list_kernels,
     register_kernel,
@@ -258,9 +261,21 @@ def test_each_missing_package_has_its_line():
 
 def test_what_is_there_and_what_nobody_asked_for_is_no_problem(monkeypatch):
     Kernels().check(Precision(), HERE)
-    monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: object() if module == "flash_attn" else None)
+    monkeypatch.setattr(
+        "dtlayout.kernel.find_spec",
+        lambda module: ModuleSpec("flash_attn", None, origin="here") if module == "flash_attn" else None,
+    )
     assert find_packages() == {"flash_attn"}
     Kernels(attention="flash-attn").check(Precision(), Device("cuda", packages=find_packages()))
+
+
+def test_a_folder_that_is_called_like_a_package_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "some_tracker" / "offline-run").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("some_tracker")
+    (tmp_path / "some_tracker" / "__init__.py").touch()
+    invalidate_caches()
+    assert is_installed("some_tracker")
 
 
 def test_looking_for_a_package_does_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

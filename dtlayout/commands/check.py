@@ -12,6 +12,7 @@ from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
+from dtlayout.trackers import package_problems
 
 EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
 
@@ -67,4 +68,5 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     if layout.zero > 1 and layout.dp_shard == 1:
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
+    notes += package_problems(config.metrics.to)
     return notes + kernels.problems(config.precision, here, tp=layout.tp, recompute=layout.recompute)

@@ -1,30 +1,40 @@
 """What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from typing_extensions import Self
 
 from dtlayout.training.metrics import StepMetrics, Validation
 
+_RECENT_STEPS = 50
+"""Steps of which the next ones are expected to be like."""
+
 
 class Display:
     """Shows the steps of one run; only the rank that talks has one."""
 
-    def __init__(self, console: Console, num_steps: int, log_every: int):
+    def __init__(
+        self, console: Console, num_steps: int, log_every: int, clock: Callable[[], float] = time.perf_counter
+    ):
         self.console = console
         self.num_steps = num_steps
         self.log_every = log_every
+        self.time_left = TimeLeft(num_steps, clock)
+        self.widths: dict[tuple[str, str], int] = {}
+        self.unsaid_peak: int | None = None
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
             console=console,
             disable=console.quiet or not console.is_terminal,
             redirect_stdout=False,
@@ -45,15 +55,35 @@ class Display:
 
     def show(self, metrics: StepMetrics) -> None:
         """Progress after a step."""
-        numbers = f"loss {metrics.loss:.4f}  grad_norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
+        left_s = self.time_left.after(metrics.step, metrics.step_time_s)
+        numbers = [Number("loss", f"{metrics.loss:.4f}"), Number("grad_norm", f"{metrics.grad_norm:.3f}")]
+        details = [Number("lr", f"{metrics.lr:.2e}"), Number("", f"{metrics.step_time_s:.3f}", "s")]
+        speed = [Number("", f"{metrics.tokens_per_s:,.0f}", "tok/s")]
         if metrics.mfu is not None:
-            numbers += f"  MFU {metrics.mfu:.1%}"
+            speed.append(Number("MFU", f"{metrics.mfu:.1%}"))
+        if left_s is not None:
+            speed.append(Number("", format_duration(left_s), "left"))
+        self.progress.update(self.task, completed=metrics.step, numbers="  ".join(map(str, [*numbers, *speed])))
+        self.unsaid_peak = metrics.peak_memory_bytes or self.unsaid_peak
+        is_due = metrics.step in (1, self.num_steps) or metrics.step % self.log_every == 0
+        if not self.console.is_terminal and is_due:
+            cells = [*numbers, *details, *speed]
+            if self.unsaid_peak is not None:
+                cells.append(Number("peak", format_bytes(self.unsaid_peak)))
+                self.unsaid_peak = None
+            self.say("  ".join([self._name(metrics.step), *map(self._align, cells)]))
         if metrics.validation_loss is not None:
-            numbers += f"  validation loss {metrics.validation_loss:.4f}"
-        self.progress.update(self.task, completed=metrics.step, numbers=numbers)
-        is_shown = metrics.step in (1, self.num_steps) or metrics.validation_loss is not None
-        if not self.console.is_terminal and (is_shown or metrics.step % self.log_every == 0):
-            self.say(f"step {metrics.step:>5}/{self.num_steps}  {numbers}  lr {metrics.lr:.2e}")
+            self.say(f"{self._name(metrics.step)}  validation loss {metrics.validation_loss:.4f}")
+
+    def _name(self, step: int) -> str:
+        """A step in as many letters as the last one."""
+        return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
+
+    def _align(self, number: "Number") -> str:
+        """A number below those of earlier lines: as wide as the widest so far."""
+        column = number.name, number.unit
+        self.widths[column] = width = max(self.widths.get(column, 0), len(number.text))
+        return str(number._replace(text=number.text.rjust(width)))
 
     def show_table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """A table of two columns."""
@@ -63,10 +93,51 @@ class Display:
         self.console.print(table, highlight=False)
 
 
-Number = TypeVar("Number", int, float)
+class Number(NamedTuple):
+    """A number as a log has it."""
+
+    name: str
+    """What stands before it, if anything."""
+    text: str
+    unit: str = ""
+    """What stands after it, if anything."""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
 
 
-def compare(measured: Number | None, predicted: Number | None, show: Callable[[Number], str]) -> str:
+class TimeLeft:
+    """How long a run still takes."""
+
+    def __init__(self, num_steps: int, clock: Callable[[], float]):
+        """`clock` gives seconds."""
+        self.num_steps = num_steps
+        self.clock = clock
+        self.step_times_s = deque[float](maxlen=_RECENT_STEPS)
+        self.num_counted = 0
+        self.outside_s = 0.0  # of all steps but the first
+        self.seen_s: float | None = None
+
+    def after(self, step: int, step_time_s: float) -> float | None:
+        """Seconds after a step that has just been done; None after the first one, which is slower than others.
+
+        The median of recent steps, and what passes between steps, checkpoints and validation, as a mean of all so far.
+        """
+        now_s = self.clock()
+        if self.seen_s is not None:
+            self.step_times_s.append(step_time_s)
+            self.num_counted += 1
+            self.outside_s += max(0.0, now_s - self.seen_s - step_time_s)
+        self.seen_s = now_s
+        if not self.num_counted:
+            return None
+        return (self.num_steps - step) * (median(self.step_times_s) + self.outside_s / self.num_counted)
+
+
+T = TypeVar("T", int, float)
+
+
+def compare(measured: T | None, predicted: T | None, show: Callable[[T], str]) -> str:
     """A measured number beside its prediction, and how far that is off.
 
     >>> compare(0.5, 0.6, "{} s".format)
@@ -111,3 +182,16 @@ def format_bytes(count: int) -> str:
             return f"{count} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Minutes and seconds, from an hour on hours too, from a day on days and hours.
+
+    >>> [format_duration(seconds) for seconds in (9, 3729, 180_000)]
+    ['0:09', '1:02:09', '2d 02h']
+    """
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02}h"
+    return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"

@@ -190,10 +190,12 @@ class MetricsFile:
     def __init__(self, path: Path):
         self.path = path
 
-    def keep_until(self, step: int) -> None:
-        """Drop the lines after `step`, and a torn last one: a resumed run writes them again."""
+    def keep_until(self, step: int) -> int:
+        """Drop the lines after `step`, and a torn one: a resumed run writes them again. The last step there was."""
+        lines = self.read()
         if self.path.exists():
-            write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in self.read() if line["step"] <= step))
+            write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in lines if line["step"] <= step))
+        return lines[-1]["step"] if lines else 0
 
     def append(self, metrics: StepMetrics) -> None:
         """Add a line; it is on its way to disk when this returns."""

@@ -60,6 +60,7 @@ from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, Validation, time_steps
 from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from dtlayout.training.step import Launched, StepResult, TrainStep
+from dtlayout.training.trackers import Start, Trackers
 
 STEPS_DRAWN = 4
 """How many steps of a run memory.json shows."""
@@ -131,6 +132,7 @@ class _Run:
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
         console = Console(quiet=not self.is_writer)
         self.display = Display(console, config.train.steps, config.metrics.log_every)
+        self.trackers = Trackers(self.display.say)
         self.step_times_s: list[float] = []
         self.num_drawn = 0  # steps of which memory.json shows the curve
         estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
@@ -143,17 +145,23 @@ class _Run:
 
     def execute(self) -> int:
         first_step = self._resume()
+        self._say_what_starts(first_step)
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             resolved = replace(self.config, layout=OpenLayout(**asdict(self.layout)))
             write_whole(self.folder / "config.toml", resolved.to_toml())
-            self.metrics.keep_until(first_step)
+            noted = self.metrics.keep_until(first_step)
+            start = Start(folder=self.folder, config=asdict(resolved), done=first_step, noted=noted)
+            self.trackers.open(self.config.metrics.to, start)
         if self.config.metrics.memory and first_step == 0:
             self.assembly.runtime.before_action = self.memory.mark
             self.num_drawn = STEPS_DRAWN
-        self._say_what_starts(first_step)
-        with self.display:
-            exit_code, done = self._loop(first_step)
+        exit_code = None
+        try:
+            with self.display:
+                exit_code, done = self._loop(first_step)
+        finally:
+            self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self._report(exit_code, done)
         if exit_code == EXIT_DONE and self.config.checkpoint.export and self.is_writer:
             self._export()
@@ -273,6 +281,7 @@ class _Run:
         )
         if self.is_writer:
             self.metrics.append(metrics)
+            self.trackers.write(metrics)
         self.display.show(metrics)
 
     def _save(self, done: int) -> None:

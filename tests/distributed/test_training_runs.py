@@ -1,14 +1,17 @@
 """Real runs of train.py, under torchrun and alone: what they leave, how they resume, stop and end."""
 
 import json
+import os
 import re
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from launching import finish, launch, losses, read_lines, read_summary, started, wait_for_steps
 from tiny import SHAPE, TinyFiles, write_tiny
+from tracked import read_tensorboard, read_wandb
 
 from dtlayout.cli import main
 from dtlayout.config import load_config
@@ -24,6 +27,13 @@ KEYS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def offline():
+    """What W&B gets stays here."""
+    with mock.patch.dict(os.environ, WANDB_MODE="offline"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> TinyFiles:
     """Six steps of a model with tied embeddings as tp2, with a checkpoint after each third, validated by twos."""
@@ -32,9 +42,22 @@ def straight(tmp_path_factory) -> TinyFiles:
     held_out = folder / "held_out.txt"
     held_out.write_text("".join(f"{i} plus {i} is {i + i}. " for i in range(100)), encoding="utf-8")
     validation = (f"--validation.source={held_out}", "--validation.every=2", "--validation.batches=3")
-    overrides = ("--layout.tp=2", "--checkpoint.every=3", "--metrics.memory=true", *validation)
+    trackers = '--metrics.to=["tensorboard", "wandb"]'
+    overrides = ("--layout.tp=2", "--checkpoint.every=3", "--metrics.memory=true", trackers, *validation)
     assert launch(2, files.config, *overrides, log=log) == 0, log.read_text()
     return files
+
+
+def test_trackers_get_each_number_of_each_step_from_one_rank(straight):
+    lines = read_lines(straight.run)
+    shown, ((config, logged),) = read_tensorboard(straight.run), read_wandb(straight.run)
+    assert shown["train/loss"] == pytest.approx({line["step"]: line["loss"] for line in lines})
+    assert [numbers["train/loss"] for numbers in logged.values()] == losses(straight.run)
+    assert list(shown["validation/loss"]) == [2, 4, 6]
+    assert [step for step, numbers in logged.items() if "validation/loss" in numbers] == [2, 4, 6]
+    assert config["layout"]["tp"] == 2
+    log = (straight.config.parent / "log").read_text()
+    assert log.count("tensorboard --logdir") == log.count("wandb sync") == 1
 
 
 def test_validation_is_noted_when_it_is_due_and_summed_up(straight):
@@ -130,6 +153,9 @@ def test_the_config_that_a_run_leaves_resumes_it_to_the_bit(straight, half_done,
     for key in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [line[key] for line in read_lines(half_done)] == [line[key] for line in read_lines(straight.run)]
     assert read_summary(half_done)["outcome"] == "done"
+    resumed = read_tensorboard(half_done)["train/loss"]  # which refuses a step that is there twice
+    assert resumed == pytest.approx(read_tensorboard(straight.run)["train/loss"])
+    assert [list(steps) for _, steps in read_wandb(half_done)] == [[1, 2, 3, 4, 5, 6], [5, 6]]  # four were noted
 
 
 def test_a_run_resumes_under_another_layout_with_the_same_losses(straight, half_done, tmp_path):

@@ -17,7 +17,7 @@ from launching import launch as launch_ranks
 from launching import losses
 from tiny import ROOT, write_tiny
 
-from dtlayout import cluster, kernel, launch, optimizers
+from dtlayout import cluster, kernel, launch, optimizers, trackers
 from dtlayout.cli import main
 from dtlayout.costmodel import engine
 from dtlayout.models import families, presets
@@ -42,7 +42,7 @@ def plugged_in(name: str) -> Iterator[ModuleType]:
     module = f"extending.plugins.{name}"
     registries: list[dict[str, Any]] = [
         cluster._read_constants(), engine._read_engines(), *kernel.KERNELS.values(), schedules.SCHEDULES,
-        families.FAMILIES, presets.PRESETS, optimizers.OPTIMIZERS,
+        families.FAMILIES, presets.PRESETS, optimizers.OPTIMIZERS, trackers.TRACKERS,
     ]  # fmt: skip
     with ExitStack() as stack:
         for registry in registries:

@@ -2,51 +2,125 @@
 
 import io
 import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dtlayout.training.display import Display, compare, describe_peaks, format_bytes
+from dtlayout.training.display import Display, TimeLeft, compare, describe_peaks, format_bytes
 from dtlayout.training.metrics import StepMetrics
 
 
-def metrics(step: int, mfu: float | None = None) -> StepMetrics:
-    return StepMetrics(
+def metrics(step: int, **others) -> StepMetrics:
+    usual = StepMetrics(
         step=step, loss=2.5, grad_norm=0.125, lr=3e-4, tokens=step, step_time_s=1.0, tokens_per_s=12345.0,
-        tokens_per_s_per_gpu=1.0, model_tflops_per_gpu=1.0, mfu=mfu, peak_memory_bytes=None,
+        tokens_per_s_per_gpu=1.0, model_tflops_per_gpu=1.0, mfu=None, peak_memory_bytes=None,
     )  # fmt: skip
+    return replace(usual, **others)
 
 
-def shown(steps: list[int], *, num_steps: int, log_every: int, mfu: float | None = None, **console) -> str:
+def shown(steps: Sequence[StepMetrics], *, num_steps: int, log_every: int, clock=time.perf_counter, **console) -> str:
     written = io.StringIO()
-    with Display(Console(file=written, width=200, **console), num_steps, log_every) as display:
+    with Display(Console(file=written, width=200, **console), num_steps, log_every, clock) as display:
         for step in steps:
-            display.show(metrics(step, mfu))
+            display.show(step)
     return written.getvalue()
 
 
+def lines_of(steps: Sequence[StepMetrics], **arguments) -> list[str]:
+    return [line for line in shown(steps, **arguments).splitlines() if line]
+
+
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock that is so much later each time."""
+    return partial(next, count(0.0, seconds))
+
+
 def test_a_log_has_a_line_for_the_first_step_the_last_and_every_nth_between():
-    lines = [line for line in shown(list(range(1, 26)), num_steps=25, log_every=10).splitlines() if line]
+    lines = lines_of(list(map(metrics, range(1, 26))), num_steps=25, log_every=10, clock=ticking(1.0))
     assert [int(re.findall(r"\d+", line)[0]) for line in lines] == [1, 10, 20, 25]
-    assert lines[1] == "step    10/25  loss 2.5000  grad_norm 0.125  12,345 tokens/s  lr 3.00e-04"
+    assert lines[0] == "step  1/25  loss 2.5000  grad_norm 0.125  lr 3.00e-04  1.000 s  12,345 tok/s"
+    assert lines[1] == "step 10/25  loss 2.5000  grad_norm 0.125  lr 3.00e-04  1.000 s  12,345 tok/s  0:15 left"
 
 
 def test_mfu_is_shown_where_it_is_known():
-    assert "MFU 70.5%" in shown([1], num_steps=1, log_every=1, mfu=0.705)
-    assert "MFU 142.0%" in shown([1], num_steps=1, log_every=1, mfu=1.42)
-    assert "MFU" not in shown([1], num_steps=1, log_every=1)
+    for mfu, text in ((0.705, "  MFU 70.5%"), (1.42, "  MFU 142.0%")):
+        assert text in shown([metrics(1, mfu=mfu)], num_steps=1, log_every=1)
+    assert "MFU" not in shown([metrics(1)], num_steps=1, log_every=1)
+
+
+def test_the_newest_peak_is_shown_with_the_next_line():
+    steps = [metrics(step, peak_memory_bytes={2: 3 << 20, 4: 5 << 20}.get(step)) for step in range(1, 7)]
+    lines = lines_of(steps, num_steps=6, log_every=3)
+    assert ["peak" in line for line in lines] == [False, True, True]
+    assert lines[1].endswith("peak 3.00 MiB") and lines[2].endswith("peak 5.00 MiB")
+
+
+def test_validation_has_a_line_of_its_own_whether_its_step_has_one_or_not():
+    steps = [metrics(step, validation_loss=1.5 if step in (10, 14) else None) for step in range(1, 15)]
+    for terminal in (False, True):
+        lines = lines_of(steps, num_steps=100, log_every=10, force_terminal=terminal)
+        said = [line for line in lines if "validation" in line]
+        assert [line[-36:] for line in said] == [f"step  {step}/100  validation loss 1.5000" for step in (10, 14)]
+
+
+@given(
+    values=st.lists(
+        st.tuples(st.floats(0, 99), st.floats(1e-3, 999), st.floats(1e-3, 99), st.floats(1, 1e6)), min_size=1
+    ),
+    mfu=st.none() | st.floats(0, 1),
+)
+@settings(deadline=None)
+def test_lines_are_short_and_once_a_column_is_wide_enough_its_numbers_end_below_each_other(values, mfu):
+    num_steps = 100_000
+    steps = [
+        metrics(
+            num_steps - 1 - i, loss=loss, grad_norm=norm, step_time_s=seconds, tokens_per_s=speed, mfu=mfu,
+            peak_memory_bytes=80 << 30,
+        )
+        for i, (loss, norm, seconds, speed) in enumerate(values)
+    ]  # fmt: skip
+    # The same steps twice: the second time no number is wider than all before it.
+    lines = lines_of([*steps, *steps], num_steps=num_steps, log_every=1)[len(steps) :]
+    ends = {tuple(found.end() for found in re.finditer(r"[\d%:/](?=  | s | tok| G)", line)) for line in lines}
+    assert len({ending[:6] for ending in ends}) == 1
+    assert all(len(line) <= 130 for line in lines)
+
+
+def test_time_left_is_of_recent_steps_and_of_what_passes_between_them():
+    now = iter([0.0, 2.0, 4.0, 16.0])
+    left = TimeLeft(10, lambda: next(now))
+    assert left.after(1, 60.0) is None  # a first step compiles
+    assert left.after(2, 2.0) == 8 * 2.0
+    assert left.after(3, 2.0) == 7 * 2.0
+    assert left.after(4, 2.0) == pytest.approx(6 * (2.0 + 10.0 / 3))  # 10 s of a checkpoint, every third step
+
+
+def test_time_left_does_not_know_the_steps_before_a_resume_and_follows_a_new_speed():
+    left = TimeLeft(1000, ticking(1.0))
+    assert left.after(501, 9.0) is None
+    for step in range(502, 600):
+        assert left.after(step, 1.0) == 1000 - step
+    slow = TimeLeft(1000, ticking(4.0))
+    found = [slow.after(step, 1.0 if step < 100 else 4.0) for step in range(1, 200)]
+    assert found[-1] == pytest.approx(801 * (4.0 + 98 * 3.0 / 198))
 
 
 def test_a_terminal_has_a_bar_with_the_newest_numbers_and_no_lines():
-    text = shown([1, 2, 3], num_steps=3, log_every=1, force_terminal=True)
-    assert "3/3" in text and "12,345 tokens/s" in text
+    text = shown(list(map(metrics, (1, 2, 3))), num_steps=4, log_every=1, force_terminal=True, clock=ticking(1.0))
+    assert "3/4" in text and "12,345 tok/s" in text and "0:01 left" in text
     assert "lr" not in text
 
 
 def test_a_quiet_console_shows_nothing():
-    assert shown([1, 2], num_steps=2, log_every=1, quiet=True) == ""
+    steps = [metrics(1), metrics(2, validation_loss=1.0)]
+    assert shown(steps, num_steps=2, log_every=1, quiet=True) == ""
 
 
 def test_text_with_brackets_is_said_as_it_stands_and_is_not_wrapped():

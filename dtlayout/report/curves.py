@@ -1,0 +1,282 @@
+"""Curves of runs over their steps: loss, speed and memory of several runs in one picture each, and a page of them all.
+
+A run is a folder with metrics.jsonl, done or going on. What is noisy is drawn pale, with its exponential mean over it.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from dtlayout.config import load_config
+from dtlayout.errors import DtlayoutError
+from dtlayout.report import html
+from dtlayout.text import choose_unit
+from dtlayout.training.metrics import Validation, read_summary, time_steps
+
+_COLOURS = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors  # type: ignore[attr-defined]
+_MEAN_SHARE, _LEAST_MEAN, _EARLIER = 50, 3.0, 10
+"""Where nobody says how far a mean reaches: over the longest run's steps by this, and at least over so many; in any
+case over no more than the steps so far by this."""
+_MOST_VECTORS = 2000
+"""Points of a noisy line from which on a page holds it as pixels."""
+_MOST_NAMED = 3
+"""Runs that a title names."""
+_TAIL = 10
+"""Steps at the end whose mean is the final loss, as in summary.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurves:
+    """What one run has written down so far."""
+
+    name: str
+    outcome: str
+    """As in summary.json; "" where nobody knows."""
+    layout: str
+    """What it ran as; "" where its config cannot be read."""
+    lines: list[dict[str, Any]]
+    """Those of metrics.jsonl, in the order of their steps."""
+    num_torn: int
+    """Lines of metrics.jsonl that cannot be read."""
+
+    def read(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps, and a number of StepMetrics at each of those that have it."""
+        found = [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
+    """The runs in these folders; DtlayoutError if one is no run, or none has done a step."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    if not any(run.lines for run in runs):
+        raise DtlayoutError(f"{', '.join(names)}: no step is done yet, so there is nothing to draw")
+    return runs
+
+
+def _read_run(folder: Path, name: str) -> RunCurves:
+    metrics, config = folder / "metrics.jsonl", folder / "config.toml"
+    if not metrics.is_file() and not config.is_file():
+        raise DtlayoutError(f"{folder} is no run: it has neither metrics.jsonl nor config.toml")
+    lines, num_torn = {}, 0
+    try:
+        text = metrics.read_text(encoding="utf-8", errors="replace") if metrics.is_file() else ""
+    except OSError as error:
+        raise DtlayoutError(f"{metrics} cannot be read: {error.strerror}") from None
+    for raw in text.splitlines():
+        try:
+            line = json.loads(raw)
+            is_step = line["step"] >= 1
+        except (ValueError, KeyError, TypeError):
+            is_step = False
+        if is_step:
+            lines[line["step"]] = line
+        else:
+            num_torn += 1
+    try:
+        found = load_config(config).layout
+        layout = str(found.resolve(found.smallest_world_size))
+    except DtlayoutError:  # none, or of another version
+        layout = ""
+    return RunCurves(
+        name=name, outcome=str(read_summary(folder).get("outcome", "")), layout=layout,
+        lines=[lines[step] for step in sorted(lines)], num_torn=num_torn,
+    )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def smooth(values: Sequence[float], num_steps: float) -> list[float]:
+    """Exponential means that reach over so many values, and over no more than a tenth of those so far.
+
+    A loss falls fast at first: there a mean over many would lie far above it.
+
+    >>> smooth([8.0, 4.0, 2.0], 50), smooth([1.0] * 30 + [2.0], 2)[-1]
+    ([8.0, 4.0, 2.0], 1.5)
+    """
+    means: list[float] = []
+    for i, value in enumerate(values, 1):
+        share = 1 / max(1.0, min(num_steps, i / _EARLIER))
+        means.append(share * value + (1 - share) * (means[-1] if means else value))
+    return means
+
+
+class Curves:
+    """Pictures and a table of some runs."""
+
+    def __init__(self, runs: Sequence[RunCurves], smooth_steps: float | None = None):
+        """`smooth_steps`: how far means reach; by default a fiftieth of the longest run, and 3."""
+        self.runs = [run for run in runs if run.lines]
+        self.without_steps = [run.name for run in runs if not run.lines]
+        self.num_torn = sum(run.num_torn for run in runs)
+        longest = max(len(run.lines) for run in self.runs)
+        self.smooth_steps = max(_LEAST_MEAN, longest / _MEAN_SHARE) if smooth_steps is None else smooth_steps
+
+    @property
+    def title(self) -> str:
+        """What is drawn."""
+        names = [run.name for run in self.runs]
+        return ", ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} runs"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a picture does not say."""
+        notes = []
+        if self.smooth_steps > 1:
+            reach = f"{self.smooth_steps:g} steps, at first over fewer"
+            notes.append(f"Strong lines are exponential means of the pale ones, over {reach}.")
+        if self.without_steps:
+            notes.append(f"Without a step yet: {', '.join(self.without_steps)}.")
+        if self.num_torn:
+            notes.append(f"Lines of metrics.jsonl that cannot be read and are left out: {self.num_torn}.")
+        return notes
+
+    def draw(self) -> Iterator[tuple[str, str, Figure]]:
+        """A short name, a title and a figure of each quantity that some run has measured."""
+        yield "loss", "Loss", self._draw_loss()
+        yield "speed", "Speed", self._draw_line("tokens_per_s", "tokens/s", 1.0)
+        if any(run.read("mfu")[1] for run in self.runs):
+            yield "mfu", "Model FLOPs utilization", self._draw_line("mfu", "MFU, %", 0.01)
+        if peaks := [peak for run in self.runs for peak in run.read("peak_memory_bytes")[1]]:
+            unit, size = choose_unit(max(peaks))
+            yield "memory", "Peak memory of the fullest rank", self._draw_peaks(unit, size)
+
+    def list_rows(self) -> list[list[str]]:
+        """A row for each run, below the names of the columns that some run has measured; empty where one has not."""
+        rows = [_describe(run) for run in self.runs]
+        columns = [name for name in rows[0] if any(row[name] for row in rows)]
+        return [columns, *([row[name] for name in columns] for row in rows)]
+
+    def write_page(self, path: Path) -> None:
+        """Write table and pictures as one page; DtlayoutError if it cannot be written."""
+        parts = [html.paragraph(note, "note") for note in self.notes]
+        parts.append(f'<div class="wide">{html.table(self.list_rows(), " class=runs")}</div>')
+        parts += [html.heading(title) + html.picture(figure) for _, title, figure in self.draw()]
+        html.write_page(path, self.title, parts, _STYLE)
+
+    def write_pictures(self, folder: Path) -> list[Path]:
+        """Write a PNG of each; the files. DtlayoutError if they cannot be written."""
+        written = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, title, figure in self.draw():
+                figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+                written.append(folder / f"{name}.png")
+                figure.savefig(written[-1], dpi=150)
+                plt.close(figure)
+        except OSError as error:
+            raise DtlayoutError(f"pictures in {folder} cannot be written: {error.strerror}") from None
+        return written
+
+    def _draw_loss(self) -> Figure:
+        figure, axes = self._begin("nats per token")
+        for colour, run in self._coloured():
+            self._draw_mean(axes, *run.read("loss"), colour, run.name)
+            steps, losses = run.read("validation_loss")
+            if steps:
+                axes.plot(
+                    steps, losses, color=colour, marker="o", markersize=4, linewidth=1, linestyle=(0, (4, 2)),
+                    markerfacecolor="white", label=f"{run.name}, validation",
+                )  # fmt: skip
+        return _end(figure)
+
+    def _draw_line(self, key: str, unit: str, size: float) -> Figure:
+        figure, axes = self._begin(unit)
+        for colour, run in self._coloured():
+            steps, values = run.read(key)
+            if steps:
+                self._draw_mean(axes, steps, [value / size for value in values], colour, run.name)
+        axes.set_ylim(bottom=0)
+        return _end(figure)
+
+    def _draw_peaks(self, unit: str, size: int) -> Figure:
+        figure, axes = self._begin(unit)
+        for colour, run in self._coloured():
+            steps, peaks = run.read("peak_memory_bytes")
+            if steps:
+                heights = [peak / size for peak in peaks]
+                axes.plot(steps, heights, color=colour, marker="o", markersize=4, linewidth=1.2, label=run.name)
+        axes.margins(y=0.1)
+        axes.set_ylim(bottom=0)
+        return _end(figure)
+
+    def _draw_mean(self, axes: Axes, steps: Sequence[int], values: Sequence[float], colour: Any, label: str) -> None:
+        """What was measured, pale, and its mean; a single step is a point."""
+        if self.smooth_steps > 1 and len(steps) > 1:
+            is_long = len(steps) > _MOST_VECTORS
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8, rasterized=is_long)
+        marker = "o" if len(steps) == 1 else None
+        means = smooth(values, self.smooth_steps)
+        every = -(-len(steps) // _MOST_VECTORS)
+        shown = [i for i in range(len(steps)) if i % every == 0 or i == len(steps) - 1]
+        axes.plot(
+            [steps[i] for i in shown], [means[i] for i in shown], color=colour, linewidth=1.6, marker=marker,
+            markersize=4, label=label,
+        )  # fmt: skip
+
+    def _begin(self, unit: str) -> tuple[Figure, Axes]:
+        figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
+        axes.set(xlabel="step", ylabel=unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.92", linewidth=0.6)
+        axes.set_axisbelow(True)
+        return figure, axes
+
+    def _coloured(self) -> Iterator[tuple[Any, RunCurves]]:
+        """Each run in the same colour everywhere."""
+        return ((_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(self.runs))
+
+
+_STYLE = """
+body { max-width: 74em; } .wide { overflow-x: auto; } th { white-space: nowrap; }
+.runs td:nth-child(-n+2), .runs th:nth-child(-n+2) { text-align: left; }
+"""
+
+
+def _end(figure: Figure) -> Figure:
+    """With a legend above, in as many columns as fit."""
+    (axes,) = figure.axes
+    axes.set_xlim(left=0)
+    _, labels = axes.get_legend_handles_labels()
+    columns = max(1, min(len(labels), 110 // (max(map(len, labels)) + 6)))
+    figure.legend(loc="outside upper right", fontsize=8, ncols=columns, frameon=False)
+    return figure
+
+
+def _describe(run: RunCurves) -> dict[str, str]:
+    """Column → cell."""
+    losses, mfu, peaks = (run.read(key)[1] for key in ("loss", "mfu", "peak_memory_bytes"))
+    validation = Validation.of(run.lines)
+    step_time_s, _ = time_steps(run.read("step_time_s")[1])
+    tokens = run.lines[0].get("tokens", 0) / run.lines[0]["step"]
+    unit, size = choose_unit(max(peaks, default=0))
+
+    def show(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    last = losses[-_TAIL:]
+    return {
+        "run": run.name, "layout": run.layout, "outcome": run.outcome, "steps": f"{run.lines[-1]['step']:,}",
+        "loss": show(sum(last) / len(last) if last else None, ".4f"),
+        "validation": show(validation.last if validation else None, ".4f"),
+        "best": show(validation.best if validation else None, ".4f"),
+        "tokens/s": show(tokens / step_time_s if step_time_s else None, ",.0f"),
+        "MFU": show(median(mfu) if mfu else None, ".1%"),
+        "peak memory": f"{max(peaks) / size:.2f} {unit}" if peaks else "",
+    }  # fmt: skip

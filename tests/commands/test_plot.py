@@ -1,0 +1,155 @@
+"""dtlayout plot: curves of runs that are done, going on, torn or one step long, in files that need no others."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny
+
+from dtlayout.cli import main
+from dtlayout.report.curves import Curves, read_runs, smooth
+from dtlayout.training.metrics import StepMetrics
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def metrics(step: int, *, mfu: float | None = None) -> StepMetrics:
+    return StepMetrics(
+        step=step, loss=2 + 3 / step, grad_norm=0.5, lr=1e-3, tokens=128 * step, step_time_s=0.25, tokens_per_s=512.0,
+        tokens_per_s_per_gpu=256.0, model_tflops_per_gpu=0.125, mfu=mfu,
+        peak_memory_bytes=3 << 20 if step in (2, 9) else None, validation_loss=1 + 4 / step if step % 5 == 0 else None,
+    )  # fmt: skip
+
+
+def write_run(folder: Path, num_steps: int, *, torn: str = "", outcome: str = "done", **others) -> Path:
+    """A run folder with so many steps; `torn` ends its metrics."""
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(asdict(metrics(step, **others))) + "\n" for step in range(1, num_steps + 1))
+    (folder / "metrics.jsonl").write_text(lines + torn)
+    (folder / "summary.json").write_text(json.dumps({"outcome": outcome}))
+    return folder
+
+
+def plot(*arguments) -> int:
+    return main(["plot", *map(str, arguments)])
+
+
+def answer(capsys, *arguments) -> dict:
+    assert plot(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_runs_of_any_length_are_one_page_and_pictures(tmp_path, capsys):
+    runs = [
+        write_run(tmp_path / "long", 30, mfu=0.4),
+        write_run(tmp_path / "going-on", 7, torn='{"step": 8, "lo', outcome="running"),
+        write_run(tmp_path / "short", 1),
+    ]
+    found = answer(capsys, *runs, "--page", "all.html", "--png", "new/pictures")
+    assert [row["run"] for row in found["runs"]] == ["long", "going-on", "short"]
+    long, going_on, short = found["runs"]
+    assert long == {
+        "run": "long", "outcome": "done", "steps": "30", "loss": f"{sum(2 + 3 / s for s in range(21, 31)) / 10:.4f}",
+        "validation": f"{1 + 4 / 30:.4f}", "best": f"{1 + 4 / 30:.4f}", "tokens/s": "512", "MFU": "40.0%",
+        "peak memory": "3.00 MiB",
+    }  # fmt: skip
+    assert (going_on["outcome"], going_on["steps"], going_on["MFU"]) == ("running", "7", "")
+    assert (short["loss"], short["validation"], short["peak memory"]) == ("5.0000", "", "")
+    pictures = [f"new/pictures/{name}.png" for name in ("loss", "speed", "mfu", "memory")]
+    assert found["files"] == ["all.html", *pictures]
+    assert all(Path(path).read_bytes().startswith(PNG) for path in pictures)
+    page = Path("all.html").read_text()
+    assert page.count("<svg") == 4 and page.count("<h2>") == 4
+    assert not re.search(r'(?:src|href)="(?!#|data:)', page)  # it needs no other file
+    assert any("left out: 1" in note for note in found["notes"])
+
+
+def test_without_options_there_is_a_page_here_and_with_png_alone_there_is_none(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 3)
+    assert plot(run, "--png", "pictures") == 0
+    assert not Path("plot.html").exists()
+    assert plot(run) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "wrote plot.html"
+    assert "<h1>run</h1>" in Path("plot.html").read_text()
+
+
+def test_a_quantity_that_nobody_measured_has_no_picture_and_no_column(tmp_path, capsys):
+    found = answer(capsys, write_run(tmp_path / "run", 1), "--png", "pictures")
+    assert found["files"] == ["pictures/loss.png", "pictures/speed.png"]
+    assert found["runs"][0].keys() == {"run", "outcome", "steps", "loss", "tokens/s"}
+
+
+def test_a_run_without_a_step_is_named_beside_others_and_refused_alone(tmp_path, capsys):
+    run, new = write_run(tmp_path / "run", 3), tmp_path / "new"
+    new.mkdir()
+    write_tiny(new).config.rename(new / "config.toml")
+    assert any("new" in note for note in answer(capsys, run, new)["notes"])
+    assert plot(new) == 2
+    assert capsys.readouterr().err == "new: no step is done yet, so there is nothing to draw\n"
+
+
+def test_the_layout_is_that_of_the_runs_config(tmp_path, capsys):
+    files, run = write_tiny(tmp_path), write_run(tmp_path / "run", 3)
+    (run / "config.toml").write_text(files.config.read_text().replace("[layout]", "[layout]\ntp = 2"))
+    assert answer(capsys, run)["runs"][0]["layout"] == "tp2+sp mb2 zero1"
+    (run / "config.toml").write_text("[of another version]\n")
+    assert "layout" not in answer(capsys, run)["runs"][0]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys):
+    paths = [write_run(tmp_path / name / "run", 3) for name in ("a", "b")]
+    assert [row["run"] for row in answer(capsys, *paths)["runs"]] == list(map(str, paths))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["nowhere"], "nowhere is no run: it has neither metrics.jsonl nor config.toml"),
+        (["run", "--smooth", "0.5"], "--smooth 0.5 must be at least 1"),
+        (["run", "--smooth", "nan"], "--smooth nan must be at least 1"),
+        (["run", "--page", "nowhere/plot.html"], "page nowhere/plot.html cannot be written: No such file or directory"),
+        (["run", "--png", "run/metrics.jsonl"], "pictures in run/metrics.jsonl cannot be written: File exists"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_a_line(tmp_path, capsys, arguments, problem):
+    write_run(tmp_path / "run", 3)
+    assert plot(*arguments) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"{problem}\n")
+
+
+def test_lines_that_are_no_steps_are_left_out_and_numbers_that_are_none_not_drawn(tmp_path):
+    run = write_run(
+        tmp_path / "run", 3, torn='\0\0\n[1]\n{"step": 5, "loss": NaN, "tokens_per_s": 8}\n{"loss": 1}\n{"step": 0}\n'
+    )
+    (curves,) = read_runs([run])
+    assert curves.num_torn == 4
+    assert curves.read("loss") == ([1, 2, 3], [5.0, 3.5, 3.0])
+    assert curves.read("tokens_per_s")[0] == [1, 2, 3, 5]
+
+
+def test_a_mean_is_drawn_over_what_is_noisy_and_none_where_none_is_asked_for(tmp_path):
+    runs = read_runs([write_run(tmp_path / "run", 200)])
+    for smooth_steps, labels in ((20.0, ["_child0", "run", "run, validation"]), (1.0, ["run", "run, validation"])):
+        _, _, figure = next(Curves(runs, smooth_steps).draw())
+        lines = figure.axes[0].get_lines()
+        assert [line.get_label() for line in lines] == labels
+    raw = [2 + 3 / step for step in range(1, 201)]
+    assert list(lines[0].get_ydata()) == raw
+    assert list(lines[1].get_xdata()) == list(range(5, 201, 5))
+    assert Curves(runs).smooth_steps == 200 / 50
+
+
+def test_a_mean_follows_a_level_and_lags_little_where_it_falls_fast():
+    assert smooth([], 9) == [] and smooth([3.0] * 50, 9) == pytest.approx([3.0] * 50)
+    falling = [8 * 0.99**step for step in range(400)]
+    assert max(mean - value for mean, value in zip(smooth(falling, 1000), falling, strict=True)) < 0.4
+    noisy = smooth([1.0, -1.0] * 500, 50)
+    assert max(map(abs, noisy[500:])) < 0.03
