@@ -156,6 +156,8 @@ class _Run:
         with self.display:
             exit_code, done = self._loop(first_step)
         self._report(exit_code, done)
+        # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
+        dist.barrier(group=self.host)
         if exit_code == EXIT_DONE and self.config.checkpoint.export and self.is_writer:
             self._export()
         return exit_code
