@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch under a Slurm that tests/support/slurm.py plays: what comes again, what does not, and how often."""
+"""scripts/slurm.sbatch under a Slurm that is played: what comes again, what does not, and how often."""
 
 import json
 import shutil

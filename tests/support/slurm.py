@@ -1,7 +1,7 @@
 """As much of Slurm as scripts/slurm.sbatch uses, on this machine: srun, scancel and scontrol, which note their calls.
 
-`python slurm.py NAME ARGUMENTS…` is one of them. A task that ends badly takes the others with it at once, srun kills its
-tasks when it gets a SIGTERM, and scancel signals every process of a step, as Slurm's do.
+`python slurm.py NAME ARGUMENTS…` is one of them. As Slurm's do, a task that ends badly takes the others with it, srun
+kills its tasks when it gets a SIGTERM, and scancel signals every process of a step.
 """
 
 import os
@@ -17,7 +17,7 @@ from dtlayout.sweep import processes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm.sbatch"
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 150
 JOB = "42"
 
 
