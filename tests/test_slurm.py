@@ -1,9 +1,9 @@
 """scripts/slurm.sbatch under a Slurm that is played: what comes again, what does not, and how often."""
 
 import json
-import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -73,8 +73,10 @@ def test_the_log_says_if_tp_crosses_nodes(slurm, files):
 def test_a_job_that_slurm_ends_is_not_brought_back(slurm, files):
     step = f"end() {{ {end_as(files, 'stopped')}; }}; trap end TERM; touch {files.run}/is-there; sleep 60 & wait"
     with slurm.submitted(files.config, step=step) as process:
+        deadline = time.monotonic() + 60
         while not (files.run / "is-there").exists():
-            assert process.poll() is None, slurm.log.read_text()
+            assert process.poll() is None and time.monotonic() < deadline, slurm.log.read_text()
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         subprocess.run([slurm.folder / "bin" / "scancel", "--signal=TERM", "42"], env=slurm.environment, check=True)
         assert process.wait(timeout=30) == 3, slurm.log.read_text()
@@ -99,7 +101,6 @@ def test_a_run_whose_time_is_up_saves_on_all_nodes_comes_again_and_ends(tmp_path
     assert [line["step"] for line in read_lines(files.run)] == list(range(1, done + 3))
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="it is a script for bash")
 def test_without_arguments_it_says_how_it_is_used():
     ended = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and "scripts/slurm.sbatch CONFIG.toml" in ended.stderr
