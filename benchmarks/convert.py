@@ -1,6 +1,6 @@
 """Memory and time of `dtlayout convert`, both ways, on weights that take no disk.
 
-    PYTHONPATH=. python -m benchmarks.convert --model llama3.1-70b --folder FOLDER
+    make bench-convert ARGS="--model llama3.1-70b"
 
 A folder of zeros is made as Hugging Face would shard it, its files but for their headers holes. It becomes a
 checkpoint, and that a folder again, each in a process of its own, whose peak memory (maximum resident set size) is what
@@ -16,6 +16,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="llama3.1-70b", help="a preset")
     parser.add_argument("--layers", type=int, help="fewer layers than it has")
-    parser.add_argument("--folder", type=Path, required=True, help="where it works; holds no data to speak of")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=("in", "out"), help=argparse.SUPPRESS)
     parser.add_argument("--sizes", type=int, nargs=2, default=(FILE_BYTES, sharded._PIECE_BYTES), metavar="BYTES")
     options = parser.parse_args()
@@ -49,8 +50,9 @@ def main() -> int:
         print(json.dumps(convert(options.folder, options.way, *options.sizes)))
         return 0
     model = find_preset(options.model)
-    for measured in measure(replace(model, num_layers=options.layers or model.num_layers), options.folder):
-        print(json.dumps(measured), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for measured in measure(replace(model, num_layers=options.layers or model.num_layers), Path(folder)):
+            print(json.dumps(measured), flush=True)
     return 0
 
 
