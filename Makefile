@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-convert clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -64,6 +64,10 @@ bench-findings: .venv/.installed
 # Successive halving replayed on such tables: make bench-halving TABLES="FILE …"; without one it skips.
 bench-halving: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.halving $(TABLES) --out benchmarks/halving.md
+
+# Memory of dtlayout convert both ways, with the shapes of Llama 70B and files that are holes: a quarter of an hour.
+bench-convert: .venv/.installed
+	PYTHONPATH=. $(BIN)/python -m benchmarks.convert $(ARGS)
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

@@ -1,7 +1,8 @@
-"""Weights from a Hugging Face folder into any layout, and from a checkpoint of any layout into such a folder.
+"""Weights from a Hugging Face folder into any layout, or into a checkpoint, and from a checkpoint into such a folder.
 
 A rank reads its own slices alone, and of several that hold the same only the first reads: the others get it from there.
-Tensors go out a file at a time. Which tensors and files there are is `models.weights`.
+Tensors go out a file at a time, and into a checkpoint a piece at a time. Which tensors and files there are is
+`models.weights`.
 """
 
 import json
@@ -20,14 +21,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtlayout.checkpoint.sharded import load_parameters, read_model
+from dtlayout.checkpoint.sharded import load_parameters, read_model, save_weights
 from dtlayout.data.chat import TEMPLATE_NAME
 from dtlayout.data.tokenizer import find_file, load_tokenizer
-from dtlayout.errors import CheckpointError
+from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.files import expand
 from dtlayout.model_shape import ModelShape
-from dtlayout.models.files import to_hf
-from dtlayout.models.weights import FILE_BYTES, INDEX, StoredTensor, find_weights, list_weights, make_index, plan_files
+from dtlayout.models.files import find_model, to_hf
+from dtlayout.models.weights import (
+    FILE_BYTES,
+    FORMATS,
+    INDEX,
+    StoredTensor,
+    find_weight_problems,
+    find_weights,
+    list_weights,
+    make_index,
+    plan_files,
+)
 from dtlayout.plans.init import CHUNK, allocate, find_place
 
 _TOKENIZER = "tokenizer.json"
@@ -136,6 +147,34 @@ def export_weights(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint} cannot be written to {folder}: {type(error).__name__} {error}") from error
     return sum(sizes.values())
+
+
+def import_weights(source: Path, folder: Path) -> int:
+    """Write the weights of a Hugging Face folder as a run folder that has a checkpoint after no step; their bytes.
+
+    On one process. They keep their formats, so that a run starts from the same bits as with `train.init_from`. The
+    folder is there when it is whole. InvalidConfig for a model or weights that are not known, CheckpointError if
+    something cannot be read or written.
+    """
+    model, stored = find_model(str(source / "config.json")), find_weights(source)
+    if problems := find_weight_problems(stored, model):
+        raise InvalidConfig([f"{source}: {problem}" for problem in problems])
+    formats: dict[str, torch.dtype] = {
+        name: getattr(torch, FORMATS[stored[name].format]) for name, _ in list_weights(model)
+    }
+    try:
+        with _made_whole(folder) as partial:
+
+            def read(name: str, rows: slice) -> Tensor:
+                # Opened anew for each piece: what was read of an open file stays mapped, and counts as memory.
+                with safe_open(stored[name].file, framework="pt") as file:
+                    tensor: Tensor = file.get_slice(name)[rows]
+                return tensor
+
+            save_weights(partial / "checkpoints", model, formats, read)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{source} cannot be written to {folder}: {type(error).__name__} {error}") from error
+    return sum(prod(shape) * formats[name].itemsize for name, shape in list_weights(model))
 
 
 @contextmanager

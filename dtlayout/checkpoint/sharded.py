@@ -2,15 +2,17 @@
 
 RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and the optimizer's state under their names in the whole
 model, so that any layout can load them) and `state.json` (step, model, optimizer and origin). It is written under
-another name and renamed when it is whole: a folder with that name is a whole checkpoint.
+another name and renamed when it is whole: a folder with that name is a whole checkpoint. One whose optimizer is null
+holds weights alone, which a run starts from like from weights of its own.
 """
 
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dtlayout import toml
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
+from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
 
 _PREFIX = "step-"
+_PIECE_BYTES = 256 << 20
+"""Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
 
 def save_checkpoint(
@@ -46,7 +54,7 @@ def save_checkpoint(
     agree over `group`, by default the group of all; one of gloo keeps what may take long from under NCCL's watchdog.
     CheckpointError on every rank if a file cannot be written.
     """
-    path = folder / f"{_PREFIX}{step:08d}"
+    path = _name(folder, step)
     partial = folder / f"partial-{step:08d}"
 
     def begin() -> None:
@@ -54,9 +62,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
 
     def finish() -> None:
-        kept = _describe_optimizer(settings)
-        state = {"step": step, "model": asdict(model), "optimizer": kept, "origin": dict(origin or {})}
-        (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        _write_state(partial, step, model, _describe_optimizer(settings), origin or {})
         if path.exists():  # the same step again, after a resume from an older checkpoint
             _remove(path)
         os.replace(partial, path)
@@ -64,13 +70,73 @@ def save_checkpoint(
             _remove(old)
 
     _do_on_first_rank(begin, path, group)
-    tensors = _collect_tensors(modules, optimizer, model, settings)
+    tensors = _collect_tensors(modules, optimizer, model, settings.state)
     try:
         dcp.save(tensors, checkpoint_id=str(partial / "tensors"), process_group=group)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
     _do_on_first_rank(finish, path, group)
     return path
+
+
+def save_weights(
+    folder: Path, model: ModelShape, formats: Mapping[str, torch.dtype], read: Callable[[str, slice], Tensor]
+) -> Path:
+    """Save weights without an optimizer's state as what `folder` has after no step, on one process.
+
+    `formats` has each weight's, and `read` gives some of its rows, when they are written; so no more than a piece is in
+    memory. The checkpoint is not whole before this returns. CheckpointError if a file cannot be written.
+    """
+    path = _name(folder, 0)
+    planner = _PiecePlanner({f"parameters.{name}": (shape, formats[name]) for name, shape in list_weights(model)}, read)
+    writer = dcp.FileSystemWriter(path / "tensors", single_file_per_rank=False)  # it keeps what it writes to one file
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
+    _write_state(path, 0, model, None, {})
+    return path
+
+
+class _PiecePlanner(DefaultSavePlanner):
+    """Plans tensors that are nowhere yet, in pieces of some rows each."""
+
+    def __init__(
+        self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], read: Callable[[str, slice], Tensor]
+    ):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._tensors, self._read = tensors, read
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for name in self._tensors for item in self._split(name)])
+        return self.plan
+
+    def _split(self, name: str) -> Iterator[WriteItem]:
+        shape, dtype = self._tensors[name]
+        num_rows = max(1, _PIECE_BYTES // (prod(shape[1:]) * dtype.itemsize))
+        for first in range(0, shape[0], num_rows):
+            offsets = torch.Size([first, *(0 for _ in shape[1:])])
+            sizes = torch.Size([min(num_rows, shape[0] - first), *shape[1:]])
+            piece = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), torch.Size(shape))
+            yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=piece)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None and write_item.index.offset is not None, "every item is a piece"
+        first, num_rows = write_item.index.offset[0], write_item.tensor_data.chunk.sizes[0]
+        return self._read(write_item.index.fqn.removeprefix("parameters."), slice(first, first + num_rows))
+
+
+def _name(folder: Path, step: int) -> Path:
+    return folder / f"{_PREFIX}{step:08d}"
+
+
+def _write_state(
+    path: Path, step: int, model: ModelShape, optimizer: dict[str, Any] | None, origin: Mapping[str, Any]
+) -> None:
+    state = {"step": step, "model": asdict(model), "optimizer": optimizer, "origin": dict(origin)}
+    (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
 def _do_on_first_rank(work: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
@@ -132,12 +198,15 @@ def load_checkpoint(
 ) -> int:
     """Load parameters and optimizer state in place, whatever layout saved them; the number of steps that they saw.
 
+    Where the checkpoint holds weights alone, the optimizer stays as it is.
+
     Ranks agree over `group`, as in `save_checkpoint`. CheckpointError if the checkpoint is of another model or
     optimizer, or cannot be read.
     """
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        step, saved_model, saved_optimizer = int(state["step"]), dict(state["model"]), dict(state.get("optimizer", {}))
+        step, saved_model, saved_optimizer = int(state["step"]), dict(state["model"]), state.get("optimizer", {})
+        kept_settings = {} if saved_optimizer is None else dict(saved_optimizer)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
     wanted = {name: value for name, value in json.loads(json.dumps(asdict(model))).items() if name != "name"}
@@ -145,19 +214,20 @@ def load_checkpoint(
     defaults = {f.name: f.default for f in fields(ModelShape) if f.default is not MISSING}
     saved = {name: saved_model.get(name, defaults.get(name)) for name in wanted}
     changes = {"model": find_changes(saved, wanted)}
-    changes["optimizer"] = find_changes(saved_optimizer, _describe_optimizer(settings))
+    changes["optimizer"] = find_changes(kept_settings, _describe_optimizer(settings))
     for what, changed in changes.items():
         if changed:
             listed = ", ".join(f"{name}={old} (config: {new})" for name, (old, new) in changed.items())
             raise CheckpointError(f"{path} holds another {what}: {listed}; use another train.run_folder")
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    has_state = saved_optimizer is not None
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if has_state):
         kept = optimizer.state[parameter]
         if settings.step_bytes:
             kept["step"] = torch.tensor(float(step), device=parameter.device)
         for name, number_format in settings.state.items():
             kept[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
     try:
-        tensors = _collect_tensors(modules, optimizer, model, settings)
+        tensors = _collect_tensors(modules, optimizer, model, settings.state if has_state else ())
         dcp.load(tensors, checkpoint_id=str(path / "tensors"), process_group=group)
     except (CheckpointException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
@@ -203,14 +273,14 @@ def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
 
 
 def _collect_tensors(
-    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, settings: Optimizer
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, kinds: Collection[str]
 ) -> dict[str, Tensor]:
-    """This rank's shards by kind and name; tied weights under their first name on every stage."""
+    """This rank's shards, with these kinds of state; tied weights under their first name on every stage."""
     tensors: dict[str, Tensor] = {}
     for module in modules:
         for local_name, parameter in module.named_parameters():
             name = model.aliases.get(local_name, local_name)
             tensors[f"parameters.{name}"] = parameter.detach()
-            for kept in settings.state:
+            for kept in kinds:
                 tensors[f"{kept}.{name}"] = optimizer.state[parameter][kept]
     return tensors

@@ -1,8 +1,10 @@
-"""Tokens on every node: its first process prepares them, the others hear from it where they lie, or why they don't.
+"""Tokens on every node: prepared once, and each node's first process sees that they are there, or prepares them itself.
 
-So one process a node asks the filesystem for every source file and reads the tokenizer. What the others hear goes
-through the store by which the ranks have found each other: it needs no lock, belongs to this start of the run alone,
-and is there before any process group.
+One process prepares, that of rank 0. Then the first process of every other node looks for the folder that this left:
+on a filesystem that the nodes share it is there, whole and with the same content; on a disk of its own it may be, from
+an earlier run. Only a node that does not see it asks for the source's files and prepares too. What the nodes tell one
+another, and each its other ranks, goes through the store by which the ranks have found each other: it needs no lock,
+belongs to this start of the run alone, and is there before any process group.
 """
 
 import json
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtlayout.config import DataConfig
-from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.prepare import INFO_NAME, prepare_tokens
 from dtlayout.errors import DataError, DtlayoutError
 
 if TYPE_CHECKING:
@@ -25,27 +27,59 @@ PATIENCE = timedelta(days=1)
 
 
 def prepare_on_node(data: DataConfig, store: "dist.Store", what: str = "tokens") -> Path:
-    """The folder that `prepare_tokens` leaves; of all ranks, which call this, local rank 0 of each node prepares it.
+    """The folder that `prepare_tokens` leaves, as this node sees it; all ranks call this, and rank 0 prepares.
 
-    DataError on all ranks of all nodes, with the reason, if it fails on one. All wait for the slowest, so that none is
-    alone in a process group. Nodes that share a filesystem may each prepare the same. However many nodes there are, a
-    rank asks the store for two answers, by names that begin with `what`.
+    Local rank 0 of another node prepares only if it does not see what rank 0 has left. DataError on all ranks of all
+    nodes, with the reason, if that fails on one or gives other tokens. All wait for the slowest, so that none is alone
+    in a process group. However many nodes there are, a rank asks the store for two answers, by names that begin with
+    `what`.
     """
     node, num_nodes = os.environ.get("GROUP_RANK", socket.gethostname()), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    own, everywhere = f"{what}/{node}", f"{what}/everywhere"
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            store.set(own, json.dumps({"folder": str(prepare_tokens(data).absolute())}))
-        except BaseException as error:
-            reason = f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
-            for key in (own, everywhere):
-                store.set(key, json.dumps({"error": str(error) if isinstance(error, DtlayoutError) else reason}))
-            raise
-        if store.add(f"{what}/ready", 1) == num_nodes:
-            store.set(everywhere, "{}")
+    first, own, everywhere = f"{what}/first", f"{what}/node/{node}", f"{what}/everywhere"
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        if num_nodes > 1:
+            _hear(data, store, everywhere)
+        return Path(_hear(data, store, own)["folder"])
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        folder = prepare_tokens(data) if is_first else _find_or_prepare(data, _hear(data, store, first))
+        if is_first:
+            store.set(first, json.dumps({"folder": str(folder), "info": _read_info(folder)}))
+        store.set(own, json.dumps({"folder": str(folder.absolute())}))
+    except BaseException as error:
+        reason = f"local rank 0 could not prepare the tokens: {type(error).__name__} {error}"
+        for key in (first, own, everywhere):
+            store.set(key, json.dumps({"error": str(error) if isinstance(error, DtlayoutError) else reason}))
+        raise
+    if store.add(f"{what}/ready", 1) == num_nodes:
+        store.set(everywhere, "{}")
     if num_nodes > 1:
         _hear(data, store, everywhere)
-    return Path(_hear(data, store, own)["folder"])
+    return folder.absolute()
+
+
+def _find_or_prepare(data: DataConfig, found: dict[str, str]) -> Path:
+    """The folder of the first node if this one sees the same there, or else one of its own with the same tokens.
+
+    Nobody looks for a folder before it is there: some network filesystems remember for a while that it was not.
+    """
+    if _read_info(folder := Path(found["folder"])) == found["info"]:  # an info is there only beside whole tokens
+        return folder
+    folder = prepare_tokens(data)
+    if _read_info(folder) != found["info"]:
+        raise DataError(
+            f"the tokens of data.source={data.source!r} in {str(folder)!r} on {socket.gethostname()} are not those of "
+            f"the first node: compare {INFO_NAME}; give all nodes the same files, or a data.folder that they share"
+        )
+    return folder
+
+
+def _read_info(folder: Path) -> str:
+    """What a folder of tokens says that they are, their digest among it; empty if none are there."""
+    try:
+        return (folder / INFO_NAME).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _hear(data: DataConfig, store: "dist.Store", key: str) -> dict[str, str]:

@@ -163,6 +163,8 @@ class _Run:
         finally:
             self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self._report(exit_code, done)
+        # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
+        dist.barrier(group=self.host)
         if exit_code == EXIT_DONE and self.config.checkpoint.export and self.is_writer:
             self._export()
         return exit_code

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_ranks import start_and_save, start_from_hf
+from checkpoint_ranks import ADAMW, load_each, start_and_save, start_from_hf, step_from_hf
 from hf_models import MADE, save_made
 from launching import launch, read_lines
 from safetensors import SafetensorError
@@ -17,8 +17,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
-from dtlayout.checkpoint import hf
-from dtlayout.checkpoint.hf import export_weights
+from benchmarks.convert import measure
+from dtlayout.checkpoint import hf, sharded
+from dtlayout.checkpoint.hf import export_weights, import_weights
+from dtlayout.checkpoint.sharded import find_checkpoint
 from dtlayout.cli import main
 from dtlayout.config import load_config, parse_config
 from dtlayout.errors import CheckpointError, InvalidConfig
@@ -27,6 +29,7 @@ from dtlayout.layout import Layout
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.llama import Llama
 from dtlayout.models.weights import check_init_from, find_other_positions, find_weights, list_weights
+from dtlayout.optimizers import SGD, Optimizer
 
 LAYOUTS = [
     Layout(tp=4),
@@ -83,6 +86,68 @@ def test_out_again_it_has_the_same_bits_and_transformers_computes_the_same(ranks
     ours = Llama(model, Kernels(), 64)
     ours.load_state_dict({name: torch.tensor(value) for name, value in after.items()}, strict=not model.tied_embeddings)
     torch.testing.assert_close(ours(TOKENS), opened(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_back_again_they_are_the_same_files_to_the_bit(ranks4, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded, "_PIECE_BYTES", 5000)  # 39 rows of an embedding of 260
+    ranks4.run(start_and_save, Layout(dp_shard=2, tp=2), find_model(str(folder)), folder, tmp_path / "own")
+    source, exported = tmp_path / "own" / "step-00000000", []
+    for trip in ("first", "second"):
+        out = tmp_path / trip
+        export_weights(source, out, number_format="float32", file_bytes=60_000)
+        exported.append({file.name: file.read_bytes() for file in out.iterdir()})
+        import_weights(out, tmp_path / f"{trip}-run")
+        source = find_checkpoint(tmp_path / f"{trip}-run")
+    assert exported[0] == exported[1] and len(exported[0]) > 3
+    assert len([*(source / "tensors").glob("*.distcp")]) > len(find_weights(tmp_path / "first"))
+
+
+@pytest.mark.parametrize("settings", [ADAMW, SGD()], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("folder", ["llama3"], indirect=True)
+def test_a_run_goes_from_such_a_checkpoint_as_from_the_folder_itself(ranks4, folder, tmp_path, settings: Optimizer):
+    model = find_model(str(folder))
+    in_bf16 = tmp_path / "bf16"
+    ranks4.run(start_and_save, Layout(tp=4), model, folder, tmp_path / "own")
+    export_weights(tmp_path / "own" / "step-00000000", in_bf16)
+    import_weights(in_bf16, tmp_path / "run")
+    checkpoint = find_checkpoint(tmp_path / "run")
+    loaded = ranks4.run(load_each, LAYOUTS, model, checkpoint, settings)
+    for of_rank, expected in zip(loaded, ranks4.run(step_from_hf, LAYOUTS, model, in_bf16, settings), strict=True):
+        for layout, (step, before, after), state in zip(LAYOUTS, of_rank, expected, strict=True):
+            assert step == 0 and {name.partition(" ")[0] for name in before} == {"parameter"}
+            assert after.keys() == state.keys()
+            for name, value in state.items():
+                np.testing.assert_array_equal(after[name], value, err_msg=f"{layout} {name}")
+
+
+def test_a_folder_that_cannot_be_a_checkpoint_leaves_nothing(damaged, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "runs" / "mine"
+    assert main(["convert", str(damaged), str(run), "--format", "float32"]) == 2
+    assert "--format is for the way to a Hugging Face folder" in capsys.readouterr().err
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded.dcp, "save", fail)
+        with pytest.raises(
+            CheckpointError, match=r"step-00000000 cannot be written: OSError .*No space left on device"
+        ):
+            import_weights(damaged, run)
+    tensors = load_file(damaged / "model.safetensors")
+    save_file({**tensors, "model.norm.weight": torch.zeros(7)}, damaged / "model.safetensors")
+    with pytest.raises(InvalidConfig, match=r"model.norm.weight has the shape \[7\], where the model's is \[32\]"):
+        import_weights(damaged, run)
+    assert not run.exists() and not [*run.parent.glob("*")]
+
+
+def test_memory_is_that_of_a_piece_and_of_a_file_and_not_of_the_model(tmp_path):
+    model = replace(SHAPE, hidden_size=512, ffn_size=2048, num_layers=32, vocab_size=16_000)
+    file_bytes, piece_bytes = 16 << 20, 4 << 20  # the embedding is one file
+    into_checkpoint, out = measure(model, tmp_path, file_bytes, piece_bytes)
+    assert into_checkpoint["num_bytes"] == out["num_bytes"] > 290e6
+    assert into_checkpoint["peak_bytes"] - into_checkpoint["base_bytes"] < 100e6
+    assert out["peak_bytes"] - out["base_bytes"] < 150e6
 
 
 def test_bf16_is_rounded_once(ranks4, tmp_path, folder):
@@ -203,14 +268,11 @@ def test_a_run_starts_from_a_folder_and_leaves_one(damaged, tmp_path, capsys):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["max_position_embeddings"], config["eos_token_id"]) == (16, 256)
 
-    again = (
-        f"--train.init_from={tmp_path / 'out'}",
-        as_made,
-        f"--train.run_folder={tmp_path / 'more'}",
-        "--train.steps=1",
-    )
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "more")]) == 0
+    assert f"start with train.run_folder={tmp_path / 'more'}" in capsys.readouterr().out
+    again = (as_made, f"--train.run_folder={tmp_path / 'more'}", "--train.steps=1")
     assert launch(1, files.config, *again, log=log) == 0, log.read_text()
-    assert read_lines(tmp_path / "more")[0]["loss"] < first_loss
+    assert read_lines(tmp_path / "more")[0]["loss"] < first_loss and "after 0 steps" in log.read_text()
 
     assert main(["convert", str(files.run), str(tmp_path / "out")]) != 0
     assert "is there already" in capsys.readouterr().err

@@ -1,12 +1,19 @@
-"""scripts/two_hosts.sh: two hosts with a slow link between them, which leave nothing behind. Needs root."""
+"""Two hosts on one machine, by scripts/two_hosts.sh and as nodes of a cluster; they leave nothing. Needs root."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launching import losses, read_summary
+from slurm import Slurm
+from tiny import write_tiny
+
+from dtlayout.sweep import processes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
@@ -82,3 +89,60 @@ def test_a_host_that_fails_ends_both_and_leaves_nothing(tmp_path):
 def test_without_arguments_it_says_how_it_is_used():
     ended = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and "scripts/two_hosts.sh [-n RANKS_OF_A_HOST]" in ended.stderr
+
+
+NOTES_PREPARING = """
+import os
+from pathlib import Path
+from dtlayout.data import nodes
+
+prepare = nodes.prepare_tokens
+
+def note(data):
+    with Path(os.environ["PREPARED"]).open("a") as file:
+        file.write(os.environ["GROUP_RANK"])
+    return prepare(data)
+
+nodes.prepare_tokens = note
+"""
+"""A plugin that notes which node prepares tokens."""
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces, each with an interface `wire` to the other and the addresses 10.78.0.1 and 10.78.0.2."""
+    names = [f"dtl-{os.getpid()}-{side}" for side in (0, 1)]
+    first, second = names
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add wire netns {first} type veth peer name wire netns {second}"]
+    for side, name in enumerate(names):
+        commands += [f"ip -n {name} addr add 10.78.0.{side + 1}/24 dev wire"]
+        commands += [f"ip -n {name} link set {interface} up" for interface in ("lo", "wire")]
+    try:
+        for command in commands:
+            subprocess.run(command.split(), check=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+@needs_hosts
+def test_two_nodes_of_a_job_train_one_run_on_tokens_that_one_prepared(namespaces, tmp_path):
+    (tmp_path / "notes_preparing.py").write_text(NOTES_PREPARING)
+    slurm = Slurm(tmp_path / "slurm", ["10.78.0.1", "10.78.0.2"], namespaces)
+    run, corpus = tmp_path / "run", write_tiny(tmp_path).corpus
+    slurm.environment["PYTHONPATH"] += f":{tmp_path}"
+    environment = {"DTLAYOUT_PLUGINS": "notes_preparing", "PREPARED": str(tmp_path / "prepared")}
+    small = ["--layout.pp=2", "--layout.tp=1", "--layout.micro_batch=1", "--batch.global_batch=2", "--batch.seq_len=64"]
+    arguments = [*small, f"--data.source={corpus}", f"--data.folder={tmp_path / 'tokens'}", "--train.steps=3"]
+    exit_code = slurm.submit(
+        "configs/debug.toml", *arguments, f"--train.run_folder={run}", "--checkpoint.save=false",
+        GLOO_SOCKET_IFNAME="wire", **environment,
+    )  # fmt: skip
+    assert exit_code == 0, slurm.log.read_text()
+    summary = read_summary(run)
+    assert (summary["outcome"], summary["world_size"], summary["steps"]) == ("done", 2, 3) and len(losses(run)) == 3
+    assert (tmp_path / "prepared").read_text() == "0" and slurm.num_requeued == 0
+    assert json.loads(next(tmp_path.glob("tokens/*/tokens.json")).read_text())["num_tokens"] > 0
+    assert processes.find(str(slurm.folder)) == []

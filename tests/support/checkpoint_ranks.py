@@ -154,6 +154,20 @@ def start_and_save(layout: Layout, model: ModelShape, folder: Path, into: Path) 
     save_checkpoint(into, 0, assembly.modules, optimizer, model, SGD(momentum=0.0), keep=1)
 
 
+def step_from_hf(layouts: list[Layout], model: ModelShape, folder: Path, settings: Optimizer) -> list[State]:
+    """For each layout the state after an update of weights from a Hugging Face folder."""
+    states = []
+    for layout in layouts:
+        assembly = assemble(
+            model, BATCH, layout, Kernels(), FP32, seed=0, device_type="cpu", give_weights=partial(load_weights, folder)
+        )
+        optimizer = build_optimizer(assembly.modules, model, settings)
+        set_learning_rate(optimizer, 1e-2)
+        update(assembly, optimizer)
+        states.append(whole_state(assembly, optimizer, model))
+    return states
+
+
 def refusal(layout: Layout, model: ModelShape, path: Path) -> str | None:
     """What loading complains of on this rank."""
     assembly, optimizer = build(layout, model, seed=2)
