@@ -138,6 +138,8 @@ class CheckpointConfig(Ranged, section="checkpoint"):
     """Seconds after which ranks that wait for others to save or load end the run."""
     keep: int = ranged("must be at least 1", 2)
     """Newest checkpoints that stay on disk."""
+    fallback: Literal["previous", "refuse"] = "previous"
+    """What a run does whose newest checkpoint is damaged: go on from the one before, or end."""
     save: bool = True
     """Whether anything is saved; without it a run cannot be resumed."""
     export: bool = False

@@ -1,20 +1,23 @@
 """Sharded checkpoints: tensors through torch.distributed.checkpoint, everything else as JSON.
 
 RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and the optimizer's state under their names in the whole
-model, so that any layout can load them) and `state.json` (step, model, optimizer and origin). It is written under
-another name and renamed when it is whole: a folder with that name is a whole checkpoint. One whose optimizer is null
+model, so that any layout can load them), `state.json` (step, model, optimizer and origin) and the manifest of both. It
+is written under another name and renamed when it is whole: a folder with that name is a whole checkpoint, and `latest`
+links to the newest. One whose optimizer is null
 holds weights alone, which a run starts from like from weights of its own.
 """
 
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,16 +25,33 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dtlayout import toml
+from dtlayout.checkpoint.manifest import (
+    FORMAT,
+    STATE_NAME,
+    Files,
+    describe_files,
+    find_damage,
+    sync_folder,
+    write_manifest,
+)
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
 
-_PREFIX = "step-"
+_PREFIX, _LATEST = "step-", "latest"
+_UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
+T = TypeVar("T")
 _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
@@ -46,36 +66,55 @@ def save_checkpoint(
     *,
     keep: int,
     origin: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save the state after `step` steps, from all ranks at once; the `keep` newest checkpoints stay.
 
-    `settings` are those of `optimizer`, `origin` is what else decides how training goes on, for `read_origin`. Ranks
-    agree over `group`, by default the group of all; one of gloo keeps what may take long from under NCCL's watchdog.
+    `settings` are those of `optimizer`, `origin` is what else decides how training goes on, for `read_origin`, `facts`
+    what its manifest says beside its files. Ranks agree over `group`, by default the group of all; one of gloo keeps
+    what may take long from under NCCL's watchdog. What failed leaves nothing, and the older ones as they were.
     CheckpointError on every rank if a file cannot be written.
     """
     path = _name(folder, step)
     partial = folder / f"partial-{step:08d}"
+    is_first = dist.get_rank() == 0
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
+    def describe() -> Files:
+        """What this rank has written: names begin with the number of the rank that wrote the file."""
+        names = [f"tensors/{file.name}" for file in (partial / "tensors").glob(f"__{dist.get_rank(group)}_*")]
+        if is_first:
+            _write_state(partial, step, model, _describe_optimizer(settings), origin or {})
+            names += ["tensors/.metadata", STATE_NAME]
+        return describe_files(partial, names)
+
     def finish() -> None:
-        _write_state(partial, step, model, _describe_optimizer(settings), origin or {})
+        write_manifest(partial, {name: each for files in by_rank for name, each in files.items()}, facts or {})
         if path.exists():  # the same step again, after a resume from an older checkpoint
             _remove(path)
         os.replace(partial, path)
+        sync_folder(folder)
+        _point_to(path)
         for old in list_checkpoints(folder)[:-keep]:
             _remove(old)
 
-    _do_on_first_rank(begin, path, group)
-    tensors = _collect_tensors(modules, optimizer, model, settings.state)
     try:
-        dcp.save(tensors, checkpoint_id=str(partial / "tensors"), process_group=group)
-    except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
-    _do_on_first_rank(finish, path, group)
+        _agree(begin if is_first else None, path, group)
+        tensors = _collect_tensors(modules, optimizer, model, settings.state)
+        try:
+            dcp.save(tensors, checkpoint_id=str(partial / "tensors"), process_group=group)
+        except (CheckpointException, OSError) as error:
+            raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
+        by_rank = _agree(describe, path, group)
+        _agree(finish if is_first else None, path, group)
+    except CheckpointError:
+        if is_first:  # what a full disk holds of it is in the way of the next one
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return path
 
 
@@ -97,6 +136,8 @@ def save_weights(
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
     _write_state(path, 0, model, None, {})
+    names = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
+    write_manifest(path, describe_files(path, names), {"step": 0})
     return path
 
 
@@ -135,21 +176,76 @@ def _name(folder: Path, step: int) -> Path:
 def _write_state(
     path: Path, step: int, model: ModelShape, optimizer: dict[str, Any] | None, origin: Mapping[str, Any]
 ) -> None:
-    state = {"step": step, "model": asdict(model), "optimizer": optimizer, "origin": dict(origin)}
+    state = {"format": FORMAT, "step": step, "model": asdict(model), "optimizer": optimizer, "origin": dict(origin)}
     (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
-def _do_on_first_rank(work: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """The others wait, and learn of a failure instead of waiting for ever."""
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except OSError as error:
-            failure = [f"{path} cannot be written: {_last_line(error)}"]
-    dist.broadcast_object_list(failure, group=group)
-    if failure[0] is not None:
-        raise CheckpointError(failure[0])
+def _agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | None) -> list[T]:
+    """What `work` gives on each rank that has some; CheckpointError on all of them if it fails on one."""
+    done: tuple[T | None, str] = None, ""
+    try:
+        done = (work() if work else None), ""
+    except OSError as error:
+        done = None, f"{path} cannot be written: {_last_line(error)}"
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, done, group=group)
+    for _, problem in gathered:
+        if problem:
+            raise CheckpointError(problem)
+    return [each for each, _ in gathered]
+
+
+def _point_to(path: Path) -> None:
+    """Move the link `latest`, for people and scripts; a filesystem without links has none."""
+    link = path.with_name(f".{_LATEST}.new")
+    with suppress(OSError):
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        os.replace(link, path.with_name(_LATEST))
+
+
+def clean(folder: Path) -> None:
+    """Take away what killed saves and removals have left; by one process, while nobody saves there."""
+    for left in [*folder.glob("partial-*"), *folder.glob("removed-*")]:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def find_intact(
+    folder: Path, say: Callable[[str], None], *, falls_back: bool, group: dist.ProcessGroup | None = None
+) -> Path | None:
+    """The newest checkpoint of which no file has changed since, asked by all ranks, who share the reading.
+
+    Damaged ones are said and set aside as `damaged-step-…`, if `falls_back`. CheckpointError if not, or if all are
+    damaged: a run never starts anew without being told to. None if there is none.
+    """
+    listed: list[Any] = [list_checkpoints(folder)]  # a shared filesystem may not show every node the same at once
+    dist.broadcast_object_list(listed, group=group)
+    first_problem = ""
+    for path in reversed(listed[0]):
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, find_damage(path, dist.get_rank(group), dist.get_world_size(group)), group=group)
+        damage = list(dict.fromkeys(problem for problems in found for problem in problems))
+        if not damage:
+            return Path(path)
+        first_problem = first_problem or f"{path} is damaged: {'; '.join(damage[:3])}"
+        if not falls_back:
+            break
+        say(f"note: {path} is damaged, an older one is tried: {'; '.join(damage[:3])}")
+    if first_problem:
+        raise CheckpointError(
+            f"{first_problem}; remove it to resume from an older one or from the start, or use "
+            'checkpoint.fallback="previous"'
+        )
+    return None
+
+
+def set_aside(newest: Path) -> None:
+    """Rename checkpoints newer than the one that is gone on from; they stay, and count as none."""
+    for path in list_checkpoints(newest.parent):
+        if path.name > newest.name:
+            doomed = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.replace(path, doomed)
 
 
 def read_origin(path: Path) -> dict[str, Any]:
@@ -228,8 +324,8 @@ def load_checkpoint(
             kept[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
     try:
         tensors = _collect_tensors(modules, optimizer, model, settings.state if has_state else ())
-        dcp.load(tensors, checkpoint_id=str(path / "tensors"), process_group=group)
-    except (CheckpointException, OSError, ValueError) as error:
+        dcp.load(tensors, storage_reader=_Reader(path / "tensors"), process_group=group)
+    except _UNREADABLE as error:
         raise _unreadable(path, error) from error
     except RuntimeError as error:  # not of the files: a rank is gone, or memory
         raise CheckpointError(f"{path} was not loaded: {_last_line(error)}") from error
@@ -245,9 +341,46 @@ def load_parameters(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
-            dcp.load(wanted, checkpoint_id=str(path / "tensors"), no_dist=alone or not dist.is_initialized())
-    except (CheckpointException, OSError, ValueError) as error:
+            dcp.load(wanted, storage_reader=_Reader(path / "tensors"), no_dist=alone or not dist.is_initialized())
+    except _UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read: {_last_line(error)}") from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads without running anything that a file says: tensors by torch's own safe loader, metadata by ours."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with open(os.path.join(self.path, ".metadata"), "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(".metadata is no description of tensors")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the names that DCP writes to its metadata, and no other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_known = name in _METADATA_NAMES.get(module, ())
+        if not is_known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which is refused")
+        return super().find_class(module, name)
+
+
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # Python 3.13
+}  # fmt: skip
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
@@ -263,6 +396,7 @@ def _last_line(error: BaseException) -> str:
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that a kill leaves nothing that looks like a whole one."""
     doomed = path.with_name(f"removed-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)  # of an earlier removal that was killed
     os.replace(path, doomed)
     shutil.rmtree(doomed)
 

@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
@@ -15,12 +16,14 @@ from rich.console import Console
 
 from dtlayout.checkpoint.hf import export_weights, load_weights
 from dtlayout.checkpoint.sharded import (
+    clean,
     find_changes,
     find_checkpoint,
-    list_checkpoints,
+    find_intact,
     load_checkpoint,
     read_origin,
     save_checkpoint,
+    set_aside,
 )
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
@@ -117,6 +120,8 @@ class _Run:
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.fingerprint}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
+        console = Console(quiet=not self.is_writer)
+        self.display = Display(console, config.train.steps, config.metrics.log_every)
         self.newest = self._find_newest()
         is_loaded = config.train.init_from and self.newest is None
         self.assembly = assemble(
@@ -130,8 +135,6 @@ class _Run:
         self.recorder = KernelRecorder()
         self.speed = Speed(model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
-        console = Console(quiet=not self.is_writer)
-        self.display = Display(console, config.train.steps, config.metrics.log_every)
         self.trackers = Trackers(self.display.say)
         self.step_times_s: list[float] = []
         self.num_drawn = 0  # steps of which memory.json shows the curve
@@ -170,12 +173,14 @@ class _Run:
         return exit_code
 
     def _find_newest(self) -> Path | None:
-        """The newest checkpoint of the run folder, if there is one."""
-        found = list_checkpoints(self.folder / "checkpoints")
-        newest = [found[-1] if found else None]
-        # A shared filesystem may not show every node the same at once.
-        dist.broadcast_object_list(newest, group=self.host)
-        return newest[0]
+        """The newest checkpoint of the run folder that is intact, if there is any; others go out of its way."""
+        folder, falls_back = self.folder / "checkpoints", self.config.checkpoint.fallback == "previous"
+        newest = find_intact(folder, self.display.say, falls_back=falls_back, group=self.host)
+        if self.is_writer:
+            clean(folder)
+            if newest is not None:
+                set_aside(newest)
+        return newest
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; the steps that are done."""
@@ -225,8 +230,7 @@ class _Run:
                 index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
                 validation_loss=validated,
             )  # fmt: skip
-            if is_saved:
-                self._save(index + 1)
+            if is_saved and self._save(index + 1, is_last=is_over):
                 saved = index + 1
             if is_saved or is_validated:
                 started = time.perf_counter()
@@ -286,12 +290,29 @@ class _Run:
             self.trackers.write(metrics)
         self.display.show(metrics)
 
-    def _save(self, done: int) -> None:
-        path = save_checkpoint(
-            self.folder / "checkpoints", done, self.assembly.modules, self.optimizer, self.config.model,
-            self.config.optimizer, origin=self.origin, keep=self.config.checkpoint.keep, group=self.host,
-        )  # fmt: skip
+    def _save(self, done: int, *, is_last: bool) -> bool:
+        """Whether the state is saved; CheckpointError if the `is_last` is not, while others are tried again later."""
+        facts = {
+            "step": done,
+            "samples": done * self.config.batch.global_batch,
+            "layout": str(self.layout),
+            "ranks": self.layout.world_size,
+            "versions": {"dtlayout": version("dtlayout"), "torch": torch.__version__},
+            "config": self.config.to_toml(),
+        }
+        try:
+            path = save_checkpoint(
+                self.folder / "checkpoints", done, self.assembly.modules, self.optimizer, self.config.model,
+                self.config.optimizer, origin=self.origin, facts=facts, keep=self.config.checkpoint.keep,
+                group=self.host,
+            )  # fmt: skip
+        except CheckpointError as error:
+            if is_last:
+                raise
+            self.display.say(f"note: step {done} is not saved, training goes on and the next save tries again: {error}")
+            return False
         self.display.say(f"saved {path}")
+        return True
 
     def _export(self) -> None:
         """The weights as they were saved last, in the format that was computed in."""

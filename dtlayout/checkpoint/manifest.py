@@ -1,0 +1,101 @@
+"""What a whole checkpoint consists of: each file's size and hash, and what wrote it. No torch.
+
+    step-00000070/manifest.json     written last, before the folder gets its name
+
+A byte that has changed since, a file that is missing or cut, and a manifest that is not what was written are found by
+reading everything once, which many may share.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtlayout.errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+STATE_NAME = "state.json"
+FORMAT = 2
+"""In state.json of checkpoints that have a manifest; those before had none, and can only be taken as they are."""
+Files = dict[str, dict[str, Any]]
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> Files:
+    """Size and hash of files below a folder, as they are on disk; OSError if one cannot be read."""
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in names}
+
+
+def write_manifest(folder: Path, files: Files, facts: Mapping[str, Any]) -> None:
+    """Write it so that it is on the disk, with all names of the folder, when this returns."""
+    document = {**facts, "files": dict(sorted(files.items()))}
+    text = json.dumps({**document, "sha256": _hash_document(document)}, indent=2) + "\n"
+    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
+    """The manifest; None of a checkpoint that was saved before there were any, CheckpointError if it is damaged."""
+    path = checkpoint / MANIFEST_NAME
+    try:
+        if not path.exists() and json.loads((checkpoint / STATE_NAME).read_text("utf-8")).get("format", 1) < FORMAT:
+            return None
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        written = document.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST_NAME} cannot be read: {type(error).__name__} {error}") from None
+    if written != _hash_document(document):
+        raise CheckpointError(f"{MANIFEST_NAME} is not what was written")
+    return document
+
+
+def find_damage(checkpoint: Path, first: int = 0, every: int = 1) -> list[str]:
+    """What is wrong with a checkpoint's files, of which every `every`-th is read; empty if nothing is.
+
+    Of one that has no manifest nothing is known to be wrong.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return [str(error)]
+    if manifest is None:
+        return []
+    damage = []
+    for name, written in list(manifest["files"].items())[first::every]:
+        path = checkpoint / name
+        try:
+            found = path.stat().st_size
+            if found != written["bytes"]:
+                damage.append(f"{name} has {found} bytes and was written with {written['bytes']}")
+            elif _hash(path) != written["sha256"]:
+                damage.append(f"{name} is not what was written: its hash is another one")
+        except FileNotFoundError:
+            damage.append(f"{name} is missing")
+        except OSError as error:
+            damage.append(f"{name} cannot be read: {error.strerror}")
+    return damage
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _hash_document(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
