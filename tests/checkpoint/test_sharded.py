@@ -1,22 +1,29 @@
 """Sharded checkpoints: every layout reads every other's to the bit, and what is not whole is not taken for one."""
 
 import json
+import os
+import pickle
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_ranks import ADAMW, State, build, load_each, message_of, refusal, train_and_save, update
+from checkpoint_ranks import ADAMW, State, build, find_newest, load_each, message_of, refusal, train_and_save, update
 from tiny import SHAPE
 
 from dtlayout.checkpoint import sharded
+from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, read_manifest
 from dtlayout.checkpoint.sharded import (
+    clean,
     find_changes,
     list_checkpoints,
     load_checkpoint,
     read_origin,
     save_checkpoint,
+    set_aside,
 )
 from dtlayout.layout import Layout
 from dtlayout.optimizers import SGD, Optimizer
@@ -47,6 +54,11 @@ def whole(tmp_path_factory, ranks4) -> Path:
 def path(whole, tmp_path) -> Path:
     """A copy of that checkpoint, to be spoilt."""
     return Path(shutil.copytree(whole / "step-00000002", tmp_path / "step-00000002"))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Folders, and links to folders."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
 def merge(states: list[State]) -> State:
@@ -95,7 +107,8 @@ def test_the_newest_stay_and_are_listed_oldest_first(tmp_path):
     folder = tmp_path / "checkpoints"
     train_and_save(Layout(), SHAPE, folder, num_steps=11, keep=2)
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000010", "step-00000011"]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000010", "step-00000011"]
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000010", "step-00000011"]
+    assert (folder / "latest").resolve() == folder / "step-00000011"
 
 
 def test_a_run_without_checkpoints_lists_none(tmp_path):
@@ -120,7 +133,7 @@ def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_s
             save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
     save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001", "step-00000002"]
+    assert names_in(tmp_path) == ["latest", "step-00000001", "step-00000002"]
     assert load_checkpoint(tmp_path / "step-00000002", assembly.modules, optimizer, SHAPE, ADAMW) == 2
 
 
@@ -219,6 +232,137 @@ def test_a_state_of_another_form_is_refused(path, state):
     (path / "state.json").write_text(json.dumps(state))
     assembly, optimizer = build(Layout(), SHAPE, seed=2)
     assert message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW)) is not None
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Another byte in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[place if place >= 0 else len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_a_byte_that_changes_in_any_file_is_found_by_name(whole, path):
+    assert find_damage(path) == []
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    assert len(files) == 4 + 3  # of each rank, and metadata, state and manifest
+    for name in files:
+        flip(path / name)
+        (problem,) = find_damage(path)
+        assert problem.startswith(name), problem
+        shutil.copyfile(whole / path.name / name, path / name)
+        (path / name).unlink()
+        (problem,) = find_damage(path)
+        assert problem.startswith(name), problem
+        shutil.copyfile(whole / path.name / name, path / name)
+    assert find_damage(path) == []
+
+
+def test_those_who_share_the_reading_find_what_one_finds(path):
+    flip(path / "tensors" / "__2_0.distcp")
+    found = [find_damage(path, first, 3) for first in range(3)]
+    assert sorted(map(len, found)) == [0, 0, 1]
+    assert [problem for problems in found for problem in problems] == find_damage(path)
+
+
+def test_a_checkpoint_of_a_version_without_manifests_is_taken_as_it_is(path):
+    (path / MANIFEST_NAME).unlink()
+    assert find_damage(path) != []
+    state = json.loads((path / "state.json").read_text())
+    del state["format"]
+    (path / "state.json").write_text(json.dumps(state))
+    assert find_damage(path) == [] and read_manifest(path) is None
+
+
+def test_ranks_go_on_from_the_newest_that_is_intact(ranks4, tmp_path):
+    ranks4.run(train_and_save, Layout(dp_shard=4), SHAPE, tmp_path, 3, 3)
+    names = ["step-00000001", "step-00000002", "step-00000003"]
+    assert {path.name for path, _ in ranks4.run(find_newest, tmp_path, True)} == {names[2]}
+    flip(tmp_path / names[2] / "tensors" / "__1_0.distcp")
+    (tmp_path / names[1] / "tensors" / ".metadata").unlink()
+    for path, said in ranks4.run(find_newest, tmp_path, True):
+        assert path.name == names[0]
+        assert (
+            "step-00000003 is damaged, an older one is tried: tensors/__1_0.distcp is not what was written" in said[0]
+        )
+        assert "step-00000002 is damaged, an older one is tried: tensors/.metadata is missing" in said[1]
+    for message in ranks4.run(find_newest, tmp_path, False):
+        assert "step-00000003 is damaged: tensors/__1_0" in message and 'fallback="previous"' in message
+    set_aside(tmp_path / names[0])
+    assert [path.name for path in list_checkpoints(tmp_path)] == names[:1]
+    assert len(list(tmp_path.glob("damaged-step-*"))) == 2
+    (tmp_path / names[0] / MANIFEST_NAME).write_text("{}")
+    for message in ranks4.run(find_newest, tmp_path, True):
+        assert "step-00000001 is damaged: manifest.json cannot be read: KeyError" in message
+    assert ranks4.run(find_newest, tmp_path / "nothing", True) == [(None, [])] * 4
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_kills_have_left_is_taken_away(tmp_path):
+    for name in ("partial-00000007", "removed-step-00000003", "step-00000001", "damaged-step-00000005"):
+        (tmp_path / name / "tensors").mkdir(parents=True)
+        (tmp_path / name / "tensors" / "__0_0.distcp").write_bytes(b"x")
+    clean(tmp_path)
+    assert names_in(tmp_path) == ["damaged-step-00000005", "step-00000001"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_removal_that_was_killed_is_in_nobodys_way(tmp_path):
+    (tmp_path / "removed-step-00000001" / "tensors").mkdir(parents=True)
+    train_and_save(Layout(), SHAPE, tmp_path, num_steps=2, keep=1)
+    assert names_in(tmp_path) == ["latest", "step-00000002"]
+
+
+class Hostile:
+    """Pickled as a call of whoever reads it."""
+
+    def __init__(self, proof: Path):
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.write_text, (self.proof, "executed")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_that_a_checkpoint_says_is_executed(path, tmp_path):
+    proof = tmp_path / "proof"
+    (path / "tensors" / ".metadata").write_bytes(pickle.dumps(Hostile(proof)))
+    assembly, optimizer = build(Layout(), SHAPE, seed=2)
+    message = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW))
+    assert re.search(r"cannot be read: .*\.metadata asks for pathlib\S*Path\.write_text, which is refused", message)
+    assert not proof.exists()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("number", range(1, 12))
+def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tmp_path, monkeypatch, number):
+    """Each of a save's syncs, renames and files in turn."""
+    assembly, optimizer = build(Layout(), SHAPE, seed=1)
+    update(assembly, optimizer)
+    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    calls = 0
+
+    def fail(function):
+        def count(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise OSError(28, "No space left on device")
+            return function(*arguments, **options)
+
+        return count
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "replace", "mkdir", "rename"):
+            patch.setattr(os, name, fail(getattr(os, name)))
+        patch.setattr(Path, "write_text", fail(Path.write_text))
+        message = message_of(lambda: save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2))
+    whole = [path for path in list_checkpoints(tmp_path) if find_damage(path) == []]
+    assert whole == list_checkpoints(tmp_path) and whole[0].name == "step-00000001"
+    if message is not None:
+        assert "No space left on device" in message
+        assert not list(tmp_path.glob("partial-*"))
+    save_checkpoint(tmp_path, 3, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    assert find_damage(tmp_path / "step-00000003") == []
 
 
 def spoil(path: Path, how: str) -> None:

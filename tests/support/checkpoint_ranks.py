@@ -14,7 +14,7 @@ from torch import Tensor
 from dtlayout.batch import Batch
 from dtlayout.checkpoint import hf
 from dtlayout.checkpoint.hf import load_weights
-from dtlayout.checkpoint.sharded import load_checkpoint, save_checkpoint
+from dtlayout.checkpoint.sharded import find_intact, load_checkpoint, save_checkpoint
 from dtlayout.errors import CheckpointError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -72,6 +72,15 @@ def train_and_save(
     saved = whole_state(assembly, optimizer, model)
     update(assembly, optimizer)
     return saved, whole_state(assembly, optimizer, model)
+
+
+def find_newest(folder: Path, falls_back: bool) -> tuple[Path | None, list[str]] | str:
+    """What this rank would go on from, and what was said; or why not."""
+    said: list[str] = []
+    try:
+        return find_intact(folder, said.append, falls_back=falls_back), said
+    except CheckpointError as error:
+        return str(error)
 
 
 def load_each(
