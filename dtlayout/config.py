@@ -140,6 +140,8 @@ class CheckpointConfig(Ranged, section="checkpoint"):
     """Newest checkpoints that stay on disk."""
     fallback: Literal["previous", "refuse"] = "previous"
     """What a run does whose newest checkpoint is damaged: go on from the one before, or end."""
+    background: bool = True
+    """Whether checkpoints within a run are written while training goes on, from a copy of the state on the host."""
     save: bool = True
     """Whether anything is saved; without it a run cannot be resumed."""
     export: bool = False

@@ -17,9 +17,15 @@ from dtlayout.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
+PREFIX = "step-"
 FORMAT = 2
 """In state.json of checkpoints that have a manifest; those before had none, and can only be taken as they are."""
 Files = dict[str, dict[str, Any]]
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if (path / STATE_NAME).is_file())
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> Files:

@@ -37,10 +37,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from dtlayout import toml
 from dtlayout.checkpoint.manifest import (
     FORMAT,
+    PREFIX,
     STATE_NAME,
     Files,
     describe_files,
     find_damage,
+    list_checkpoints,
     sync_folder,
     write_manifest,
 )
@@ -49,7 +51,7 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
 
-_PREFIX, _LATEST = "step-", "latest"
+_LATEST = "latest"
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
 T = TypeVar("T")
 _PIECE_BYTES = 256 << 20
@@ -76,6 +78,25 @@ def save_checkpoint(
     what may take long from under NCCL's watchdog. What failed leaves nothing, and the older ones as they were.
     CheckpointError on every rank if a file cannot be written.
     """
+    tensors = collect_state(modules, optimizer, model, settings)
+    return write_state(
+        folder, step, tensors, model, settings, keep=keep, origin=origin, facts=facts, group=group
+    )  # fmt: skip
+
+
+def write_state(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    model: ModelShape,
+    settings: Optimizer,
+    *,
+    keep: int,
+    origin: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """The same for a state that has been collected, on any thread of each rank."""
     path = _name(folder, step)
     partial = folder / f"partial-{step:08d}"
     is_first = dist.get_rank() == 0
@@ -104,9 +125,8 @@ def save_checkpoint(
 
     try:
         _agree(begin if is_first else None, path, group)
-        tensors = _collect_tensors(modules, optimizer, model, settings.state)
         try:
-            dcp.save(tensors, checkpoint_id=str(partial / "tensors"), process_group=group)
+            dcp.save(dict(tensors), checkpoint_id=str(partial / "tensors"), process_group=group)
         except (CheckpointException, OSError) as error:
             raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
         by_rank = _agree(describe, path, group)
@@ -170,7 +190,7 @@ class _PiecePlanner(DefaultSavePlanner):
 
 
 def _name(folder: Path, step: int) -> Path:
-    return folder / f"{_PREFIX}{step:08d}"
+    return folder / f"{PREFIX}{step:08d}"
 
 
 def _write_state(
@@ -266,11 +286,6 @@ def read_model(path: Path) -> ModelShape:
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Name → (saved, now) of what differs; what was not saved is not known to differ."""
     return {name: (saved[name], value) for name, value in now.items() if name in saved and saved[name] != value}
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "state.json").is_file())
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -404,6 +419,19 @@ def _remove(path: Path) -> None:
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
     """What a checkpoint depends on, as JSON gives it back."""
     return {"name": settings.name, "state": list(settings.state)}
+
+
+def collect_state(
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    model: ModelShape,
+    settings: Optimizer,
+    *,
+    copied: bool = False,
+) -> dict[str, Tensor]:
+    """This rank's shards of what a checkpoint holds; `copied` to the host's memory, where training changes nothing."""
+    tensors = _collect_tensors(modules, optimizer, model, settings.state)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()} if copied else tensors
 
 
 def _collect_tensors(

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,16 +15,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.hf import export_weights, load_weights
 from dtlayout.checkpoint.sharded import (
     clean,
+    collect_state,
     find_changes,
     find_checkpoint,
     find_intact,
     load_checkpoint,
     read_origin,
-    save_checkpoint,
     set_aside,
+    write_state,
 )
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
@@ -113,6 +116,9 @@ class _Run:
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
         self.host = open_host_group(config.train.timeout_s, config.checkpoint.timeout_s)
+        is_saving = config.checkpoint.save and config.checkpoint.background and config.checkpoint.every > 0
+        self.saves = open_host_group(config.train.timeout_s, config.checkpoint.timeout_s) if is_saving else None
+        self.saving: Saving | None = None
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
@@ -163,6 +169,7 @@ class _Run:
         try:
             with self.display:
                 exit_code, done = self._loop(first_step)
+                self._finish_save()
         finally:
             self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self._report(exit_code, done)
@@ -230,7 +237,9 @@ class _Run:
                 index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
                 validation_loss=validated,
             )  # fmt: skip
-            if is_saved and self._save(index + 1, is_last=is_over):
+            self._finish_save(waits=False)
+            if is_saved:
+                self._save(index + 1, is_last=is_over)
                 saved = index + 1
             if is_saved or is_validated:
                 started = time.perf_counter()
@@ -290,8 +299,8 @@ class _Run:
             self.trackers.write(metrics)
         self.display.show(metrics)
 
-    def _save(self, done: int, *, is_last: bool) -> bool:
-        """Whether the state is saved; CheckpointError if the `is_last` is not, while others are tried again later."""
+    def _save(self, done: int, *, is_last: bool) -> None:
+        """Save the state, in the background if that is asked for; CheckpointError if the `is_last` is not saved."""
         facts = {
             "step": done,
             "samples": done * self.config.batch.global_batch,
@@ -300,19 +309,36 @@ class _Run:
             "versions": {"dtlayout": version("dtlayout"), "torch": torch.__version__},
             "config": self.config.to_toml(),
         }
+        c, settings = self.config, self.config.optimizer
+        in_background = self.saves is not None and not is_last
+        self._finish_save()
+        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings, copied=in_background)
+        write = partial(
+            write_state, self.folder / "checkpoints", done, tensors, c.model, settings, origin=self.origin, facts=facts,
+            keep=c.checkpoint.keep, group=self.saves or self.host,
+        )  # fmt: skip
+        if in_background:
+            self.saving = Saving(done, write)
+        elif is_last:
+            self.display.say(f"saved {write()}")
+        else:
+            self._say_saved(done, write)
+
+    def _finish_save(self, *, waits: bool = True) -> None:
+        """Say how the save that is under way has ended; wait for it, or look only whether it has."""
+        if self.saving is None or not (waits or self.saving.is_done):
+            return
+        saving, self.saving = self.saving, None
+        if not saving.is_done:
+            self.display.say(f"waiting for the save of step {saving.step}, which is still being written")
+        self._say_saved(saving.step, saving.wait)
+
+    def _say_saved(self, step: int, wait: Callable[[], Path]) -> None:
+        """The checkpoint of a step, or why there is none; a run goes on without."""
         try:
-            path = save_checkpoint(
-                self.folder / "checkpoints", done, self.assembly.modules, self.optimizer, self.config.model,
-                self.config.optimizer, origin=self.origin, facts=facts, keep=self.config.checkpoint.keep,
-                group=self.host,
-            )  # fmt: skip
+            self.display.say(f"saved {wait()}")
         except CheckpointError as error:
-            if is_last:
-                raise
-            self.display.say(f"note: step {done} is not saved, training goes on and the next save tries again: {error}")
-            return False
-        self.display.say(f"saved {path}")
-        return True
+            self.display.say(f"note: step {step} is not saved, training goes on and the next save tries again: {error}")
 
     def _export(self) -> None:
         """The weights as they were saved last, in the format that was computed in."""

@@ -146,7 +146,6 @@ def play(
 
     def save(done, *, is_last):
         clock.work(f"save {done}", SAVE_S)
-        return True
 
     def validate():
         clock.work("validate", VALIDATE_S)
@@ -163,7 +162,7 @@ def play(
         memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
         batches=SimpleNamespace(fetch_ahead=fetch_ahead),
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
-        _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save,
+        _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, _finish_save=lambda *, waits: None,
     )  # fmt: skip
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now_s)
     return clock, run._Run._loop(loop, 0), times_s
