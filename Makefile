@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-convert clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-convert bench-saving clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -68,6 +68,10 @@ bench-halving: .venv/.installed
 # Memory of dtlayout convert both ways, with the shapes of Llama 70B and files that are holes: a quarter of an hour.
 bench-convert: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.convert $(ARGS)
+
+# What checkpoints cost a run on this CPU: ten minutes of nothing else.
+bench-saving: .venv/.installed
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.saving > benchmarks/saving.md
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

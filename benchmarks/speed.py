@@ -285,6 +285,7 @@ def write_page(medians: dict[tuple[int, str, str, str], float], options: argpars
         print(f"| {number_format} | {times} |")
     print(f"\n8 ranks of `configs/debug.toml`, from the command to the end of the first step: {time_start(8):.1f} s.")
     print(f"One rank of it: {time_around(40):.1%} of the loop is spent on batches, metrics and what it prints.")
+    print("\nWhat it was before, and what was tried: [speed_history.md](speed_history.md).")
 
 
 if __name__ == "__main__":

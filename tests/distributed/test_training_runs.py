@@ -81,7 +81,7 @@ def test_validation_of_less_than_a_batch_is_refused(straight, tmp_path):
 @pytest.fixture
 def half_done(straight, tmp_path) -> Path:
     """The run as a kill during the fifth step would have left it: the newest checkpoint is of the third."""
-    run = Path(shutil.copytree(straight.run, tmp_path / "run"))
+    run = Path(shutil.copytree(straight.run, tmp_path / "run", symlinks=True))
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     (run / "summary.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -158,9 +158,29 @@ def test_the_config_that_a_run_leaves_resumes_it_to_the_bit(straight, half_done,
     assert [list(steps) for _, steps in read_wandb(half_done)] == [[1, 2, 3, 4, 5, 6], [5, 6]]  # four were noted
 
 
-def test_a_run_resumes_under_another_layout_with_the_same_losses(straight, half_done, tmp_path):
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_under_another_layout(
+    straight, half_done, tmp_path, capsys
+):
+    newest = shutil.copytree(
+        straight.run / "checkpoints" / "step-00000006", half_done / "checkpoints" / "step-00000006"
+    )
+    assert main(["checkpoint", "verify", str(half_done)]) == 0
+    content = bytearray((newest / "tensors" / "__1_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "tensors" / "__1_0.distcp").write_bytes(content)
+    assert main(["checkpoint", "verify", str(half_done)]) == 2
+    whole, damaged = capsys.readouterr().out.splitlines()[2:]
+    assert whole.endswith("step-00000003: whole") and "__1_0.distcp is not what was written" in damaged
     arguments = [straight.config, f"--train.run_folder={half_done}", "--layout.pp=2"]
     assert launch(2, *arguments, log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    assert "step-00000006 is damaged, an older one is tried: tensors/__1_0.distcp" in (tmp_path / "log").read_text()
+    names = [path.name for path in (half_done / "checkpoints").iterdir()]
+    assert sorted(names) == ["damaged-step-00000006", "latest", "step-00000003", "step-00000006"]
+    assert main(["checkpoint", "list", str(half_done), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(each["step"], each["layout"]) for each in listed] == [(3, "tp2 mb2 zero1"), (6, "pp2 mb2 1f1b zero1")]
+    assert main(["checkpoint", "show", str(half_done)]) == 0
+    assert "samples: 24" in capsys.readouterr().out
     assert load_config(half_done / "config.toml").layout.pp == 2
     assert len(read_lines(half_done)) == 6
     assert losses(half_done)[:3] == losses(straight.run)[:3]

@@ -1,0 +1,72 @@
+"""What checkpoints cost a run: time of steps without any, with one each tenth step, and with the run waiting for it.
+
+`python -m benchmarks.saving` runs two ranks on this CPU in turn and prints a page: medians of rounds, from the end of
+the tenth step to the end of the last.
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+EVERY, STEPS = 10, 41
+MODES = {
+    "no checkpoint": ("--checkpoint.save=false",),
+    "each tenth step, in the background": (f"--checkpoint.every={EVERY}",),
+    "each tenth step, waited for": (f"--checkpoint.every={EVERY}", "--checkpoint.background=false"),
+}
+MODEL = ("hidden_size=384", "num_layers=8", "num_heads=6", "num_kv_heads=6", "ffn_size=1024")
+
+
+def run(mode: str, folder: Path) -> tuple[float, float]:
+    """Seconds a step, and the largest resident set so far of any process that was run, in MB."""
+    options = [*(f"--model.{size}" for size in MODEL), "--layout.pp=1", "--layout.tp=1", "--metrics.log_every=1"]
+    options += [f"--train.steps={STEPS}", f"--train.run_folder={folder}", "--metrics.memory_every=1000", *MODES[mode]]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, *launcher, "train.py", "configs/debug.toml", *options]
+    ends = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step") and "loss" in line:
+                ends[int(line.split()[1].partition("/")[0])] = time.perf_counter()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    last = STEPS - 1  # the last one's checkpoint is waited for in any case
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
+    return (ends[last] - ends[EVERY - 1]) / (last - EVERY + 1), peak
+
+
+def main() -> None:
+    """Run all in rounds, and print the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    found: dict[str, list[float]] = defaultdict(list)
+    peaks: dict[str, float] = {}
+    for _ in range(options.rounds):
+        for mode in MODES:
+            with tempfile.TemporaryDirectory() as folder:
+                seconds, peak = run(mode, Path(folder, "run"))
+            found[mode].append(seconds)
+            peaks.setdefault(mode, peak)
+            print(f"{mode}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
+    medians = {mode: statistics.median(seconds) for mode, seconds in found.items()}
+    base = medians["no checkpoint"]
+    print("# What checkpoints cost\n")
+    print(
+        f"`make bench-saving`: two ranks on this CPU, a model of 14 million parameters and 170 MB of state, medians of "
+        f"{options.rounds} alternating round(s) of {STEPS - EVERY} steps.\n"
+    )
+    print("| checkpoints | s a step | of none | largest process so far, MB |\n|---|---|---|---|")
+    for mode, seconds in medians.items():
+        print(f"| {mode} | {seconds:.3f} | x {seconds / base:.3f} | {peaks[mode]:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
