@@ -68,13 +68,13 @@ class DataConfig(Ranged, section="data"):
     samples: Literal["packed", "padded"] = "packed"
     """packed cuts one row of all documents, padded makes each document a sample, cut or filled up."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json."""
+    """bytes, or the path of a tokenizer.json or of its folder."""
     end_of_document: str = ""
     """Token after each document, where the tokenizer has none of the usual ones."""
     document_mask: bool = False
     """Whether documents that share a sample do not see each other; the loss and its targets stay the same."""
     max_tokens: int = ranged("must not be negative", 0)
-    """Tokens to prepare at most; 0 for all."""
+    """Tokens to prepare of each source at most; 0 for all."""
     folder: str = "data/tokens"
     """Where prepared tokens lie, to be used again."""
 
@@ -99,6 +99,10 @@ class ValidationConfig(Ranged, section="validation"):
     """As `data.source`; empty for no validation."""
     split: str = "validation"
     """Split of a hub dataset."""
+    text_field: str = ""
+    """Field that holds a document's text; empty for that of the data."""
+    messages_field: str = ""
+    """Field that holds a conversation; empty for that of the data."""
     every: int = ranged("must not be negative", 100)
     """Steps between measurements; 0 measures at the end alone."""
     batches: int = ranged("must be at least 1", 8)
@@ -121,7 +125,7 @@ class TrainConfig(Ranged, section="train"):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is any."""
     timeout_s: float = ranged("must be above 0 and finite", 600.0)
-    """Seconds after which a collective that does not finish, or a wait for the tokens of a node, ends the run."""
+    """Seconds after which a collective that does not finish ends the run."""
     deterministic: bool = False
     """Whether CUDA runs only kernels that give the same bits each time, which are slower; a CPU always does."""
     force: bool = False
@@ -229,8 +233,11 @@ class Config:
         """Where the tokens of [validation] come from; None where nothing is validated."""
         if not self.validation.source:
             return None
-        source, split = self.validation.source, self.validation.split
-        return replace(self.data, source=source, split=split, mixture=(), max_tokens=0)
+        v, data = self.validation, self.data
+        return replace(
+            data, source=v.source, split=v.split, mixture=(), max_tokens=0,
+            text_field=v.text_field or data.text_field, messages_field=v.messages_field or data.messages_field,
+        )  # fmt: skip
 
     def choose_kernels(self, device: Device, layout: Layout) -> Chosen:
         """The kernels of a run there, each auto replaced."""

@@ -113,7 +113,7 @@ def test_an_unknown_key_near_to_nothing_lists_the_known(key):
     known = [field.name for field in fields(CheckpointConfig)]
     if key not in known and not difflib.get_close_matches(key, known, cutoff=0.5):
         assert problems_of(tables(checkpoint={key: 1})) == [
-            f"checkpoint.{key} is unknown; known: every, timeout_s, keep, save, export"
+            f"checkpoint.{key} is unknown; known: every, timeout_s, keep, fallback, background, save, export"
         ]
 
 

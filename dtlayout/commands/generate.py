@@ -31,7 +31,15 @@ def run(options: argparse.Namespace) -> int:
     """Print the text as it comes."""
     from dtlayout.data.tokenizer import load_tokenizer  # only now: the rest imports torch
     from dtlayout.training.devices import join_ranks, open_device
-    from dtlayout.training.generate import Sampling, find_shape, generate, is_hf_folder, open_model, stream_text
+    from dtlayout.training.generate import (
+        Sampling,
+        find_ends,
+        find_shape,
+        generate,
+        is_hf_folder,
+        open_model,
+        stream_text,
+    )
 
     if options.max_tokens < 1:
         raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")
@@ -57,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
             f"give the --tokenizer that it was trained with"
         )
     model = open_model(options.source, len(prompt) + options.max_tokens, options.format, device.type)
-    ids = generate(model, prompt, options.max_tokens, sampling.make(), end=tokenizer.end_of_document)
+    ends = {tokenizer.end_of_document, *(find_ends(options.source) if is_hf and not options.end_of_document else ())}
+    ids = generate(model, prompt, options.max_tokens, sampling.make(), ends=ends)
     pieces = stream_text(ids, tokenizer.decode, prompt)
     if not is_writer or options.json:
         text = "".join(pieces)

@@ -1,9 +1,13 @@
 """dtlayout prepare: tokenize a config's data once, so that no training waits for it."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from dtlayout.commands.arguments import add_config, show
-from dtlayout.config import load_config
+from dtlayout.config import Config, DataConfig, load_config
+
+if TYPE_CHECKING:
+    from dtlayout.data.samples import Cut
 
 EXAMPLE = "dtlayout prepare configs/debug.toml"
 
@@ -15,14 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
-    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
-    from dtlayout.data.samples import open_samples
-
     config = load_config(options.config, options.overrides)
-    folders = [prepare_tokens(each) for each in config.data.sources]
-    samples = open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
     documents, lines = [], []
-    for cut in samples.cuts:
+    for cut in [cut for data in (config.data, config.validation_data) if data for cut in _prepare(config, data)]:
         tokens = cut.tokens
         documents.append(
             {
@@ -36,3 +35,12 @@ def run(options: argparse.Namespace) -> int:
         if cut.num_cut:
             lines.append(f"note: {cut.num_cut:,} documents of {cut.source} are longer than a sample, which cuts them")
     return show(options, {"sources": documents}, lines, indent=None)
+
+
+def _prepare(config: Config, data: DataConfig) -> "tuple[Cut, ...]":
+    """What each source of [data] or [validation] gives."""
+    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
+    from dtlayout.data.samples import open_samples
+
+    folders = [prepare_tokens(each) for each in data.sources]
+    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed).cuts

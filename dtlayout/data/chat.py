@@ -12,6 +12,7 @@ conversation is refused.
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,8 @@ Spans = list[tuple[int, int]]
 
 TEMPLATE_NAME = "chat_template.jinja"
 
-# Of Unicode's private use, so no text has them: where an answer begins and ends.
-_OPEN, _CLOSE = "\ue000", "\ue001"
+# Where an answer begins and ends; drawn at random, so that no text holds them.
+_OPEN, _CLOSE = (f"<{secrets.token_hex(16)}>" for _ in range(2))
 
 
 class ChatTemplate:
@@ -57,27 +58,30 @@ class ChatTemplate:
             before, after = self.render(messages[:i], tools, asks=True), self.render(messages[: i + 1], tools)
             if not (after.startswith(before) and marked.startswith(after)):
                 raise DataError(
-                    f"the chat template writes message {i + 1} otherwise once others follow, so where the answer is "
-                    'cannot be told; mark answers in the template with {% generation %}, or use data.loss_on="all"'
+                    f"the chat template does not write message {i + 1} as what its prompt for an answer goes on with, "
+                    "so where the answer is cannot be told; mark answers in it with {% generation %}, or use "
+                    'data.loss_on="all"'
                 )
             spans.append((len(before), len(after)))
         return marked, spans
 
     def _write(self, messages: Sequence[Message], tools: Any, *, asks: bool = False) -> str:
-        from jinja2 import TemplateError
-
         try:
             return self._template.render(
                 messages=list(messages), tools=tools, add_generation_prompt=asks, **self._special_tokens
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template cannot write this conversation: {error}") from error
+        except Exception as error:  # it is a program of somebody else's
+            raise DataError(
+                f"the chat template cannot write this conversation: {type(error).__name__} {error}"
+            ) from error
 
 
 def load_template(file: str, tokenizer: str) -> ChatTemplate:
     """The template of a Jinja file, or where none is named the one beside the tokenizer; DataError without one."""
     path = find_file(tokenizer)
-    settings = _read_settings(path.parent) if path else {}
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json") if path else ():
+        settings |= _read_settings(path.with_name(name))  # type: ignore[union-attr]
     named = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
     special_tokens = {name: token for name, token in named.items() if token is not None}
     if file:
@@ -99,8 +103,7 @@ def _read(path: Path) -> str:
         raise DataError(f"the chat template {str(path)!r} cannot be read: {error}") from error
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
+def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -129,10 +132,12 @@ def _read_marks(marked: str) -> tuple[str, Spans]:
 
 
 def _compile(source: str) -> "Template":
-    """As `transformers` sets Jinja up, for which these templates are written."""
-    from datetime import datetime
+    """As `transformers` sets Jinja up, for which these templates are written.
 
-    from jinja2 import TemplateError, nodes
+    But they are not told what day it is: the same conversation is the same text tomorrow. And a special token that the
+    tokenizer does not name is an error instead of nothing.
+    """
+    from jinja2 import TemplateError, Undefined, UndefinedError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -149,14 +154,25 @@ def _compile(source: str) -> "Template":
         def _mark(self, caller: Any) -> str:
             return f"{_OPEN}{caller()}{_CLOSE}"
 
+    class Unnamed(Undefined):
+        """A name that nobody has given a value."""
+
+        def __str__(self) -> str:
+            if str(self._undefined_name).endswith("_token"):
+                raise UndefinedError(f"the tokenizer names no {self._undefined_name} in tokenizer_config.json")
+            return ""
+
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
+    def write_json(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **style)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Unnamed
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals.update(raise_exception=refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern))
+    environment.filters["tojson"] = write_json
+    environment.globals["raise_exception"] = refuse
     try:
         return environment.from_string(source)
     except TemplateError as error:

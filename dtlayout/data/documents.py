@@ -4,6 +4,7 @@ Vocabulary: an id is *taught* if it counts as a target. Of plain text all are; o
 the token that ends each, unless `loss_on` says "all".
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -84,37 +85,37 @@ class _Chats:
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
         self.is_all_taught = data.loss_on == "all"
 
-    def read(self, row: Row) -> tuple[tuple[str, Spans | None], int]:
+    def read(self, row: Row) -> tuple["_Conversation", int]:
         messages = _find(row, self.field, "messages_field")
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
             raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
-        messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        messages = _without_none(messages)
         if not all("role" in each for each in messages):
             raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
-        tools = row.get("tools")
-        if self.is_all_taught:
-            text = self.template.render(messages, tools)
-            return (text, None), len(text)
-        text, spans = self.template.find_answers(messages, tools)
-        return (text, spans), len(text)
+        tools = _read_tools(row.get("tools"))
+        text, spans = (
+            (self.template.render(messages, tools), None)
+            if self.is_all_taught
+            else self.template.find_answers(messages, tools)
+        )
+        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+        return _Conversation(text, spans, is_answered), len(text)
 
-    def encode(self, items: Sequence[tuple[str, Spans | None]]) -> list[Document]:
-        encoded = self.tokenizer.encode_chats([text for text, _ in items])
+    def encode(self, items: Sequence["_Conversation"]) -> list[Document]:
+        encoded = self.tokenizer.encode_chats([item.text for item in items])
         return [
-            self._end(ids, self._find_taught(places, len(text), spans))
-            for (text, spans), (ids, places) in zip(items, encoded, strict=True)
+            self._end(ids, self._find_taught(places, item)) for item, (ids, places) in zip(items, encoded, strict=True)
         ]
 
     @staticmethod
-    def _find_taught(places: Ids, num_characters: int, spans: Spans | None) -> Taught | None:
-        """For each id whether it begins inside an answer; for the document's end whether it follows one."""
-        if spans is None:
+    def _find_taught(places: Ids, item: "_Conversation") -> Taught | None:
+        """For each id whether it begins inside an answer; for the document's end whether the last message is one."""
+        if item.spans is None:
             return None
-        ends_with_answer = bool(spans) and spans[-1][1] == num_characters
         taught = np.zeros(places.size + 1, dtype=np.bool_)
-        for first, end in spans:
+        for first, end in item.spans:
             taught[:-1] |= (places >= first) & (places < end)
-        taught[-1] = ends_with_answer
+        taught[-1] = item.is_answered
         return taught
 
     def _end(self, ids: Ids, taught: Taught | None) -> Document:
@@ -123,6 +124,35 @@ class _Chats:
             ids = np.append(ids, self.tokenizer.end_of_document)
         taught = None if taught is None else taught[: ids.size]
         return Document(ids, taught, has_text=ids.size > 1 if taught is None else bool(taught.any()))
+
+
+class _Conversation(NamedTuple):
+    """One row, written by the template."""
+
+    text: str
+    spans: Spans | None
+    """Where its answers are; None where all is taught."""
+    is_answered: bool
+    """Whether the last message is an answer."""
+
+
+def _without_none(value: Any) -> Any:
+    """What Arrow fills in for keys that other rows have, left out."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _read_tools(tools: Any) -> Any:
+    """The tools of a row, a list or its JSON; DataError for anything else."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise DataError("field 'tools' is neither a list of tools nor the JSON of one") from None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError("field 'tools' is neither a list of tools nor the JSON of one")
+    return _without_none(tools)
 
 
 def _find(row: Row, field: str, key: str) -> Any:

@@ -4,15 +4,16 @@
     folder/<fingerprint>/documents.bin  where each document begins, and where the last one ends; little-endian int64
     folder/<fingerprint>/taught.bin     for each id whether it is taught, uint8; only of conversations
     folder/<fingerprint>/tokens.json    what they are
-    folder/<fingerprint>.parts/         while they are prepared: parts that are whole, which who comes next goes on from
+    folder/<fingerprint>.parts/         while they are prepared: parts that are whole, from which the next one goes
+                                        on; of a corpus that is not wanted any more they may be deleted
 
 The fingerprint is a hash of everything that decides the ids. For local files it sees names, sizes and modification
 times, not contents; for a hub dataset only the name and the split: delete the folder to fetch a newer revision.
 
 [Note: no locks]
 File locks fail or hang on some shared filesystems. Every file and folder is written under a name of its own and renamed
-when it is whole, so what is there is whole. A part is a function of the corpus: whoever writes it writes the same
-bytes, and any number of processes may write them at once. The folder never changes under its readers: a rename onto one
+when it is whole, so what is there is whole. A part is a function of the corpus: whoever writes it writes the same ids,
+and any number of processes may write them at once. The folder never changes under its readers: a rename onto one
 that is not empty fails, so the first one wins, and who comes later has worked in vain and uses it.
 """
 
@@ -72,16 +73,14 @@ def prepare_tokens(data: DataConfig) -> Path:
         (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
         _publish(own, target)
         shutil.rmtree(parts, ignore_errors=True)
-    except DataError:
-        if files:  # to be mended, which makes them another corpus; the hub may be back the next time
-            shutil.rmtree(parts, ignore_errors=True)
-        raise
     except OSError as error:
         if (target / INFO_NAME).exists():  # another one was done, and has taken the parts away
             return target
         raise DataError(f"cannot write tokens to {str(target)!r}: {error}") from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):  # parts are in it, or another process has taken it away
+            parts.rmdir()
     return target
 
 
@@ -206,7 +205,7 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
             try:
                 with np.load(path) as part:
                     arrays = dict(part)
-            except (BadZipFile, ValueError) as error:
+            except (BadZipFile, ValueError, EOFError, KeyError) as error:
                 raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
             _append(ids, arrays["ids"], digest)
             _append(documents, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))

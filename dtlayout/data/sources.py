@@ -76,6 +76,14 @@ class Corpus:
                 return f"at line {line} of {str(file)!r}"
             if builder == "text" and not _is_utf8(file):
                 return f"at {str(file)!r}"
+        rows: Any = self.rows
+        for i, file in enumerate(self.files if len(self.files) == getattr(rows, "num_shards", 0) else ()):
+            num_read = 0
+            try:
+                for _ in rows.shard(len(self.files), i):
+                    num_read += 1
+            except Exception:
+                return f"after {num_read} rows of {str(file)!r}"
         return f"after {num_read} rows"
 
 

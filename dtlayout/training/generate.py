@@ -3,7 +3,8 @@
 Legend: B batch, H query heads, G key-value heads, S tokens, K head width, D model width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,18 @@ def is_hf_folder(source: Path) -> bool:
     return (source / "config.json").is_file()
 
 
+def find_ends(folder: Path) -> list[int]:
+    """Ids at which a Hugging Face folder's texts end, by its generation_config.json; none if it does not say.
+
+    A chat model has several: an answer's and a document's.
+    """
+    try:
+        found = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]
+
+
 def find_shape(source: Path) -> ModelShape:
     """The model of a run, a checkpoint or a Hugging Face folder."""
     return find_model(str(source / "config.json")) if is_hf_folder(source) else read_model(find_checkpoint(source))
@@ -129,9 +142,9 @@ class Memory:
 
 @torch.inference_mode()
 def generate(
-    model: Llama, prompt: Sequence[int], max_tokens: int, take: Callable[[Tensor], int], *, end: int | None = None
+    model: Llama, prompt: Sequence[int], max_tokens: int, take: Callable[[Tensor], int], *, ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """Up to `max_tokens` ids that follow a prompt, which has one at least, as they come, or until `end` comes."""
+    """Ids that follow a prompt, which has one at least, as they come: `max_tokens`, or until one of `ends` comes."""
     decoder, max_len = model.model, len(prompt) + max_tokens
     assert decoder.embed_tokens is not None, "the model is whole"
     cos, sin = decoder.rotary.cos, decoder.rotary.sin
@@ -146,7 +159,7 @@ def generate(
             h_BSD = decoder(torch.tensor([new], device=decoder.embed_tokens.weight.device))
             start += len(new)
             new = [take(_find_logits(model, h_BSD[:, -1:])[0, 0])]
-            if new[0] == end:
+            if new[0] in ends:
                 return
             yield new[0]
     finally:

@@ -275,7 +275,8 @@ class _Run:
         assert self.held_out is not None, "somebody asked whether there are any"
         num_batches = min(self.config.validation.batches, self.held_out.samples.num_batches)
         batches = (self.held_out.fetch(number) for number in range(num_batches))
-        return fmean(self.step.evaluate(batch.tokens, batch.targets, batch.starts) for batch in batches)
+        measured = [self.step.evaluate(batch.tokens, batch.targets, batch.starts) for batch in batches]
+        return sum(loss * count for loss, count in measured) / max(1, sum(count for _, count in measured))
 
     def _note(
         self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float, is_measured: bool,

@@ -84,7 +84,8 @@ class TrainStep:
     def launch(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False) -> Launched:
         """The step without waiting for its numbers."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
-        loss = self.runtime.step(inputs, documents, targets=targets, num_targets=count)
+        # Without any target the loss is 0, and no NaN.
+        loss = self.runtime.step(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
         numbers = self._sum_numbers(loss, local_squared_norm(self.counted, self.mesh), stop)
         launched = Launched(numbers)  # before the update, for which who waits for them need not wait
@@ -93,11 +94,11 @@ class TrainStep:
         self.optimizer.zero_grad()
         return launched
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> float:
-        """The loss of such rows, which nothing is trained on; the same number on every rank."""
+    def evaluate(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> tuple[float, int]:
+        """The loss a target of such rows, which nothing is trained on, and their targets; the same on every rank."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
-        loss = self.runtime.evaluate(inputs, documents, targets=targets, num_targets=count)
-        return float(self._sum_numbers(loss, 0.0, stop=False)[0])
+        loss = self.runtime.evaluate(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
+        return float(self._sum_numbers(loss, 0.0, stop=False)[0]), round(float(count))
 
     def _split_documents(self, starts: Tensor | None) -> list[Documents]:
         """Those of each microbatch; none where documents see each other."""
@@ -106,13 +107,10 @@ class TrainStep:
         return [each.pinned() for each in documents] if self.mesh.device_type == "cuda" else documents
 
     def _count_targets(self, targets: Tensor) -> Tensor:
-        """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks.
-
-        One where there are none, so that the step's loss and gradients are 0 and no NaN.
-        """
+        """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""
         count = (targets != IGNORED).sum().to(torch.float64)
         dist.all_reduce(count)
-        return (count / self.num_copies).clamp(min=1)
+        return count / self.num_copies
 
     def _sum_numbers(self, loss: Tensor | None, squared_norm: Tensor | float, stop: bool) -> Tensor:
         """Loss, squared gradient norm and the number of ranks that ask to stop, in one all-reduce over all ranks."""

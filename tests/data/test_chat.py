@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dtlayout.config import DataConfig
@@ -55,7 +57,8 @@ def test_answers_that_change_once_messages_follow_are_refused_and_taught_with_al
     template = ChatTemplate(FORGETFUL, {})
     assert cut(*template.find_answers(CONVERSATION[:2])) == ["assistant:thought hello <b>\n"]
     with pytest.raises(
-        DataError, match=r"message 2 otherwise once others follow.*\{% generation %\}, or use data\.loss_on"
+        DataError,
+        match=r"does not write message 2 as what its prompt for an answer.*\{% generation %\}, or use data\.loss_on",
     ):
         template.find_answers(CONVERSATION)
     tokens = prepare(tmp_path, FORGETFUL, [CONVERSATION], loss_on="all")
@@ -66,9 +69,11 @@ def test_answers_that_change_once_messages_follow_are_refused_and_taught_with_al
     ("template", "said"),
     [
         ("{% for %}", "the chat template is not Jinja: "),
-        ("{{ raise_exception('roles must alternate') }}", "cannot write this conversation: roles must alternate"),
-        ("{{ messages[0].content + 1 }}", "cannot write this conversation: "),
-        ("{{ messages.append(1) }}", "cannot write this conversation: "),
+        ("{{ raise_exception('roles must alternate') }}", "this conversation: TemplateError roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "cannot write this conversation: TypeError"),
+        ("{{ messages.append(1) }}", "cannot write this conversation: SecurityError"),
+        ("{{ 1 / 0 }}", "cannot write this conversation: ZeroDivisionError"),
+        ("{{ bos_token }}", "cannot write this conversation: UndefinedError the tokenizer names no bos_token"),
     ],
 )
 def test_a_template_that_fails_says_why(template, said):
@@ -89,7 +94,7 @@ def test_templates_are_found_where_tokenizers_have_them(tmp_path, write_tokenize
     assert load_template("", str(tmp_path)).render([]) == "beside"
     (tmp_path / "own.jinja").write_text("own {{ bos_token }}")
     assert load_template(str(tmp_path / "own.jinja"), str(tmp_path)).render([]) == "own <s>"
-    assert load_template(str(tmp_path / "own.jinja"), "bytes").render([]) == "own "
+    assert load_template(str(tmp_path / "chat_template.jinja"), "bytes").render([]) == "beside"
     with pytest.raises(DataError, match=r"the chat template '.*missing\.jinja' cannot be read"):
         load_template(str(tmp_path / "missing.jinja"), "bytes")
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -126,6 +131,25 @@ def test_special_tokens_of_a_template_are_ids_and_its_end_is_no_second_one(tmp_p
     tokens = prepare(tmp_path, template, [conversation], tokenizer=str(tokenizer))
     assert tokens.tokens.tolist() == [2, 3, 4, 5, 6, 1]
     assert tokens.taught.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_what_a_row_lacks_is_not_there_and_tools_may_be_json(tmp_path, offline):
+    calls = [[{"role": "assistant", "content": "x", "calls": [{"arguments": {key: 1}}]}] for key in ("city", "n")]
+    tools = [json.dumps([{"name": "weather"}])] * 2
+    pq.write_table(pa.table({"messages": calls, "tools": tools}), tmp_path / "chats.parquet")
+    answers = "{% for m in messages %}{% generation %}{{ m.calls | tojson }}{% endgeneration %}\n{% endfor %}"
+    (tmp_path / "t.jinja").write_text("{{ tools[0].name }}" + answers)
+    data = DataConfig(
+        source=str(tmp_path / "chats.parquet"), messages_field="messages", folder=str(tmp_path / "tokens"),
+        chat_template=str(tmp_path / "t.jinja"),
+    )  # fmt: skip
+    tokens = TokenFile.open(prepare_tokens(data))
+    text = bytes(i for i in tokens.tokens.tolist() if i < 256).decode()
+    assert text == 'weather[{"arguments": {"city": 1}}]weather[{"arguments": {"n": 1}}]'
+    assert tokens.taught[tokens.tokens == 256].tolist() == [1, 1]
+    pq.write_table(pa.table({"messages": calls, "tools": ["no json"] * 2}), tmp_path / "chats.parquet")
+    with pytest.raises(DataError, match=r"row 1 of '.*chats\.parquet': field 'tools' is neither a list of tools nor"):
+        prepare_tokens(data)
 
 
 def test_what_decides_the_text_of_conversations_decides_the_folder(tmp_path, offline):

@@ -187,7 +187,6 @@ def test_the_first_whole_preparation_wins_and_is_left_as_it_is(tmp_path, serve, 
         yield "second"
 
     serve(slow_documents())
-    monkeypatch.setattr(dtlayout.data.prepare.os, "getpid", iter([1, 2]).__next__)
     folder = prepare("x/y", "bytes", tmp_path)
     assert inside == [folder]
     assert read(folder)[1].tolist() == [*b"first", 256]

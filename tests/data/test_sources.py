@@ -164,7 +164,7 @@ def test_a_parquet_file_that_breaks_says_how_far_it_was_read(tmp_path):
     pq.write_table(pa.table({"text": ["x" * 1000, "y" * 1000]}), path)
     content = path.read_bytes()
     path.write_bytes(content[:4] + bytes(50) + content[54:])  # the first page, while what describes the file is whole
-    with pytest.raises(DataError, match=r"reading '.*a\.parquet' broke after \d rows: "):
+    with pytest.raises(DataError, match=r"reading '.*a\.parquet' broke after 0 rows of '.*a\.parquet': "):
         read(str(path))
 
 

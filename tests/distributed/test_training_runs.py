@@ -130,7 +130,8 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
         r"rank 0 +│ .* [KM]iB, predicted .* [KM]iB \(", log
     )
     assert (config.layout.tp, config.layout.dp_shard, config.train.steps) == (2, 1, 6)
-    assert sorted(path.name for path in (straight.run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    names = sorted(path.name for path in (straight.run / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000003", "step-00000006"]
 
 
 def test_the_memory_of_the_first_steps_is_that_of_a_dry_run(straight, capsys):
@@ -178,7 +179,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_un
     assert sorted(names) == ["damaged-step-00000006", "latest", "step-00000003", "step-00000006"]
     assert main(["checkpoint", "list", str(half_done), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [(each["step"], each["layout"]) for each in listed] == [(3, "tp2 mb2 zero1"), (6, "pp2 mb2 1f1b zero1")]
+    assert [(each["step"], each["layout"]) for each in listed] == [(3, "tp2+sp mb2 zero1"), (6, "pp2 mb2 1f1b zero1")]
     assert main(["checkpoint", "show", str(half_done)]) == 0
     assert "samples: 24" in capsys.readouterr().out
     assert load_config(half_done / "config.toml").layout.pp == 2

@@ -55,7 +55,7 @@ def test_a_model_is_as_it_was_after_a_text(folder):
 def test_it_ends_at_the_end_of_a_document(folder):
     model = open_model(folder, 40, "float32", "cpu")
     whole = list(generate(model, PROMPT, 20, GREEDY.make()))
-    assert list(generate(model, PROMPT, 20, GREEDY.make(), end=whole[3])) == whole[: whole.index(whole[3])]
+    assert list(generate(model, PROMPT, 20, GREEDY.make(), ends={whole[3]})) == whole[: whole.index(whole[3])]
 
 
 def test_tokens_are_taken_as_often_as_they_are_likely():
