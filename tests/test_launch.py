@@ -14,6 +14,7 @@ from dtlayout.cluster import find_gpu
 from dtlayout.config import load_config
 from dtlayout.device import device_of
 from dtlayout.launch import USAGE, main
+from dtlayout.lease import LEASE_NAME, hold
 
 
 @pytest.fixture
@@ -145,6 +146,31 @@ def test_a_refusal_leaves_the_summary_of_an_earlier_run(files):
     end_run(files, '{"outcome": "done", "exit_code": 0}')
     assert main([str(files.config), "--layout.tp=3"]) == 2
     assert (files.run / "summary.json").read_text() == '{"outcome": "done", "exit_code": 0}'
+
+
+@pytest.mark.parametrize("outcome", [("done", 0), ("stopped", 3), ("non_finite", 4)])
+def test_a_refusal_after_the_check_keeps_what_an_earlier_run_reached_and_says_why_beside_it(
+    files, monkeypatch, outcome
+):
+    reached = {"outcome": outcome[0], "exit_code": outcome[1], "steps": 1, "final_loss": 2.5}
+    end_run(files, json.dumps(reached))
+    nowhere = [str(files.config), "--data.source=nowhere/*.txt"]
+    assert main(nowhere) == 2
+    summary = json.loads((files.run / "summary.json").read_text())
+    assert {name: summary[name] for name in reached} == reached
+    assert summary["refused"][0].startswith("no file matches 'nowhere/*.txt'")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main([str(files.config)]) == 2  # as the start before it, not as the run before that
+    assert not (files.run / LEASE_NAME).exists()
+
+
+def test_a_second_run_in_a_folder_is_refused_and_changes_nothing_there(files, capsys):
+    end_run(files, '{"outcome": "running", "exit_code": null}')
+    with hold(files.run):
+        before = {path.name: path.read_text() for path in files.run.iterdir()}
+        assert main([str(files.config)]) == 2
+        assert {path.name: path.read_text() for path in files.run.iterdir()} == before
+    assert f"belongs to another run: pid {os.getpid()} on " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("exit_code", [0, 2, 3, 4])
