@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,10 @@ def _run(config: Config) -> int:
     if summary.get("outcome") == "done" and summary.get("steps", 0) >= config.train.steps:
         _refuse_another_run(config, folder)
         if is_writer:
-            print(f"{folder} has done its {summary['steps']} steps; raise train.steps, or use another train.run_folder")
+            print(
+                f"{folder} has done its {summary['steps']} steps; raise train.steps (and optimizer.decay_steps, if the "
+                f"learning rate is to fall over all of them), or use another train.run_folder"
+            )
         return EXIT_DONE
     with hold(folder) if is_writer else nullcontext(), note_signals() as stop:
         if is_writer and not _is_restart():
@@ -125,6 +129,8 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
         ended = load_config(folder / "config.toml")
     except InvalidConfig:  # of another version, perhaps: nobody can tell
         return
+    if not config.optimizer.decay_steps:  # what it was when the run began
+        ended = replace(ended, optimizer=replace(ended.optimizer, decay_steps=0))
     sections = ("model", "batch", "data", "optimizer")
     differing = [name for name in sections if getattr(ended, name) != getattr(config, name)]
     values = ("seed", "init_from")

@@ -132,13 +132,19 @@ def test_the_config_that_a_run_leaves_resumes_it_to_the_bit(straight, half_done,
     assert read_summary(half_done)["outcome"] == "done"
 
 
-def test_a_run_resumes_under_another_layout_with_the_same_losses(straight, half_done, tmp_path):
-    arguments = [straight.config, f"--train.run_folder={half_done}", "--layout.pp=2"]
+def test_a_run_resumes_under_another_layout_and_for_longer_with_the_same_losses_and_learning_rates(
+    straight, half_done, tmp_path
+):
+    arguments = [straight.config, f"--train.run_folder={half_done}", "--layout.pp=2", "--train.steps=8"]
     assert launch(2, *arguments, log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    assert load_config(half_done / "config.toml").layout.pp == 2
-    assert len(read_lines(half_done)) == 6
+    resolved = load_config(half_done / "config.toml")
+    assert (resolved.layout.pp, resolved.train.steps, resolved.optimizer.decay_steps) == (2, 8, 6)
+    assert len(read_lines(half_done)) == 8
     assert losses(half_done)[:3] == losses(straight.run)[:3]
-    assert losses(half_done) == pytest.approx(losses(straight.run), rel=1e-5)
+    assert losses(half_done)[:6] == pytest.approx(losses(straight.run), rel=1e-5)
+    rates = [[line["lr"] for line in read_lines(run)] for run in (straight.run, half_done)]
+    assert rates[1] == [*rates[0], rates[0][-1], rates[0][-1]]
+    assert "note: the learning rate falls over 6 steps, as when this run began" in (tmp_path / "log").read_text()
 
 
 def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
