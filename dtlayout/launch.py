@@ -106,6 +106,10 @@ def _run(config: Config) -> int:
             running = Summary(outcome="running").to_dict()
             _write({**running, **reached, "outcome": "running", "exit_code": None}, folder)
         try:
+            if is_writer:  # the others hear of what is wrong on their nodes: `data.nodes`
+                from dtlayout.data.check import check_data  # only now: it imports numpy
+
+                check_data(config)
             from dtlayout.training.run import train  # only now: it imports torch
 
             return train(config, layout, stop)

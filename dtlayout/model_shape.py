@@ -62,7 +62,7 @@ class ModelShape(Ranged, section="model"):
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
     """Llama 3's stretching of them, where the model has it."""
-    norm_eps: float = ranged("must not be negative", 1e-5)
+    norm_eps: float = ranged("must be at least 0 and finite", 1e-5)
     """Added to the mean square inside RMSNorm."""
 
     def __post_init__(self) -> None:

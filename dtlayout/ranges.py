@@ -11,6 +11,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "must be above 0": lambda value: value > 0,
     "must be above 0 and finite": lambda value: 0 < value < math.inf,
     "must not be negative": lambda value: 0 <= value < math.inf,
+    "must be at least 0 and finite": lambda value: 0 <= value < math.inf,
     "must be at least 1": lambda value: 1 <= value < math.inf,
     "must be from 1 to a billion": lambda value: 1 <= value <= 10**9,
     "must lie between 0 and 1": lambda value: 0 <= value <= 1,

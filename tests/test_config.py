@@ -202,7 +202,7 @@ def test_a_wrong_degree_is_reported_with_the_problems_of_other_sections(wrong):
         ("batch", "global_batch", 10**13, 10**9, "from 1 to a billion"),
         ("batch", "seq_len", 10**13, 10**9, "from 1 to a billion"),
         ("model", "rope_theta", -5.0, 1e-3, "above 0"),
-        ("model", "norm_eps", math.nan, 0.0, "not be negative"),
+        ("model", "norm_eps", math.nan, 0.0, "at least 0 and finite"),
         ("checkpoint", "every", -1, 0, "not be negative"),
         ("checkpoint", "keep", 0, 1, "at least 1"),
         ("metrics", "log_every", 0, 1, "at least 1"),
