@@ -206,6 +206,7 @@ def execute(command: Sequence[str], num_threads: int) -> str:
 def debug_run(folder: str, num_steps: int) -> list[str]:
     """The run that `make train` starts, in a folder."""
     options = {"train.steps": num_steps, "train.run_folder": folder, "checkpoint.save": "false"}
+    options["optimizer.decay_steps"] = 140  # of which these are the first
     return ["train.py", "configs/debug.toml", *(f"--{key}={value}" for key, value in options.items())]
 
 

@@ -12,9 +12,9 @@ IGNORED = -100
 class Batch(Ranged, section="batch"):
     """The sequences of one optimizer step, whatever the layout."""
 
-    global_batch: int = ranged("must be at least 1")
+    global_batch: int = ranged("must be from 1 to a billion")
     """Sequences in a step, over all ranks and microbatches."""
-    seq_len: int = ranged("must be at least 1")
+    seq_len: int = ranged("must be from 1 to a billion")
     """Tokens in a sequence."""
 
     @property

@@ -35,7 +35,7 @@ from dtlayout.trackers import name_problems, package_problems
 class Source(Ranged, section="data.mixture"):
     """One of several sources."""
 
-    source: str
+    source: str = ranged("must not be empty or hold a NUL")
     """As `data.source`."""
     weight: float = ranged("must be above 0 and finite", 1.0)
     """Share of the samples, whatever the weights add up to."""
@@ -51,7 +51,7 @@ class Source(Ranged, section="data.mixture"):
 class DataConfig(Ranged, section="data"):
     """Where the tokens come from."""
 
-    source: str = "python-stdlib"
+    source: str = ranged("must not be empty or hold a NUL", "python-stdlib")
     """A .txt, .jsonl, .json or .parquet file, a folder or glob of them, a dataset on the HF hub, or python-stdlib."""
     split: str = "train"
     """Split of a hub dataset."""
@@ -67,7 +67,7 @@ class DataConfig(Ranged, section="data"):
     """Which tokens of a conversation are targets; of text all are."""
     samples: Literal["packed", "padded"] = "packed"
     """packed cuts one row of all documents, padded makes each document a sample, cut or filled up."""
-    tokenizer: str = "bytes"
+    tokenizer: str = ranged("must not be empty or hold a NUL", "bytes")
     """bytes, or the path of a tokenizer.json or of its folder."""
     end_of_document: str = ""
     """Token after each document, where the tokenizer has none of the usual ones."""
@@ -75,7 +75,7 @@ class DataConfig(Ranged, section="data"):
     """Whether documents that share a sample do not see each other; the loss and its targets stay the same."""
     max_tokens: int = ranged("must not be negative", 0)
     """Tokens to prepare of each source at most; 0 for all."""
-    folder: str = "data/tokens"
+    folder: str = ranged("must not be empty or hold a NUL", "data/tokens")
     """Where prepared tokens lie, to be used again."""
 
     @property
@@ -118,13 +118,13 @@ class TrainConfig(Ranged, section="train"):
     init_from: str = ""
     """A Hugging Face folder whose weights a new run starts from, with its sizes where no [model] is; empty for random
     ones."""
-    run_folder: str = "runs/latest"
+    run_folder: str = ranged("must not be empty or hold a NUL", "runs/latest")
     """Where metrics, summary, config and checkpoints go, by default named like the file; the same folder resumes."""
     seed: int = 0
     """Decides the initial weights and the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is any."""
-    timeout_s: float = ranged("must be above 0 and finite", 600.0)
+    timeout_s: float = ranged("must be above 0 and at most 2592000, thirty days", 600.0)
     """Seconds after which a collective that does not finish ends the run."""
     deterministic: bool = False
     """Whether CUDA runs only kernels that give the same bits each time, which are slower; a CPU always does."""
@@ -138,7 +138,7 @@ class CheckpointConfig(Ranged, section="checkpoint"):
 
     every: int = ranged("must not be negative", 0)
     """Steps between checkpoints; 0 saves at the end alone."""
-    timeout_s: float = ranged("must be above 0 and finite", 3600.0)
+    timeout_s: float = ranged("must be above 0 and at most 2592000, thirty days", 3600.0)
     """Seconds after which ranks that wait for others to save or load end the run."""
     keep: int = ranged("must be at least 1", 2)
     """Newest checkpoints that stay on disk."""
@@ -308,6 +308,13 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         problems += check_init_from(config.train.init_from, config.model)
     if config.checkpoint.export and not config.checkpoint.save:
         problems.append("checkpoint.export=true writes what was saved, but checkpoint.save=false; use save=true")
+    warmup_steps, falls_over = config.optimizer.warmup_steps, config.optimizer.decay_steps or config.train.steps
+    if warmup_steps > falls_over:
+        name = "optimizer.decay_steps" if config.optimizer.decay_steps else "train.steps"
+        problems.append(
+            f"optimizer.warmup_steps={warmup_steps} is more than {name}={falls_over}, so that the learning rate would "
+            f"never reach optimizer.lr; use fewer, or optimizer.decay_steps=N for the first steps of a run of N"
+        )
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     kernels = config.choose_kernels(device, layout).kernels

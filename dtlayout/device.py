@@ -1,6 +1,9 @@
 """Device: where something runs, as far as it is known. Before torch is asked that is what the configuration says."""
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named, is_slice
@@ -60,3 +63,11 @@ def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> D
     if gpu is not None and is_slice(name) and gpu.peak_flops_per_s == gpu_named(gpu.name).peak_flops_per_s:
         gpu = None
     return Device("cuda", name, gpu.peak_flops_per_s if gpu else None, capability, gpu)
+
+
+def find_host_bytes() -> int:
+    """Memory that the processes of this host may have together: all of it, or what a container is given."""
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no such group, or one without a limit: "max"
+        nbytes = min(nbytes, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return nbytes

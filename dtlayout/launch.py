@@ -2,18 +2,25 @@
 
 torchrun restarts workers after any exit code but 0 (`--max-restarts`), also after a refusal or a non-finite loss. So a
 restarted process looks at RUN/summary.json first, and if the run has ended there, it ends the same way again.
+
+What an earlier run in the folder reached stays in summary.json until this one has reached something: a start that is
+refused adds why, under "refused", and changes nothing else.
 """
 
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, DtlayoutError, InvalidConfig
+from dtlayout.lease import hold
 from dtlayout.signals import note_signals
-from dtlayout.training.metrics import Summary, read_summary
+from dtlayout.training.metrics import Summary, read_summary, write_summary
 
 SECONDS_TO_SAY_WHY = 5.0
 _LAUNCHERS = (  # how many processes it started, which of them this one is
@@ -77,31 +84,47 @@ def _count(variable: str) -> int:
 def _run(config: Config) -> int:
     folder, is_writer = Path(config.train.run_folder), os.environ.get("RANK", "0") == "0"
     summary = read_summary(folder)
+    reached = {**summary, "refused": []} if summary.get("steps") else {}
     try:
         layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
     except DtlayoutError as error:
-        if is_writer and not summary:  # an earlier run's summary is worth more
-            _write_refusal(error, folder)
+        if is_writer and not summary:  # an earlier run's summary is worth more, and one that goes on has it in use
+            _write_refusal(error, folder, {})
         raise
-    if _is_restart() and summary.get("exit_code") is not None:
-        return int(summary["exit_code"])
+    if _is_restart() and (ended := _find_end(summary)) is not None:
+        return ended
     if summary.get("outcome") == "done" and summary.get("steps", 0) >= config.train.steps:
         _refuse_another_run(config, folder)
         if is_writer:
-            print(f"{folder} has done its {summary['steps']} steps; raise train.steps, or use another train.run_folder")
+            print(
+                f"{folder} has done its {summary['steps']} steps; raise train.steps (and optimizer.decay_steps, if the "
+                f"learning rate is to fall over all of them), or use another train.run_folder"
+            )
         return EXIT_DONE
-    if is_writer and not _is_restart():
-        _write_summary(Summary(outcome="running"), folder)
+    with hold(folder) if is_writer else nullcontext(), note_signals() as stop:
+        if is_writer and not _is_restart():
+            running = Summary(outcome="running").to_dict()
+            _write({**running, **reached, "outcome": "running", "exit_code": None}, folder)
+        try:
+            if is_writer:  # the others hear of what is wrong on their nodes: `data.nodes`
+                from dtlayout.data.check import check_data  # only now: it imports numpy
 
-    try:
-        with note_signals() as stop:
+                check_data(config)
             from dtlayout.training.run import train  # only now: it imports torch
 
             return train(config, layout, stop)
-    except DtlayoutError as error:
-        if is_writer:
-            _write_refusal(error, folder)
-        raise
+        except DtlayoutError as error:
+            if is_writer:
+                _write_refusal(error, folder, reached)
+            raise
+
+
+def _find_end(summary: dict[str, Any]) -> int | None:
+    """The exit code with which the last start of a run has ended, None if it has not."""
+    if summary.get("refused"):
+        return EXIT_REFUSED
+    code = summary.get("exit_code")
+    return None if code is None else int(code)
 
 
 def _refuse_another_run(config: Config, folder: Path) -> None:
@@ -110,6 +133,8 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
         ended = load_config(folder / "config.toml")
     except InvalidConfig:  # of another version, perhaps: nobody can tell
         return
+    if not config.optimizer.decay_steps:  # what it was when the run began
+        ended = replace(ended, optimizer=replace(ended.optimizer, decay_steps=0))
     sections = ("model", "batch", "data", "optimizer")
     differing = [name for name in sections if getattr(ended, name) != getattr(config, name)]
     values = ("seed", "init_from")
@@ -125,13 +150,16 @@ def _is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _write_refusal(error: DtlayoutError, folder: Path) -> None:
-    _write_summary(Summary(outcome="refused", exit_code=error.exit_code, problems=str(error).splitlines()), folder)
+def _write_refusal(error: DtlayoutError, folder: Path, reached: dict[str, Any]) -> None:
+    """Note why a start was refused, beside what an earlier one reached."""
+    problems = str(error).splitlines()
+    refused = Summary(outcome="refused", exit_code=error.exit_code, problems=problems)
+    _write({**reached, "refused": problems} if reached else refused.to_dict(), folder)
 
 
-def _write_summary(summary: Summary, folder: Path) -> None:
+def _write(summary: dict[str, Any], folder: Path) -> None:
     try:
-        summary.write(folder)
+        write_summary(summary, folder)
     except OSError as error:
         raise DtlayoutError(f"train.run_folder={str(folder)!r} cannot be written: {error.strerror}") from None
 

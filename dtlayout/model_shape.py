@@ -3,39 +3,48 @@
 from dataclasses import dataclass
 
 from dtlayout.errors import InvalidConfig
+from dtlayout.ranges import Ranged, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(Ranged, section="model.rope_scaling"):
     """Llama 3's stretching of the rotary wavelengths (section "rope_scaling" of its HF config, type "llama3")."""
 
-    factor: float
+    factor: float = ranged("must be above 0 and finite")
     """How many times longer the longest wavelengths become."""
-    low_freq_factor: float
+    low_freq_factor: float = ranged("must be above 0 and finite")
     """Wavelengths above original_context / low_freq_factor are stretched in full."""
-    high_freq_factor: float
+    high_freq_factor: float = ranged("must be above 0 and finite")
     """Wavelengths below original_context / high_freq_factor stay as they are."""
-    original_context: int
+    original_context: int = ranged("must be at least 1")
     """Tokens of context that the unscaled model was trained with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low_freq_factor >= self.high_freq_factor:  # between the two it divides by their difference
+            raise InvalidConfig(
+                f"{self.section}.low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelShape(Ranged, section="model"):
     """A decoder-only transformer of the Llama family."""
 
     name: str
     """What people call it; a preset's name, or their own."""
-    hidden_size: int
+    hidden_size: int = ranged("must be at least 1")
     """Width of the residual stream."""
-    num_layers: int
+    num_layers: int = ranged("must be at least 1")
     """Decoder blocks."""
-    num_heads: int
+    num_heads: int = ranged("must be at least 1")
     """Query heads."""
-    num_kv_heads: int
+    num_kv_heads: int = ranged("must be at least 1")
     """Key and value heads; fewer than num_heads is grouped-query attention."""
-    ffn_size: int
+    ffn_size: int = ranged("must be at least 1")
     """Inner width of the feed-forward (HF: intermediate_size)."""
-    vocab_size: int
+    vocab_size: int = ranged("must be at least 1")
     """Rows of the embedding and of the head."""
     family: str = "llama"
     """Whose block it has: a name of `dtlayout.models.families`."""
@@ -49,17 +58,17 @@ class ModelShape:
     """Whether the feed-forward has a gate beside up and down (SwiGLU); without one it can only be predicted."""
     tied_embeddings: bool = False
     """Whether the head reuses the embedding's weight."""
-    rope_theta: float = 10000.0
+    rope_theta: float = ranged("must be above 0 and finite", 10000.0)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
     """Llama 3's stretching of them, where the model has it."""
-    norm_eps: float = 1e-5
+    norm_eps: float = ranged("must be at least 0 and finite", 1e-5)
     """Added to the mean square inside RMSNorm."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size")
-        problems = [f"{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
-        if not problems and self.head_dim is None and self.hidden_size % (2 * self.num_heads):
+        super().__post_init__()
+        problems = []
+        if self.head_dim is None and self.hidden_size % (2 * self.num_heads):
             problems.append(
                 f"hidden_size={self.hidden_size} does not split into num_heads={self.num_heads} heads of even width; "
                 f"use a multiple of {2 * self.num_heads}, or give head_dim"

@@ -26,9 +26,12 @@ class Optimizer(Ranged, section="optimizer"):
     lr: float = ranged("must be above 0 and finite", 3e-4)
     """Learning rate at the end of the warm-up."""
     min_lr_ratio: float = ranged("must lie between 0 and 1", 0.1)
-    """Learning rate of the last step, as a share of `lr`."""
+    """Learning rate at the end of the decay, as a share of `lr`."""
     warmup_steps: int = ranged("must not be negative", 0)
     """Steps over which the learning rate grows to `lr`."""
+    decay_steps: int = ranged("must not be negative", 0)
+    """Steps, those of the warm-up included, at whose end the learning rate has fallen; 0 for those that `train.steps`
+    was when the run began, which a checkpoint keeps."""
     weight_decay: float = ranged("must not be negative", 0.0)
     """Decay of the weights that decay: matrices; norms and biases have none."""
     max_norm: float = ranged("must be above 0", 1.0)
@@ -80,9 +83,9 @@ class AdamW(Optimizer):
     name: str = "adamw"
     weight_decay: float = ranged("must not be negative", 0.1)
     """Decay of matrices for each unit of learning rate; norms and biases have none."""
-    beta1: float = ranged("must lie between 0 and 1", 0.9)
+    beta1: float = ranged("must be at least 0 and below 1", 0.9)
     """Decay of the first moment."""
-    beta2: float = ranged("must lie between 0 and 1", 0.95)
+    beta2: float = ranged("must be at least 0 and below 1", 0.95)
     """Decay of the second moment."""
     eps: float = ranged("must be above 0 and finite", 1e-8)
     """Added to the root of the second moment."""

@@ -1,4 +1,4 @@
-"""Ranges of a config's numbers: noted at each field, checked when a value is made."""
+"""Ranges of a config's numbers, and paths that are none: noted at each field, checked when a value is made."""
 
 import math
 from collections.abc import Callable
@@ -7,17 +7,22 @@ from typing import Any, ClassVar
 
 from dtlayout.errors import InvalidConfig
 
-_RULES: dict[str, Callable[[float], bool]] = {
+_RULES: dict[str, Callable[[Any], bool]] = {
     "must be above 0": lambda value: value > 0,
     "must be above 0 and finite": lambda value: 0 < value < math.inf,
     "must not be negative": lambda value: 0 <= value < math.inf,
+    "must be at least 0 and finite": lambda value: 0 <= value < math.inf,
     "must be at least 1": lambda value: 1 <= value < math.inf,
+    "must be from 1 to a billion": lambda value: 1 <= value <= 10**9,
     "must lie between 0 and 1": lambda value: 0 <= value <= 1,
+    "must be at least 0 and below 1": lambda value: 0 <= value < 1,
+    "must be above 0 and at most 2592000, thirty days": lambda value: 0 < value <= 2_592_000,
+    "must not be empty or hold a NUL": lambda value: bool(value.strip()) and "\0" not in value,
 }
 
 
 def ranged(rule: str, default: Any = MISSING) -> Any:
-    """A dataclass field whose number obeys a rule of this module, such as "must be at least 1"."""
+    """A dataclass field whose value obeys a rule of this module, such as "must be at least 1"."""
     return field(default=default, metadata={"rule": rule})
 
 
@@ -31,7 +36,13 @@ class Ranged:
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
-        numbers = [(f.name, getattr(self, f.name), f.metadata["rule"]) for f in fields(self) if "rule" in f.metadata]  # type: ignore[arg-type]
-        problems = [f"{self.section}.{name}={value} {rule}" for name, value, rule in numbers if not _RULES[rule](value)]
+        values = [(f.name, getattr(self, f.name), f.metadata["rule"]) for f in fields(self) if "rule" in f.metadata]  # type: ignore[arg-type]
+        problems = [
+            f"{self.section}.{name}={_quote(value)} {rule}" for name, value, rule in values if not _RULES[rule](value)
+        ]
         if problems:  # NaN is outside every range
             raise InvalidConfig(problems)
+
+
+def _quote(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)

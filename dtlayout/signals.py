@@ -1,8 +1,11 @@
-"""SIGTERM and SIGINT as a wish to stop after the step, noted from before torch is imported until the run has ended."""
+"""Signals as a wish to stop after the step, noted from before torch is imported until the run has ended."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""SIGUSR1 is what Slurm is asked to send before a job's time is over (sbatch --signal)."""
 
 
 class StopRequest:
@@ -13,13 +16,13 @@ class StopRequest:
 
 @contextmanager
 def note_signals() -> Iterator[StopRequest]:
-    """A block in which both signals only make the request; what handled them before comes back at its end."""
+    """A block in which these signals only make the request; what handled them before comes back at its end."""
     request = StopRequest()
 
     def note(*_: object) -> None:
         request.is_made = True
 
-    handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield request
     finally:

@@ -41,7 +41,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "dry run": ["dryrun.*"],
     "sweep": ["sweep.*"],
     "report": ["report.*"],
-    "programs": ["commands.*", "cli", "launch"],
+    "programs": ["commands.*", "cli", "launch", "lease"],
 }  # fmt: skip
 ORDER = list(LAYERS)
 WITHOUT_TORCH = ORDER[: ORDER.index("planner") + 1]

@@ -32,7 +32,7 @@ def test_check_says_what_a_legal_config_would_do(files, capsys):
         ["stages", "blocks 2, 2"],
         ["microbatches", "2 of 2 on each of 2 dp ranks"],
         ["tokens", "128"],
-        ["data", "not checked here: dtlayout prepare reads them"],
+        ["data", "not checked here: --data looks for them"],
         ["kernels", "an auto is as the device of the run says; name it in [cluster]"],
     ]
 

@@ -144,8 +144,8 @@ def test_all_problems_of_all_sections_come_at_once():
         "model.name='llama2-7' is no preset and no Hugging Face folder; did you mean llama2-7b? "
         "A model of your own needs num_layers, num_heads, num_kv_heads, ffn_size, vocab_size too",
         "modle is unknown; did you mean model?",
-        "batch.global_batch=0 must be at least 1",
-        "batch.seq_len=-1 must be at least 1",
+        "batch.global_batch=0 must be from 1 to a billion",
+        "batch.seq_len=-1 must be from 1 to a billion",
         "train.sed is unknown; did you mean train.seed?",
         "train.steps is missing",
         "layout.tp='2' must be a whole number",
@@ -156,7 +156,7 @@ def test_all_problems_of_all_sections_come_at_once():
         "data is a table: write [data] and its keys below",
         "optimizer.lr=-1.0 must be above 0 and finite",
         "optimizer.warmup_steps=-1 must not be negative",
-        "optimizer.beta1=2.0 must lie between 0 and 1",
+        "optimizer.beta1=2.0 must be at least 0 and below 1",
         "checkpoint.every=-1 must not be negative",
         "metrics.log_every=0 must be at least 1",
         f"cluster.gpu='abacus' is unknown; use one of auto, cpu, {', '.join(known_gpus())}",
@@ -190,13 +190,19 @@ def test_a_wrong_degree_is_reported_with_the_problems_of_other_sections(wrong):
         ("optimizer", "lr", 0.0, 1e-12, "above 0"),
         ("optimizer", "eps", -1e-9, 1e-12, "above 0"),
         ("optimizer", "max_norm", 0.0, math.inf, "above 0"),
-        ("optimizer", "beta1", 1.1, 1.0, "between 0 and 1"),
-        ("optimizer", "beta2", -0.1, 0.0, "between 0 and 1"),
+        ("optimizer", "beta1", 1.0, 0.999, "at least 0 and below 1"),
+        ("optimizer", "beta2", -0.1, 0.0, "at least 0 and below 1"),
         ("optimizer", "min_lr_ratio", 1.5, 1.0, "between 0 and 1"),
         ("optimizer", "warmup_steps", -1, 0, "not be negative"),
         ("optimizer", "weight_decay", -0.1, 0.0, "not be negative"),
         ("train", "steps", 0, 1, "at least 1"),
         ("train", "timeout_s", 0.0, 0.1, "above 0"),
+        ("train", "timeout_s", 1e300, 2_592_000.0, "at most 2592000"),
+        ("checkpoint", "timeout_s", 1e300, 2_592_000.0, "at most 2592000"),
+        ("batch", "global_batch", 10**13, 10**9, "from 1 to a billion"),
+        ("batch", "seq_len", 10**13, 10**9, "from 1 to a billion"),
+        ("model", "rope_theta", -5.0, 1e-3, "above 0"),
+        ("model", "norm_eps", math.nan, 0.0, "at least 0 and finite"),
         ("checkpoint", "every", -1, 0, "not be negative"),
         ("checkpoint", "keep", 0, 1, "at least 1"),
         ("metrics", "log_every", 0, 1, "at least 1"),
@@ -209,6 +215,42 @@ def test_a_number_out_of_range_is_refused_and_its_edge_is_not(section, key, refu
     assert problem.startswith(f"{section}.{key}={refused} must") and rule in problem
     parsed = parse_config(tables(**{section: {key: edge}}))
     assert getattr(getattr(parsed, section), key) == edge
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("data", "source"), ("data", "folder"), ("data", "tokenizer"), ("train", "run_folder")],
+)
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_a_path_that_is_none_is_refused(section, key, path):
+    assert problems_of(tables(**{section: {key: path}})) == [
+        f"{section}.{key}={path!r} must not be empty or hold a NUL"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"low_freq_factor": 4.0}, "model.rope_scaling.low_freq_factor=4.0 must be below high_freq_factor=4.0"),
+        ({"low_freq_factor": 9.0}, "model.rope_scaling.low_freq_factor=9.0 must be below high_freq_factor=4.0"),
+        ({"factor": 0.0}, "model.rope_scaling.factor=0.0 must be above 0 and finite"),
+        ({"original_context": 0}, "model.rope_scaling.original_context=0 must be at least 1"),
+    ],
+)
+def test_a_scaling_that_no_wavelength_has_is_refused(changes, problem):
+    assert problems_of(tables(model={"rope_scaling": {**SCALING, **changes}})) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [({"warmup_steps": 12}, "train.steps=11"), ({"warmup_steps": 12, "decay_steps": 10}, "optimizer.decay_steps=10")],
+)
+def test_a_warm_up_that_never_ends_is_refused(optimizer, named):
+    config = parse_config(tables(optimizer=optimizer, train={"steps": 11}))
+    with pytest.raises(InvalidLayout, match=f"warmup_steps=12 is more than {named}, .* use fewer, or optimizer.decay"):
+        check_layout(config, 1)
+    for fine in ({"warmup_steps": 11}, {"warmup_steps": 12, "decay_steps": 12}):
+        check_layout(parse_config(tables(optimizer=fine, train={"steps": 11})), 1)
 
 
 def test_the_optimizer_is_the_one_that_is_named_and_loads_again():
@@ -348,9 +390,12 @@ def test_a_config_of_the_project_trains_on_the_fewest_ranks_that_it_needs(path):
 
 
 positive = st.integers(1, 1 << 40)
+counts = st.integers(1, 10**9)
 floats = st.floats(1e-12, 1e12)
 shares = st.floats(0, 1)
+decays = st.floats(0, 1, exclude_max=True)
 texts = st.text(st.characters(codec="utf-8"))
+paths = texts.filter(lambda text: text.strip() and "\0" not in text)
 
 
 @st.composite
@@ -359,8 +404,8 @@ def shapes(draw) -> ModelShape:
     scaling = st.builds(
         RopeScaling,
         factor=floats,
-        low_freq_factor=floats,
-        high_freq_factor=floats,
+        low_freq_factor=st.floats(1e-12, 1.0, exclude_max=True),
+        high_freq_factor=st.floats(1.0, 1e12),
         original_context=positive,
     )
     return ModelShape(
@@ -393,14 +438,14 @@ degrees = st.integers(1, 64)
 configs = st.builds(
     Config,
     model=shapes() | st.sampled_from(list(PRESETS.values())),
-    batch=st.builds(Batch, global_batch=positive, seq_len=positive),
+    batch=st.builds(Batch, global_batch=counts, seq_len=counts),
     train=st.builds(
         TrainConfig,
         steps=positive,
-        run_folder=texts,
+        run_folder=paths,
         seed=st.integers(-(1 << 63), 1 << 63),
         device=st.sampled_from(["auto", "cpu", "cuda"]),
-        timeout_s=floats,
+        timeout_s=st.floats(1e-12, 1e6),
     ),
     layout=st.builds(
         OpenLayout,
@@ -426,22 +471,29 @@ configs = st.builds(
     precision=st.builds(Precision, params=st.just("float64"), compute=choices(Format), reduce=choices(Format)),
     data=st.builds(
         DataConfig,
-        source=texts,
+        source=paths,
         split=texts,
         text_field=texts,
         messages_field=texts,
-        mixture=st.lists(st.builds(Source, source=texts, weight=st.floats(1e-6, 1e6), split=texts), max_size=2).map(
+        mixture=st.lists(st.builds(Source, source=paths, weight=st.floats(1e-6, 1e6), split=texts), max_size=2).map(
             tuple
         ),
         samples=st.sampled_from(["packed", "padded"]),
         loss_on=st.sampled_from(["answers", "all"]),
-        tokenizer=texts,
+        tokenizer=paths,
         end_of_document=texts,
         max_tokens=positive,
-        folder=texts,
+        folder=paths,
     ),
     optimizer=st.builds(
-        AdamW, lr=floats, min_lr_ratio=shares, warmup_steps=positive, beta1=shares, beta2=shares, eps=floats
+        AdamW,
+        lr=floats,
+        min_lr_ratio=shares,
+        warmup_steps=positive,
+        decay_steps=positive,
+        beta1=decays,
+        beta2=decays,
+        eps=floats,
     ),
     checkpoint=st.builds(CheckpointConfig, every=positive, keep=positive),
     metrics=st.builds(MetricsConfig, log_every=positive, memory_every=positive),

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
-from dtlayout import launch
+from dtlayout import cli, launch
 from dtlayout.cluster import find_gpu
 from dtlayout.config import load_config
 from dtlayout.device import device_of
+from dtlayout.errors import DataError
 from dtlayout.launch import USAGE, main
+from dtlayout.lease import LEASE_NAME, hold
 
 
 @pytest.fixture
@@ -50,6 +52,36 @@ def test_a_refusal_comes_before_torch_is_imported(files, environment, said):
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "[] 0\n")  # torch 2.15 reads the variable when it is imported
     assert done.stderr.startswith(said) and "Traceback" not in done.stderr
+
+
+NO_TOKENIZER = ("--data.tokenizer=none.json",)
+NO_TEMPLATE = ("--data.messages_field=messages", "--data.chat_template=none.jinja")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("--data.source=nowhere/*.txt",), "no file matches 'nowhere/*.txt'"),
+        (("--validation.source=nowhere/*.txt",), "no file matches 'nowhere/*.txt'"),
+        (NO_TOKENIZER, "tokenizer 'none.json': there is no file 'none.json'"),
+        (NO_TEMPLATE, "the chat template 'none.jinja' cannot be read"),
+        (("--model.vocab_size=256",), "the tokenizer has 257 ids, the model's vocab_size=256"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_said_before_torch_is_imported(files, capsys, overrides, said):
+    code = (
+        "import sys; from dtlayout.launch import main; code = main(sys.argv[1:]);"
+        "print(sorted({'torch', 'datasets'} & set(sys.modules))); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(files.config), *overrides],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert done.stderr.startswith(said) and "Traceback" not in done.stderr
+    assert json.loads((files.run / "summary.json").read_text())["problems"] == done.stderr.splitlines()
+    assert cli.main(["check", str(files.config), "--data", *overrides]) == 2
+    assert capsys.readouterr().err == done.stderr
 
 
 def test_train_py_ends_with_the_exit_code_of_a_refusal_and_no_traceback(files):
@@ -147,6 +179,31 @@ def test_a_refusal_leaves_the_summary_of_an_earlier_run(files):
     assert (files.run / "summary.json").read_text() == '{"outcome": "done", "exit_code": 0}'
 
 
+@pytest.mark.parametrize("outcome", [("done", 0), ("stopped", 3), ("non_finite", 4)])
+def test_a_refusal_after_the_check_keeps_what_an_earlier_run_reached_and_says_why_beside_it(
+    files, monkeypatch, outcome
+):
+    reached = {"outcome": outcome[0], "exit_code": outcome[1], "steps": 1, "final_loss": 2.5}
+    end_run(files, json.dumps(reached))
+    nowhere = [str(files.config), "--data.source=nowhere/*.txt"]
+    assert main(nowhere) == 2
+    summary = json.loads((files.run / "summary.json").read_text())
+    assert {name: summary[name] for name in reached} == reached
+    assert summary["refused"][0].startswith("no file matches 'nowhere/*.txt'")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main([str(files.config)]) == 2  # as the start before it, not as the run before that
+    assert not (files.run / LEASE_NAME).exists()
+
+
+def test_a_second_run_in_a_folder_is_refused_and_changes_nothing_there(files, capsys):
+    end_run(files, '{"outcome": "running", "exit_code": null}')
+    with hold(files.run):
+        before = {path.name: path.read_text() for path in files.run.iterdir()}
+        assert main([str(files.config)]) == 2
+        assert {path.name: path.read_text() for path in files.run.iterdir()} == before
+    assert f"belongs to another run: pid {os.getpid()} on " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("exit_code", [0, 2, 3, 4])
 def test_a_restarted_process_ends_as_the_run_did(files, monkeypatch, exit_code):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -199,16 +256,20 @@ LARGE = ("--model.hidden_size=8192", "--model.ffn_size=28672", "--model.num_laye
 def test_a_layout_far_beyond_the_gpus_memory_is_refused_before_the_data_are_opened(files, capsys, monkeypatch):
     from dtlayout.training import run
 
+    def opened(*_):
+        raise DataError("opened")
+
     monkeypatch.setattr(run, "open_device", lambda *_: device_of(find_gpu("a100-80g-sxm")))
-    arguments = [str(files.config), *LARGE, "--data.source=nowhere/*.txt"]
+    monkeypatch.setattr(run, "open_store", opened)
+    arguments = [str(files.config), *LARGE]
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert " GiB of a100-80g-sxm, most of it " in said and "--train.force=true" in said
-    assert "Traceback" not in said and "nowhere" not in said
+    assert "Traceback" not in said and "opened" not in said
     summary = json.loads((files.run / "summary.json").read_text())
     assert (summary["outcome"], summary["exit_code"], summary["problems"]) == ("refused", 2, said.splitlines())
     assert main([*arguments, "--train.force=true"]) == 2
-    assert "nowhere" in capsys.readouterr().err
+    assert "opened" in capsys.readouterr().err
 
 
 def test_a_finished_folder_refuses_another_experiment(files, capsys):

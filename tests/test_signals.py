@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from dtlayout.signals import note_signals
+from dtlayout.signals import SIGNALS, note_signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_and_what_handled_it_before_comes_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with note_signals() as stop:

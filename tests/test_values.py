@@ -64,8 +64,8 @@ def test_a_batch_reports_every_size_that_is_not_positive():
     with pytest.raises(InvalidConfig) as caught:
         Batch(global_batch=0, seq_len=-4)
     assert caught.value.problems == [
-        "batch.global_batch=0 must be at least 1",
-        "batch.seq_len=-4 must be at least 1",
+        "batch.global_batch=0 must be from 1 to a billion",
+        "batch.seq_len=-4 must be from 1 to a billion",
     ]
     assert Batch(global_batch=3, seq_len=5).num_tokens == 15
 

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, the world and the plan."""
     add_config(parser)
     parser.add_argument("--world", type=int, metavar="N", help="ranks; the fewest that the layout needs by default")
+    parser.add_argument("--data", action="store_true", help="look for the data and the tokenizer too, as a run would")
     parser.add_argument("--plan", action="store_true", help="print what happens to which module")
 
 
@@ -33,11 +34,16 @@ def run(options: argparse.Namespace) -> int:
         from dtlayout.planner.prediction import refuse_hopeless  # only now: it imports the cost model
 
         refuse_hopeless(config, layout, config.device.gpu)
+    if options.data:
+        from dtlayout.data.check import check_data  # only now: it imports numpy
+
+        check_data(config)
     chosen = config.choose_kernels(config.device, layout)
     notes = _find_notes(config, layout, chosen.kernels)
     is_known = config.device.type != "auto"
     said = chosen.describe() if is_known else ["an auto is as the device of the run says; name it in [cluster]"]
-    facts = [*_describe(config, layout), *(("kernels", line) for line in said)]
+    looked = "found, and the tokenizer fits the model" if options.data else "not checked here: --data looks for them"
+    facts = [*_describe(config, layout), ("data", looked), *(("kernels", line) for line in said)]
     lines = [f"{name:<14}{value}" for name, value in facts] + [f"note: {note}" for note in notes]
     if options.plan:
         lines.append(f"\n{make_plan(config.model, layout, chosen.kernels, config.precision)}")
@@ -55,7 +61,6 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
         ("stages", f"blocks {', '.join(map(str, count_blocks(slices)))}"),
         ("microbatches", f"{layout.num_microbatches(batch)} of {layout.micro_batch} on each of {layout.dp} dp ranks"),
         ("tokens a step", f"{batch.num_tokens:,}"),
-        ("data", "not checked here: dtlayout prepare reads them"),
     ]
 
 

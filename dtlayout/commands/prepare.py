@@ -13,8 +13,9 @@ EXAMPLE = "dtlayout prepare configs/debug.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config."""
+    """The config, and whether all is read again."""
     add_config(parser)
+    parser.add_argument("--verify", action="store_true", help="read the tokens again, and compare their checksum")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,6 +24,8 @@ def run(options: argparse.Namespace) -> int:
     documents, lines = [], []
     for cut in [cut for data in (config.data, config.validation_data) if data for cut in _prepare(config, data)]:
         tokens = cut.tokens
+        if options.verify:
+            tokens.verify()
         documents.append(
             {
                 "source": cut.source, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,

@@ -45,7 +45,7 @@ TAUGHT_NAME = "taught.bin"
 INFO_NAME = "tokens.json"
 
 _FORMAT = 2  # part of the fingerprint: raise it when the same corpus would give other bytes
-_PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
+PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -161,14 +161,14 @@ def _take(documents: Iterator[Document], num_tokens: int | None) -> Iterator[Doc
 
 
 def _gather(documents: Iterator[Document], progress: "_Progress") -> Iterator[list[Document]]:
-    """Documents in parts of about `_PART_TOKENS` ids."""
+    """Documents in parts of about `PART_TOKENS` ids."""
     part: list[Document] = []
     num_tokens = 0
     for document in documents:
         part.append(document)
         num_tokens += document.ids.size
         progress.count(document.ids.size)
-        if num_tokens >= _PART_TOKENS:
+        if num_tokens >= PART_TOKENS:
             yield part
             part, num_tokens = [], 0
     if part:
@@ -196,11 +196,11 @@ def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
 
 def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfig) -> dict[str, object]:
     """Write the parts one after the other into the files of a folder; what they are."""
-    digest = hashlib.sha256()
+    digest, of_documents = hashlib.sha256(), hashlib.sha256()
     num_tokens = num_documents = 0
     has_text = False
     with (folder / TOKENS_NAME).open("wb") as ids, (folder / DOCUMENTS_NAME).open("wb") as documents:
-        documents.write(np.zeros(1, "<i8").tobytes())
+        _append(documents, np.zeros(1, "<i8"), of_documents)
         for path in parts:
             try:
                 with np.load(path) as part:
@@ -208,7 +208,7 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
             except (BadZipFile, ValueError, EOFError, KeyError) as error:
                 raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
             _append(ids, arrays["ids"], digest)
-            _append(documents, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
+            _append(documents, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"), of_documents)
             if "taught" in arrays:
                 with (folder / TAUGHT_NAME).open("ab") as taught:
                     _append(taught, arrays["taught"].astype(np.uint8), digest)
@@ -221,6 +221,7 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
     return {
         "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": digest.hexdigest(),
+        "documents_sha256": of_documents.hexdigest(),
     }  # fmt: skip
 
 

@@ -111,6 +111,7 @@ class Cut:
         window_BS = np.minimum(first_B[:, None] + np.arange(whole), self.tokens.num_tokens - 1)
         is_there_BS = np.arange(whole) < length_B[:, None]
         tokens_BS = np.where(is_there_BS, self.tokens.tokens[window_BS], self.tokens.end_of_document).astype(np.int64)
+        self.tokens.check_ids(tokens_BS, window_BS)
         is_last_BS = np.zeros_like(is_there_BS)
         for row, (first, length) in enumerate(zip(first_B, length_B, strict=True)):
             following = slice(*np.searchsorted(self.tokens.documents, (first, first + length), side="right"))

@@ -1,5 +1,6 @@
 """Prepared tokens, mapped from disk."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtlayout.data.prepare import DOCUMENTS_NAME, INFO_NAME, TAUGHT_NAME, TOKENS_NAME
+from dtlayout.data.prepare import DOCUMENTS_NAME, INFO_NAME, PART_TOKENS, TAUGHT_NAME, TOKENS_NAME
 from dtlayout.errors import DataError
 
 
@@ -28,6 +29,8 @@ class TokenFile:
     """The id between documents."""
     sha256: str
     """Hash of the ids: a checkpoint keeps it, so that a run that resumes on other data can say so."""
+    documents_sha256: str = ""
+    """Hash of where documents begin; empty where an older version prepared them."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
@@ -44,6 +47,7 @@ class TokenFile:
             info["vocab_size"],
             info["end_of_document"],
             info["sha256"],
+            info.get("documents_sha256", ""),
         )
 
     @property
@@ -63,11 +67,48 @@ class TokenFile:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse a model whose embedding is too small for these ids; a larger (padded) one is fine."""
-        if self.vocab_size > vocab_size:
+        refuse_larger(self.vocab_size, vocab_size)
+
+    def check_ids(self, ids: "np.ndarray[Any, Any]", positions: "np.ndarray[Any, Any]") -> None:
+        """DataError if an id that was read at one of these positions of the file is none of the tokenizer's.
+
+        An embedding that is split over ranks would take it for another rank's, and train on nothing.
+        """
+        if ids.size and ids.max() >= self.vocab_size:
+            first = int(ids.argmax())
             raise DataError(
-                f"the tokenizer has {self.vocab_size} ids, the model's vocab_size={vocab_size}; "
-                f"use a model with vocab_size >= {self.vocab_size} or another tokenizer"
+                f"{str(self.folder / TOKENS_NAME)!r} holds id {ids.flat[first]} at position {positions.flat[first]}, "
+                f"the tokenizer has {self.vocab_size}: the file is damaged; "
+                f"delete {str(self.folder)!r} and prepare again"
             )
+
+    def verify(self) -> None:
+        """Read everything; DataError if it is not what was prepared."""
+        digest, first, end = hashlib.sha256(), 0, self.num_tokens
+        while first < end:
+            # Conversations were hashed part by part, what is taught after the ids of each.
+            last = int(self.documents[np.searchsorted(self.documents[:-1], first + PART_TOKENS)])
+            if not first < last <= end:  # damaged, so not in order
+                break
+            for file in (self.tokens, self.taught):
+                if file is not None:
+                    digest.update(file[first:last].tobytes())
+            first = last
+        found = digest.hexdigest(), hashlib.sha256(self.documents.tobytes()).hexdigest()
+        if found != (self.sha256, self.documents_sha256 or found[1]):
+            raise DataError(
+                f"{str(self.folder)!r} is damaged: its files are not those that {INFO_NAME} has the checksum of; "
+                f"delete that folder and prepare again"
+            )
+
+
+def refuse_larger(num_ids: int, vocab_size: int) -> None:
+    """DataError if a tokenizer has more ids than a model's embedding has rows."""
+    if num_ids > vocab_size:
+        raise DataError(
+            f"the tokenizer has {num_ids} ids, the model's vocab_size={vocab_size}; "
+            f"use a model with vocab_size >= {num_ids} or another tokenizer"
+        )
 
 
 def _map(path: Path, dtype: npt.DTypeLike, size: int) -> "np.memmap[Any, Any]":

@@ -108,6 +108,7 @@ class _Observer:
         self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer)
         max_norm, aliases = config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
+        self.step.reads_numbers = False
         assembly.runtime.before_action = self._begin
         self.places = PlaceRecorder(assembly.modules)
         self.tracker = StorageTracker(

@@ -59,6 +59,18 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     )
 
 
+def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_ranks: int, host_bytes: int) -> None:
+    """InvalidLayout if so many CPU ranks of a host need more than its memory; `train.force` lets all pass."""
+    predicted = predict(config, layout, gpu)
+    if predicted is None or config.train.force or num_ranks * predicted.peak_bytes <= host_bytes:
+        return
+    raise InvalidLayout(
+        f"layout {layout} is predicted to need {predicted.peak_bytes / GIB:,.1f} GiB on pipeline rank "
+        f"{predicted.busiest_rank}, {num_ranks} ranks of which share the {host_bytes / GIB:,.1f} GiB of this host; use "
+        f"a smaller model or batch or more hosts, or --train.force=true to try it anyway"
+    )
+
+
 def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | None:
     """The estimate as a run's record holds it; None where there is none.
 

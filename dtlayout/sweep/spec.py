@@ -116,6 +116,8 @@ def read_sweep(path: Path) -> Sweep:
     return replace(sweep, config=(path.parent / sweep.config).resolve())
 
 
+_LONG_RUN_STEPS = 100_000
+"""Whose learning rate a trial has, as its first steps: its own are too few for a warm-up."""
 _SET = {
     "train.steps": "a sweep says how many, with steps",
     "train.run_folder": "each trial has its own",
@@ -190,6 +192,8 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
     everything = [*sweep.overrides, *overrides, f"--train.steps={sweep.steps}", "--checkpoint.save=false"]
     try:
         config = load_config(sweep.config, everything)
+        length = config.optimizer.decay_steps or max(_LONG_RUN_STEPS, config.optimizer.warmup_steps)
+        config = replace(config, optimizer=replace(config.optimizer, decay_steps=length))
         layout = check_layout(config, sweep.world)
     except DtlayoutError as error:
         problems = tuple(str(error).splitlines())
@@ -197,7 +201,9 @@ def make_trial(sweep: Sweep, folder: Path, overrides: tuple[str, ...]) -> Trial:
         return Trial(key=key, setting=key, overrides=overrides, problems=problems)
     config = replace(config, layout=OpenLayout(**asdict(layout)))
     key, setting = (
-        _hash(f"{replace(config, train=replace(config.train, run_folder='', steps=steps)).to_toml()} {sweep.world}")
+        _hash(
+            f"{replace(config, train=replace(config.train, run_folder='trial', steps=steps)).to_toml()} {sweep.world}"
+        )
         for steps in (config.train.steps, 1)
     )
     run_folder = str(trial_folder(folder, key) / "run")

@@ -98,16 +98,20 @@ class Summary:
     """Each kernel that was an auto, as what and why."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused."""
+    refused: list[str] = field(default_factory=list)
+    """Why the last start was, where all else is of the run before it, which had reached something."""
     run: Run | None = None
     """The record that can be reported and compared; None of a run that never began."""
 
-    def write(self, folder: Path) -> None:
-        """Write RUN/summary.json: the fields, and of the record above itself what most readers look for."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def to_dict(self) -> dict[str, Any]:
+        """The document: the fields, and of the record above itself what most readers look for."""
         short, run = (_shorten(self.run), self.run.to_dict()) if self.run else ({}, None)
         validation = vars(self.validation) if self.validation else None
-        document = {**vars(self), "validation": validation, **short, "run": run}
-        write_whole(folder / SUMMARY_NAME, json.dumps(document, indent=2) + "\n")
+        return {**vars(self), "validation": validation, **short, "run": run}
+
+    def write(self, folder: Path) -> None:
+        """Write RUN/summary.json."""
+        write_summary(self.to_dict(), folder)
 
 
 def _shorten(run: Run) -> dict[str, Any]:
@@ -208,6 +212,12 @@ class MetricsFile:
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_summary(document: Mapping[str, Any], folder: Path) -> None:
+    """Write RUN/summary.json, the fields of `Summary`; OSError if it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / SUMMARY_NAME, json.dumps(document, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

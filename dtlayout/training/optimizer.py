@@ -2,10 +2,13 @@
 
 import math
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.families import describe
@@ -36,13 +39,64 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def learning_rate(step: int, num_steps: int, *, peak: float, warmup_steps: int, min_ratio: float) -> float:
-    """Linear warm-up to `peak`, then half a cosine down to `min_ratio · peak` at the last step; steps count from 0.
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """The learning rate of each step of a run, which goes on as it began: a checkpoint keeps these numbers.
 
-    >>> [round(learning_rate(s, 5, peak=1.0, warmup_steps=2, min_ratio=0.5), 3) for s in range(5)]
-    [0.5, 1.0, 1.0, 0.75, 0.5]
+    Linear warm-up to `lr`, then half a cosine down to `min_lr_ratio · lr` at the last of `decay_steps`, where it stays.
     """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
-    return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
+
+    lr: float
+    min_lr_ratio: float
+    warmup_steps: int
+    decay_steps: int
+
+    @classmethod
+    def of(cls, settings: Optimizer, num_steps: int, saved: Mapping[str, Any]) -> Self:
+        """That of a run of so many steps; `saved` is what a checkpoint has of it, empty at the first start.
+
+        What the settings name counts. Where they name no length, the saved one does.
+        """
+        return cls(
+            lr=settings.lr,
+            min_lr_ratio=settings.min_lr_ratio,
+            warmup_steps=settings.warmup_steps,
+            decay_steps=settings.decay_steps or int(saved.get("decay_steps", num_steps)),
+        )
+
+    def at(self, step: int) -> float:
+        """Of a step; they count from 0.
+
+        >>> rate = LearningRate(lr=1.0, min_lr_ratio=0.5, warmup_steps=2, decay_steps=5)
+        >>> [round(rate.at(step), 3) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.decay_steps - 1 - self.warmup_steps)
+        cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
+
+    def describe_resume(self, saved: Mapping[str, Any], done: int, num_steps: int) -> list[str]:
+        """What somebody should know who goes on after `done` steps: another rate than was saved, or another length.
+
+        Nothing where the rate goes on as it was going to and ends with the run, or where nothing was saved.
+        """
+        if saved.keys() != asdict(self).keys() or done >= num_steps:
+            return []
+        before = type(self)(**saved)
+        now = asdict(self)
+        changes = [f"optimizer.{name} was {old} and is {now[name]}" for name, old in saved.items() if old != now[name]]
+        if changes:
+            return [
+                f"{', '.join(changes)}: the learning rate of step {done + 1} is {self.at(done):.2e}, and was going to "
+                f"be {before.at(done):.2e}"
+            ]
+        if self.decay_steps == num_steps:
+            return []
+        longer = type(self)(**{**asdict(self), "decay_steps": num_steps})
+        return [
+            f"the learning rate falls over {self.decay_steps} steps, as when this run began, to "
+            f"{self.at(num_steps):.2e}: that of step {done + 1} is {self.at(done):.2e}; with "
+            f"optimizer.decay_steps={num_steps} it would be {longer.at(done):.2e}"
+        ]

@@ -32,7 +32,7 @@ from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, open_samples, own_indices
-from dtlayout.device import Device
+from dtlayout.device import Device, find_host_bytes
 from dtlayout.errors import (
     EXIT_DONE,
     EXIT_NON_FINITE,
@@ -53,7 +53,14 @@ from dtlayout.models.counting import count_parameters
 from dtlayout.models.weights import find_other_positions
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.partition import count_blocks
-from dtlayout.planner.prediction import describe, own_scenario, predict, refuse_hopeless, to_predicted
+from dtlayout.planner.prediction import (
+    describe,
+    own_scenario,
+    predict,
+    refuse_beyond_host,
+    refuse_hopeless,
+    to_predicted,
+)
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
@@ -64,7 +71,7 @@ from dtlayout.training.display import Display, compare, describe_peaks, describe
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, Validation, time_steps
-from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.trackers import Start, Trackers
 
@@ -83,7 +90,10 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     if config.train.deterministic and (problems := kernels.unrepeatable(device)):
         raise InvalidConfig(problems)
     kernels.check(config.precision, device, tp=layout.tp, recompute=layout.recompute)
-    refuse_hopeless(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
+    known = replace(config, kernels=OpenKernels.of(kernels))
+    refuse_hopeless(known, layout, device.gpu)
+    if device.type == "cpu":
+        refuse_beyond_host(known, layout, device.gpu, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), find_host_bytes())
     store = open_store(config.train.timeout_s)
     samples = _open_samples(config, config.data, store, "tokens", seed=config.train.seed)
     held_out = _open_held_out(config, store)
@@ -135,6 +145,7 @@ class _Run:
             give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
+        self.learning_rate = LearningRate.of(config.optimizer, config.train.steps, {})
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
@@ -157,7 +168,7 @@ class _Run:
         self._say_what_starts(first_step)
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            resolved = replace(self.config, layout=OpenLayout(**asdict(self.layout)))
+            resolved = self._resolve()
             write_whole(self.folder / "config.toml", resolved.to_toml())
             noted = self.metrics.keep_until(first_step)
             start = Start(folder=self.folder, config=asdict(resolved), done=first_step, noted=noted)
@@ -179,6 +190,12 @@ class _Run:
             self._export()
         return exit_code
 
+    def _resolve(self) -> Config:
+        """A config that reproduces the run."""
+        steps, length = self.config.train.steps, self.learning_rate.decay_steps
+        optimizer = replace(self.config.optimizer, decay_steps=0 if length == steps else length)
+        return replace(self.config, layout=OpenLayout(**asdict(self.layout)), optimizer=optimizer)
+
     def _find_newest(self) -> Path | None:
         """The newest checkpoint of the run folder that is intact, if there is any; others go out of its way."""
         folder, falls_back = self.folder / "checkpoints", self.config.checkpoint.fallback == "previous"
@@ -197,7 +214,12 @@ class _Run:
         done = load_checkpoint(self.newest, self.assembly.modules, self.optimizer, model, settings, group=self.host)
         check_steps_left(self.newest, done, self.config.train.steps)
         self.display.say(f"resumed from {self.newest} after {done} steps")
-        for name, (old, new) in find_changes(read_origin(self.newest), self.origin).items():
+        origin = read_origin(self.newest)
+        saved = origin.get("learning_rate", {})
+        self.learning_rate = LearningRate.of(settings, self.config.train.steps, saved)
+        for line in self.learning_rate.describe_resume(saved, done, self.config.train.steps):
+            self.display.say(f"note: {line}")
+        for name, (old, new) in find_changes(origin, self.origin).items():
             self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
         return done
 
@@ -249,8 +271,7 @@ class _Run:
 
     def _launch(self, index: int, batch: OwnBatch, *, is_first: bool) -> tuple[Launched, float]:
         """Begin a step; what its numbers will be read from, and its learning rate."""
-        o, steps = self.config.optimizer, self.config.train.steps
-        lr = learning_rate(index, steps, peak=o.lr, warmup_steps=o.warmup_steps, min_ratio=o.min_lr_ratio)
+        lr = self.learning_rate.at(index)
         set_learning_rate(self.optimizer, lr)
         is_recorded = is_first and os.environ.get("LOCAL_RANK", "0") == "0"
         with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
@@ -308,14 +329,15 @@ class _Run:
             "layout": str(self.layout),
             "ranks": self.layout.world_size,
             "versions": {"dtlayout": version("dtlayout"), "torch": torch.__version__},
-            "config": self.config.to_toml(),
+            "config": self._resolve().to_toml(),
         }
+        origin = {**self.origin, "learning_rate": asdict(self.learning_rate)}
         c, settings = self.config, self.config.optimizer
         in_background = self.saves is not None and not is_last
         self._finish_save()
         tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings, copied=in_background)
         write = partial(
-            write_state, self.folder / "checkpoints", done, tensors, c.model, settings, origin=self.origin, facts=facts,
+            write_state, self.folder / "checkpoints", done, tensors, c.model, settings, origin=origin, facts=facts,
             keep=c.checkpoint.keep, group=self.saves or self.host,
         )  # fmt: skip
         if in_background:

@@ -1,4 +1,11 @@
-"""TrainStep: one optimizer step over all microbatches, with the numbers that describe it."""
+"""TrainStep: one optimizer step over all microbatches, with the numbers that describe it.
+
+[Note: no update without numbers]
+A loss or gradient norm that is not finite must change neither parameters nor moments, on any rank, and what every rank
+knows of them is on the device. torch's fused optimizers read there, from the flag that was made for GradScaler, whether
+to leave all as it is, their count of steps too; so nobody waits. For an optimizer that has no such flag the host waits
+for the numbers before it launches the update.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +38,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """False if loss or norm is NaN or infinite; parameters may be too then, and a checkpoint is the way back."""
+        """False if loss or norm is NaN or infinite; the step has updated nothing then."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -69,6 +76,7 @@ class TrainStep:
         self.aliases = aliases
         named = [each for module in self.modules for each in module.named_parameters()]
         self.counted = [p for name, p in named if name not in aliases]  # where one stage holds both ends, they are one
+        self.reads_numbers = True  # a dry run has none, and updates whatever they are
         self.num_copies = mesh.size() // (mesh["dp_replicate"].size() * mesh["dp_shard"].size())
 
     def __call__(
@@ -90,9 +98,18 @@ class TrainStep:
         numbers = self._sum_numbers(loss, local_squared_norm(self.counted, self.mesh), stop)
         launched = Launched(numbers)  # before the update, for which who waits for them need not wait
         clip_gradients([p for m in self.modules for p in m.parameters()], numbers[1].sqrt(), self.max_norm)
-        self.optimizer.step()
+        self._update(launched, numbers)
         self.optimizer.zero_grad()
         return launched
+
+    def _update(self, launched: Launched, numbers: Tensor) -> None:
+        """The optimizer's step, or none: [Note: no update without numbers]."""
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            is_bad = numbers[:2].isfinite().all().logical_not()
+            self.optimizer.found_inf = is_bad.to(torch.float32)  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not self.reads_numbers or launched.wait().is_finite:
+            self.optimizer.step()
 
     def evaluate(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> tuple[float, int]:
         """The loss a target of such rows, which nothing is trained on, and their targets; the same on every rank."""

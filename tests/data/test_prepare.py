@@ -13,9 +13,11 @@ import pytest
 
 import dtlayout.data.documents
 import dtlayout.data.prepare
+import dtlayout.data.tokens
 from dtlayout.config import DataConfig
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.sources import Corpus
+from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
 
 
@@ -43,6 +45,33 @@ def read(folder):
     return info, np.fromfile(folder / "tokens.bin", dtype=np.dtype(info["dtype"]).newbyteorder("<"))
 
 
+@pytest.mark.parametrize("messages_field", ["", "messages"])
+def test_a_byte_that_is_another_one_is_found_by_who_reads_all(tmp_path, offline, monkeypatch, messages_field):
+    for module in (dtlayout.data.prepare, dtlayout.data.tokens):
+        monkeypatch.setattr(module, "PART_TOKENS", 100)
+    monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
+    talk = [{"role": "user", "content": "one and one?"}, {"role": "assistant", "content": "two, or nearly"}]
+    row = json.dumps({"text": "some words", "messages": talk}) + "\n"
+    (tmp_path / "a.jsonl").write_text(row * 50)
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    data = DataConfig(
+        source=str(tmp_path / "a.jsonl"), folder=str(tmp_path / "tokens"), messages_field=messages_field,
+        chat_template=str(tmp_path / "t.jinja"),
+    )  # fmt: skip
+    folder = prepare_tokens(data)
+    TokenFile.open(folder).verify()
+    for path in sorted(folder.glob("*.bin")):
+        whole = path.read_bytes()
+        for place in (0, 8 * (len(whole) // 16), len(whole) - 1):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(
+                DataError, match=r"is damaged: its files are not those that tokens\.json has the checksum of"
+            ):
+                TokenFile.open(folder).verify()
+        path.write_bytes(whole)
+    TokenFile.open(folder).verify()
+
+
 def test_local_files_become_tokens_with_an_end_after_every_document(tmp_path, offline):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "hi"}\n{"text": ""}\n{"text": "you"}\n')
@@ -56,6 +85,7 @@ def test_local_files_become_tokens_with_an_end_after_every_document(tmp_path, of
         "vocab_size": 257,
         "end_of_document": 256,
         "sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
+        "documents_sha256": hashlib.sha256((folder / "documents.bin").read_bytes()).hexdigest(),
         "tokenizer": "bytes",
         "source": str(corpus),
         "text_field": "text",
@@ -156,7 +186,7 @@ def slow_rows():
 
 prepare.list_files = lambda source: []
 prepare.open_corpus = lambda source, split: Corpus(source, [], slow_rows())
-prepare._PART_TOKENS = documents._BATCH_CHARACTERS = 1
+prepare.PART_TOKENS = documents._BATCH_CHARACTERS = 1
 print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))
 """
 
@@ -224,7 +254,7 @@ def break_after(texts):
 
 
 def test_a_corpus_on_the_hub_that_breaks_off_is_gone_on_with(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.prepare, "PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a", "b", "c"]))
     with pytest.raises(DataError, match=r"reading 'x/y' broke after 3 rows: OSError: the line is down"):
@@ -236,7 +266,7 @@ def test_a_corpus_on_the_hub_that_breaks_off_is_gone_on_with(tmp_path, serve, mo
 
 
 def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.prepare, "PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a", "b", "c"]))
     with pytest.raises(DataError):
@@ -248,7 +278,7 @@ def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch
 
 
 def test_a_part_whose_bits_have_flipped_is_an_error(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.prepare, "PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a" * 100, "b", "c"]))
     with pytest.raises(DataError):

@@ -109,6 +109,21 @@ def test_a_larger_model_vocabulary_is_fine_and_a_smaller_one_is_not(write_tokens
         tokens.check_vocab(256)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_padded": True}])
+def test_an_id_that_no_tokenizer_gave_is_an_error_with_its_place(write_tokens, options):
+    ids = [*range(9), 257, 300, *range(9)]
+    folder = write_tokens(ids, documents=[8, 6, 6])
+    cut = Cut(TokenFile.open(folder), 4, **options)
+    cut.read(np.array([0]))
+    with pytest.raises(
+        DataError, match=r"tokens\.bin' holds id (257|300) at position (9|10), the tokenizer has 257: the"
+    ):
+        for number in range(cut.num_samples):
+            cut.read(np.array([number]))
+    (folder / "tokens.bin").write_bytes(np.minimum(ids, 256).astype("<u2").tobytes())
+    Cut(TokenFile.open(folder), 4, **options).read(np.arange(cut.num_samples))
+
+
 def test_truncated_tokens_are_an_error(write_tokens):
     folder = write_tokens(range(10))
     (folder / "tokens.bin").write_bytes(b"abc")

@@ -23,6 +23,7 @@ from parity import (
     run_layout,
     run_over_symmetric_memory,
     run_reference,
+    skip_between_steps,
 )
 from ranks import Ranks
 
@@ -104,6 +105,12 @@ def test_every_axis_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
 def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
     size, whose = difference(ranks4, Case(AXES[name], optimizer=optimizer, num_steps=2))
     assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp"])
+@pytest.mark.parametrize("optimizer", [SMOOTH, SGD(weight_decay=0.1)], ids=str)
+def test_a_loss_that_is_not_finite_changes_no_bit_on_any_rank(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
+    assert ranks4.run(skip_between_steps, Case(AXES[name], optimizer=optimizer)) == [True] * 4
 
 
 def test_interleaving_over_four_ranks_is_exact_in_float64(ranks4: Ranks) -> None:

@@ -159,7 +159,7 @@ def test_the_config_that_a_run_leaves_resumes_it_to_the_bit(straight, half_done,
     assert [list(steps) for _, steps in read_wandb(half_done)] == [[1, 2, 3, 4, 5, 6], [5, 6]]  # four were noted
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_under_another_layout(
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_elsewhere_and_for_longer(
     straight, half_done, tmp_path, capsys
 ):
     newest = shutil.copytree(
@@ -172,20 +172,24 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_un
     assert main(["checkpoint", "verify", str(half_done)]) == 2
     whole, damaged = capsys.readouterr().out.splitlines()[2:]
     assert whole.endswith("step-00000003: whole") and "__1_0.distcp is not what was written" in damaged
-    arguments = [straight.config, f"--train.run_folder={half_done}", "--layout.pp=2"]
+    arguments = [straight.config, f"--train.run_folder={half_done}", "--layout.pp=2", "--train.steps=8"]
     assert launch(2, *arguments, log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
     assert "step-00000006 is damaged, an older one is tried: tensors/__1_0.distcp" in (tmp_path / "log").read_text()
     names = [path.name for path in (half_done / "checkpoints").iterdir()]
-    assert sorted(names) == ["damaged-step-00000006", "latest", "step-00000003", "step-00000006"]
+    assert sorted(names) == ["damaged-step-00000006", "latest", "step-00000003", "step-00000008"]
     assert main(["checkpoint", "list", str(half_done), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [(each["step"], each["layout"]) for each in listed] == [(3, "tp2+sp mb2 zero1"), (6, "pp2 mb2 1f1b zero1")]
+    assert [(each["step"], each["layout"]) for each in listed] == [(3, "tp2+sp mb2 zero1"), (8, "pp2 mb2 1f1b zero1")]
     assert main(["checkpoint", "show", str(half_done)]) == 0
-    assert "samples: 24" in capsys.readouterr().out
-    assert load_config(half_done / "config.toml").layout.pp == 2
-    assert len(read_lines(half_done)) == 6
+    assert "samples: 64" in capsys.readouterr().out
+    resolved = load_config(half_done / "config.toml")
+    assert (resolved.layout.pp, resolved.train.steps, resolved.optimizer.decay_steps) == (2, 8, 6)
+    assert len(read_lines(half_done)) == 8
     assert losses(half_done)[:3] == losses(straight.run)[:3]
-    assert losses(half_done) == pytest.approx(losses(straight.run), rel=1e-5)
+    assert losses(half_done)[:6] == pytest.approx(losses(straight.run), rel=1e-5)
+    rates = [[line["lr"] for line in read_lines(run)] for run in (straight.run, half_done)]
+    assert rates[1] == [*rates[0], rates[0][-1], rates[0][-1]]
+    assert "note: the learning rate falls over 6 steps, as when this run began" in (tmp_path / "log").read_text()
 
 
 def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):

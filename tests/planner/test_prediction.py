@@ -24,6 +24,7 @@ from dtlayout.planner.prediction import (
     own_scenario,
     predict,
     predicted_kernels,
+    refuse_beyond_host,
     refuse_hopeless,
     to_predicted,
 )
@@ -136,6 +137,15 @@ def test_a_layout_far_beyond_the_memory_is_refused_with_what_would_work():
 def test_where_nothing_on_these_gpus_works_the_refusal_says_how_many_would():
     with pytest.raises(InvalidLayout, match=r"most of it optimizer; use \d+ GPUs with --layout\..* GiB\), or --train"):
         refuse_hopeless(make_config(), Layout(), A100)
+
+
+def test_what_the_ranks_of_a_host_need_together_is_refused_where_it_has_less():
+    cpu, layout = find_gpu("cpu"), Layout(dp_shard=8)
+    peak = predict(make_config(), layout, cpu).peak_bytes
+    refuse_beyond_host(make_config(), layout, cpu, 4, int(4 * peak) + 1)
+    refuse_beyond_host(make_config(force=True), layout, cpu, 4, 1)
+    with pytest.raises(InvalidLayout, match=r"on pipeline rank 0, 5 ranks of which share the [\d.]+ GiB of this host"):
+        refuse_beyond_host(make_config(), layout, cpu, 5, int(4 * peak) + 1)
 
 
 def test_force_the_cpu_and_a_layout_that_is_nearly_small_enough_pass():

@@ -1,6 +1,6 @@
 """The optimizer over the stages of a rank, and the learning rate of each step."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from dtlayout.models.description import describe_llama
 from dtlayout.models.families import FAMILIES, Family
 from dtlayout.models.presets import find_preset
 from dtlayout.optimizers import SGD, AdamW
-from dtlayout.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 
 ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
@@ -53,10 +53,8 @@ class Stage(nn.Module):
     min_ratio=st.floats(0, 1),
 )
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor(num_steps, warmup_steps, peak, min_ratio):
-    rates = [
-        learning_rate(step, num_steps, peak=peak, warmup_steps=warmup_steps, min_ratio=min_ratio)
-        for step in range(num_steps)
-    ]
+    rate = LearningRate(lr=peak, min_lr_ratio=min_ratio, warmup_steps=warmup_steps, decay_steps=num_steps)
+    rates = [rate.at(step) for step in range(num_steps)]
     rise, fall = rates[:warmup_steps], rates[warmup_steps:]
     assert rise == sorted(rise) and all(0 < rate <= peak * (1 + 1e-12) for rate in rise)
     assert fall == sorted(fall, reverse=True)
@@ -68,7 +66,35 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_floor(num_steps, w
 
 
 def test_the_learning_rate_stays_at_its_floor_after_the_last_step():
-    assert learning_rate(9, 5, peak=1.0, warmup_steps=0, min_ratio=0.25) == 0.25
+    assert LearningRate(lr=1.0, min_lr_ratio=0.25, warmup_steps=0, decay_steps=5).at(9) == 0.25
+
+
+def test_a_run_that_goes_on_for_longer_keeps_its_learning_rate_and_says_what_another_length_would_make_of_it():
+    settings = AdamW(lr=1.0, min_lr_ratio=0.1)
+    first = LearningRate.of(settings, 100, {})
+    saved = asdict(first)
+    longer = LearningRate.of(settings, 200, saved)
+    assert longer == first and longer.at(100) == longer.at(199) == 0.1
+    assert longer.describe_resume(saved, 100, 200) == [
+        "the learning rate falls over 100 steps, as when this run began, to 1.00e-01: that of step 101 is 1.00e-01; "
+        "with optimizer.decay_steps=200 it would be 5.46e-01"
+    ]
+    assert longer.describe_resume(saved, 50, 100) == longer.describe_resume(saved, 200, 200) == []
+
+
+def test_a_learning_rate_that_the_config_changes_counts_and_is_said_beside_the_one_that_was_saved():
+    saved = asdict(LearningRate.of(AdamW(lr=1.0, min_lr_ratio=0.1), 100, {}))
+    asked = LearningRate.of(AdamW(lr=2.0, min_lr_ratio=0.1, decay_steps=200), 200, saved)
+    assert (asked.lr, asked.decay_steps) == (2.0, 200)
+    assert asked.describe_resume(saved, 100, 200) == [
+        "optimizer.lr was 1.0 and is 2.0, optimizer.decay_steps was 100 and is 200: the learning rate of step 101 is "
+        "1.09e+00, and was going to be 1.00e-01"
+    ]
+
+
+def test_a_checkpoint_that_says_nothing_of_the_learning_rate_changes_nothing():
+    rate = LearningRate.of(AdamW(), 100, {})
+    assert (rate.decay_steps, rate.describe_resume({}, 50, 100)) == (100, [])
 
 
 def test_every_parameter_of_every_stage_is_updated_once_and_only_matrices_decay():
