@@ -27,7 +27,7 @@ from dtlayout.data.tokenizer import find_file, load_tokenizer
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.files import expand
 from dtlayout.model_shape import ModelShape
-from dtlayout.models.files import find_model, to_hf
+from dtlayout.models.files import find_ends, find_model, to_hf
 from dtlayout.models.weights import (
     FILE_BYTES,
     FORMATS,
@@ -121,9 +121,13 @@ def export_weights(
     for the tokenizer, InvalidConfig for a model that no config.json describes.
     """
     known = None if tokenizer is None else load_tokenizer(tokenizer, end_of_document)
+    file_of_tokenizer = None if tokenizer is None else find_file(tokenizer)
+    # A chat model's answers end with another id than its documents, which stands beside its tokenizer.
+    others = find_ends(file_of_tokenizer.parent) if file_of_tokenizer else []
+    stops = list(dict.fromkeys([known.end_of_document, *others])) if known else []
     ends = {
         "bos_token_id": next(iter(known.begin), None) if known else None,
-        "eos_token_id": known.end_of_document if known else None,
+        "eos_token_id": stops if len(stops) > 1 else next(iter(stops), None),
     }
     dtype: torch.dtype = getattr(torch, number_format)
     try:
@@ -132,6 +136,10 @@ def export_weights(
         sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
         files = plan_files(sizes, file_bytes)
         with _made_whole(folder) as partial:
+            if file_of_tokenizer is not None:
+                _copy_tokenizer(file_of_tokenizer, partial)
+            if chat_template:
+                shutil.copyfile(expand(chat_template), partial / TEMPLATE_NAME)
             for file, names in files.items():
                 tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
                 load_parameters(checkpoint, tensors, alone=True)
@@ -140,10 +148,6 @@ def export_weights(
                 _write_json(partial / INDEX, make_index(files, sizes))
             _write_json(partial / "config.json", config | ends)
             _write_json(partial / "generation_config.json", ends)
-            if tokenizer is not None and (file_of_tokenizer := find_file(tokenizer)) is not None:
-                _copy_tokenizer(file_of_tokenizer, partial)
-            if chat_template:
-                shutil.copyfile(expand(chat_template), partial / TEMPLATE_NAME)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint} cannot be written to {folder}: {type(error).__name__} {error}") from error
     return sum(sizes.values())

@@ -9,6 +9,7 @@ from dtlayout.commands.arguments import show
 from dtlayout.config import DataConfig, load_config
 from dtlayout.data.chat import TEMPLATE_NAME, load_template
 from dtlayout.errors import InvalidConfig
+from dtlayout.models.files import find_ends
 
 EXAMPLE = "dtlayout generate runs/debug --prompt 'def '"
 
@@ -31,15 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the text as it comes."""
     from dtlayout.data.tokenizer import load_tokenizer  # only now: the rest imports torch
     from dtlayout.training.devices import join_ranks, open_device
-    from dtlayout.training.generate import (
-        Sampling,
-        find_ends,
-        find_shape,
-        generate,
-        is_hf_folder,
-        open_model,
-        stream_text,
-    )
+    from dtlayout.training.generate import Sampling, find_shape, generate, is_hf_folder, open_model, stream_text
 
     if options.max_tokens < 1:
         raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")

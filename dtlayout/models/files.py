@@ -114,3 +114,17 @@ def parse_toml(content: str) -> ModelShape:
         raise InvalidConfig("it has no section [model]")
     preset = PRESETS.get(str(table.get("name")))
     return toml.parse({**(asdict(preset) if preset else {}), "name": "own", **table}, ModelShape, "model")
+
+
+def find_ends(folder: Path) -> list[int]:
+    """Ids at which a Hugging Face folder's texts end, by its generation_config.json; none if it does not say.
+
+    A chat model has several: an answer's and a document's.
+    """
+    import json  # only now, as above
+
+    try:
+        found = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]

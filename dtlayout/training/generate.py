@@ -3,7 +3,6 @@
 Legend: B batch, H query heads, G key-value heads, S tokens, K head width, D model width, V vocabulary.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,18 +72,6 @@ class Sampling:
 def is_hf_folder(source: Path) -> bool:
     """Whether it is a Hugging Face folder, and no run or checkpoint."""
     return (source / "config.json").is_file()
-
-
-def find_ends(folder: Path) -> list[int]:
-    """Ids at which a Hugging Face folder's texts end, by its generation_config.json; none if it does not say.
-
-    A chat model has several: an answer's and a document's.
-    """
-    try:
-        found = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]
 
 
 def find_shape(source: Path) -> ModelShape:

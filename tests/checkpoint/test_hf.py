@@ -26,7 +26,7 @@ from dtlayout.config import load_config, parse_config
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.models.files import find_model, to_hf
+from dtlayout.models.files import find_ends, find_model, to_hf
 from dtlayout.models.llama import Llama
 from dtlayout.models.weights import check_init_from, find_other_positions, find_weights, list_weights
 from dtlayout.optimizers import SGD, Optimizer
@@ -208,6 +208,9 @@ def test_a_failed_export_leaves_what_was_there_and_nothing_else(ranks4, damaged,
     export_weights(checkpoint, out, tokenizer=str(tokenizer))
     assert (out / "tokenizer.json").read_text() == tokenizer.read_text()
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 7
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')  # as beside a chat model's
+    export_weights(checkpoint, tmp_path / "chat", tokenizer=str(tokenizer))
+    assert find_ends(tmp_path / "chat") == [7, 0]
     before = sorted(path.name for path in out.iterdir())
 
     def fail(*_: object, **__: object) -> None:
