@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
+    from dtlayout.data.check import check_data  # only now: it imports numpy
+
     config = load_config(options.config, options.overrides)
+    check_data(config)  # before hours of work that would not fit the model
     documents, lines = [], []
     for cut in [cut for data in (config.data, config.validation_data) if data for cut in _prepare(config, data)]:
         tokens = cut.tokens
