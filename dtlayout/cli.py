@@ -17,6 +17,7 @@ COMMANDS = {
     "calibrate": "Measure these machines, and write the cluster file that predictions for them take.",
     "check": "Say whether a config can train on so many ranks, and what it would do.",
     "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder.",
+    "data": "Show as text the samples of a step whose loss was not finite.",
     "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",
     "explain": "Show a layout's memory and time by component, what binds it and what would help.",
     "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",

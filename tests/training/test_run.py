@@ -117,7 +117,7 @@ FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S, VALIDATE_S = 1.0, 2.0, 4.0,
 
 
 def play(
-    monkeypatch, results: list[StepResult], *, every: int = 0, validated: int = 0
+    monkeypatch, results: list[StepResult], *, every: int = 0, validated: int = 0, skips: bool = False
 ) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps, all of whose parts take seconds of their own."""
     clock, times_s = Clock(), list[float]()
@@ -131,7 +131,16 @@ def play(
         clock.work(f"launch {batch}", LAUNCH_S)
         return Launched(), 0.1
 
-    def note(done, result, lr, step_time_s, *, is_measured, validation_loss):
+    class Fetched(int):
+        wait_s = FETCH_S
+
+    def fetch_ahead(steps):
+        for step in steps:
+            clock.work(f"fetch {step}", FETCH_S)
+            yield Fetched(step)
+
+    def note(done, result, lr, step_time_s, *, data_wait_s, is_measured, validation_loss):
+        assert data_wait_s == FETCH_S
         clock.work(f"note {done}", NOTE_S)
         times_s.append(step_time_s)
 
@@ -148,7 +157,7 @@ def play(
     loop = SimpleNamespace(
         config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0,
         memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
-        batches=SimpleNamespace(fetch=lambda step: clock.work(f"fetch {step}", FETCH_S) or step),
+        batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=lambda done: clock.work(f"save {done}", SAVE_S),
     )  # fmt: skip
@@ -159,15 +168,15 @@ def play(
 FINE = StepResult(loss=1.0, grad_norm=1.0, stop_requested=False)
 
 
-def test_the_next_batch_is_fetched_while_the_device_works_and_each_second_counts_once(monkeypatch):
+def test_the_next_batch_is_asked_for_while_the_device_works_and_each_second_counts_once(monkeypatch):
     clock, ended, times_s = play(monkeypatch, [FINE] * 3)
     assert clock.done == [
         "fetch 0", "launch 0", "fetch 1", "wait", "note 1", "launch 1", "fetch 2", "wait", "note 2",
-        "launch 2", "fetch 3", "wait", "update", "note 3",
+        "launch 2", "wait", "update", "note 3",
     ]  # fmt: skip
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
-    assert times_s == [FETCH_S + step_s, step_s + NOTE_S, step_s + NOTE_S + UPDATE_S]
+    assert times_s == [FETCH_S + step_s, step_s + NOTE_S, step_s - FETCH_S + NOTE_S + UPDATE_S]
     assert sum(times_s) == clock.now_s - NOTE_S  # the last one's, after all steps
 
 
@@ -176,7 +185,7 @@ def test_a_checkpoint_waits_for_the_update_and_counts_for_no_step(monkeypatch):
     assert clock.done[7:12] == ["wait", "update", "note 2", "save 2", "launch 2"]
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
-    assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s + UPDATE_S]
+    assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s - FETCH_S + UPDATE_S]
 
 
 def test_validation_waits_for_the_update_and_counts_for_no_step(monkeypatch):
@@ -185,7 +194,7 @@ def test_validation_waits_for_the_update_and_counts_for_no_step(monkeypatch):
     assert clock.done[-4:] == ["wait", "update", "validate", "note 3"]
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
-    assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s + UPDATE_S]
+    assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s - FETCH_S + UPDATE_S]
 
 
 @pytest.mark.parametrize(
@@ -200,3 +209,13 @@ def test_a_stop_saves_and_numbers_that_are_not_finite_end_the_run_without(monkey
     clock, found, _ = play(monkeypatch, [FINE, last], every=9)
     assert clock.done[7:] == end
     assert found == ended
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_step_that_is_skipped_is_not_noted_and_its_checkpoint_is_saved(monkeypatch, bad):
+    results = [FINE] * 3
+    results[bad] = replace(FINE, loss=math.nan)
+    clock, ended, _ = play(monkeypatch, results, every=1, skips=True)
+    assert ended == (0, 3)
+    assert [f"note {step + 1}" in clock.done for step in range(3)] == [step != bad for step in range(3)]
+    assert [what for what in clock.done if what.startswith("save")] == ["save 1", "save 2", "save 3"]
