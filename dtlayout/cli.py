@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "Say whether a config can train on so many ranks, and what it would do.",
     "checkpoint": "List what a run has saved, show what wrote it, and verify that it is what was written.",
     "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder, or of one as a checkpoint.",
+    "data": "Show as text the samples of a step whose loss was not finite.",
     "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",
     "explain": "Show a layout's memory and time by component, what binds it and what would help.",
     "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",

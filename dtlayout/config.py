@@ -126,6 +126,8 @@ class TrainConfig(Ranged, section="train"):
     """auto takes CUDA where there is any."""
     timeout_s: float = ranged("must be above 0 and at most 2592000, thirty days", 600.0)
     """Seconds after which a collective that does not finish ends the run."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Whether a step whose loss or gradient norm is not finite, which updates nothing, ends the run or is left out."""
     deterministic: bool = False
     """Whether CUDA runs only kernels that give the same bits each time, which are slower; a CPU always does."""
     force: bool = False

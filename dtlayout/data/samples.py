@@ -100,6 +100,12 @@ class Cut:
         """Documents that a padded sample does not hold whole."""
         return int((np.diff(self.tokens.documents) > self.seq_len + 1).sum()) if self.is_padded else 0
 
+    def read_ids(self, sample: int) -> Ints:
+        """The tokens of one sample, without what fills it up."""
+        tokens_BS, _, _ = self.read(np.array([sample]))
+        documents = self.tokens.documents
+        return tokens_BS[0, : documents[sample + 1] - documents[sample]] if self.is_padded else tokens_BS[0]
+
     def read(self, ids_B: Ints) -> tuple[Ints, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """S + 1 tokens of each sample; which count as targets; which are the last of their document."""
         whole = self.seq_len + 1
@@ -163,19 +169,25 @@ class Samples:
             hashes = [f"{quota} {found}" for quota, found in zip(self._quotas, hashes, strict=True)]
         return ", ".join([*hashes, *(["padded"] if self.cuts[0].is_padded else [])])
 
+    def locate(self, step: int, indices: Sequence[int]) -> tuple[Ints, Ints]:
+        """Of the samples at these indices of the global batch of `step`: which source each is of, and which there."""
+        numbers = number_samples(step, indices, self.sizes.global_batch)
+        source_B, sample_B = deal(numbers, self._quotas, self.seed)
+        for i, cut in enumerate(self.cuts):
+            is_here = source_B == i
+            sample_B[is_here] = shuffle(sample_B[is_here], cut.num_samples, self.seed)
+        return source_B, sample_B
+
     def batch(self, step: int, indices: Sequence[int]) -> Rows:
         """The samples at these indices of the global batch of `step`, [B, S] each."""
         import torch
 
-        numbers = number_samples(step, indices, self.sizes.global_batch)
-        source_B, own_B = deal(numbers, self._quotas, self.seed)
-        shape = (len(numbers), self.sizes.seq_len + 1)
+        source_B, sample_B = self.locate(step, indices)
+        shape = (len(source_B), self.sizes.seq_len + 1)
         tokens, counts, is_last = np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_)
         for i, cut in enumerate(self.cuts):
             is_here = source_B == i
-            tokens[is_here], counts[is_here], is_last[is_here] = cut.read(
-                shuffle(own_B[is_here], cut.num_samples, self.seed)
-            )
+            tokens[is_here], counts[is_here], is_last[is_here] = cut.read(sample_B[is_here])
         targets = np.where(counts, tokens, IGNORED)[:, 1:]
         return Rows(
             *(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], targets, is_last[:, :-1]))

@@ -96,6 +96,8 @@ class Summary:
     """Operation → its kernels that really ran, as far as names tell."""
     chosen: list[str] = field(default_factory=list)
     """Each kernel that was an auto, as what and why."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps since the last start that have updated nothing, for their numbers were not finite."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused."""
     refused: list[str] = field(default_factory=list)

@@ -32,6 +32,7 @@ from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, open_samples, own_indices
+from dtlayout.data.suspects import Suspects
 from dtlayout.device import Device, find_host_bytes
 from dtlayout.errors import (
     EXIT_DONE,
@@ -71,12 +72,14 @@ from dtlayout.training.display import Display, compare, describe_peaks, describe
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, Validation, time_steps
-from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
+from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.trackers import Start, Trackers
 
 STEPS_DRAWN = 4
 """How many steps of a run memory.json shows."""
+MAX_SKIPPED = 10
+"""Steps in a row that are left out as not finite: after so many it is not the data, and the run ends."""
 OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
 
 
@@ -154,6 +157,7 @@ class _Run:
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
         self.trackers = Trackers(self.display.say)
         self.step_times_s: list[float] = []
+        self.skipped: list[int] = []
         self.num_drawn = 0  # steps of which memory.json shows the curve
         estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
         scenario = own_scenario(config, layout.world_size, device.gpu or gpu_named(device.name))
@@ -242,23 +246,28 @@ class _Run:
             result = launched.wait()
             if index == first_step:
                 self._check_attention()
-            is_over = not result.is_finite or result.stop_requested or index + 1 == num_steps
+            is_broken = not result.is_finite and not self._skip(index + 1, result)
+            is_over = is_broken or result.stop_requested or index + 1 == num_steps
             is_saved = self.config.checkpoint.save and (is_over or _is_due(self.config.checkpoint.every, index + 1))
-            is_validated = bool(self.held_out) and (is_over or _is_due(self.config.validation.every, index + 1))
+            is_validated = (
+                bool(self.held_out)
+                and result.is_finite
+                and (is_over or _is_due(self.config.validation.every, index + 1))
+            )
             if is_over or is_saved or is_validated:
                 self._wait_for_update()
             ended = time.perf_counter()
             step_time_s, started = ended - started, ended
             if is_drawn and (is_over or index + 1 == self.num_drawn):
                 self._write_curves(index + 1)
-            if not result.is_finite:
-                self.display.say(f"step {index + 1}: loss {result.loss}, grad_norm {result.grad_norm}: stopped")
+            if is_broken:
                 return EXIT_NON_FINITE, index
             validated = self._validate() if is_validated else None
-            self._note(
-                index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
-                validation_loss=validated,
-            )  # fmt: skip
+            if result.is_finite:
+                self._note(
+                    index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
+                    validation_loss=validated,
+                )  # fmt: skip
             self._finish_save(waits=False)
             if is_saved:
                 self._save(index + 1, is_last=is_over)
@@ -276,6 +285,25 @@ class _Run:
         is_recorded = is_first and os.environ.get("LOCAL_RANK", "0") == "0"
         with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
             return self.step.launch(batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made), lr
+
+    def _skip(self, step: int, result: StepResult) -> bool:
+        """Note the samples of a step that is not finite; whether the run goes on with the next one."""
+        self.skipped.append(step)
+        in_a_row = self.skipped[-MAX_SKIPPED:] == list(range(step - MAX_SKIPPED + 1, step + 1))
+        goes_on = self.config.train.on_nonfinite == "skip" and not in_a_row
+        line = f"step {step}: loss {result.loss}, grad_norm {result.grad_norm}: nothing is updated"
+        if self.is_writer:
+            try:
+                path = Suspects.of(self.batches.samples, step, result.loss, result.grad_norm).write(self.folder)
+                line += f"; dtlayout data show {path} has its samples"
+            except OSError as error:
+                line += f"; its samples were not noted: {error.strerror}"
+        self.display.say(f"{line}; {'skipped' if goes_on else 'stopped'}")
+        if in_a_row and self.config.train.on_nonfinite == "skip":
+            self.display.say(f"{MAX_SKIPPED} steps in a row were not finite: resume from an older checkpoint")
+        if goes_on:
+            fill_state(self.optimizer, self.config.optimizer)  # a checkpoint has all of it
+        return goes_on
 
     def _wait_for_update(self) -> None:
         """So that it counts as part of its step, where another one does not come next."""
@@ -424,6 +452,7 @@ class _Run:
             outcome=OUTCOMES[exit_code],
             exit_code=exit_code,
             steps=done,
+            skipped=self.skipped,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
             parameters=count_parameters(self.config.model),

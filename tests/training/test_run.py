@@ -117,7 +117,7 @@ FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S, VALIDATE_S = 1.0, 2.0, 4.0,
 
 
 def play(
-    monkeypatch, results: list[StepResult], *, every: int = 0, validated: int = 0
+    monkeypatch, results: list[StepResult], *, every: int = 0, validated: int = 0, skips: bool = False
 ) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps, all of whose parts take seconds of their own."""
     clock, times_s = Clock(), list[float]()
@@ -160,7 +160,7 @@ def play(
     loop = SimpleNamespace(
         config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0,
         memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
-        batches=SimpleNamespace(fetch_ahead=fetch_ahead),
+        batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, _finish_save=lambda *, waits: None,
     )  # fmt: skip
@@ -212,3 +212,13 @@ def test_a_stop_saves_and_numbers_that_are_not_finite_end_the_run_without(monkey
     clock, found, _ = play(monkeypatch, [FINE, last], every=9)
     assert clock.done[7:] == end
     assert found == ended
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_step_that_is_skipped_is_not_noted_and_its_checkpoint_is_saved(monkeypatch, bad):
+    results = [FINE] * 3
+    results[bad] = replace(FINE, loss=math.nan)
+    clock, ended, _ = play(monkeypatch, results, every=1, skips=True)
+    assert ended == (0, 3)
+    assert [f"note {step + 1}" in clock.done for step in range(3)] == [step != bad for step in range(3)]
+    assert [what for what in clock.done if what.startswith("save")] == ["save 1", "save 2", "save 3"]

@@ -1,0 +1,48 @@
+"""dtlayout data: the text of samples that a run has noted."""
+
+import argparse
+from pathlib import Path
+
+from dtlayout.commands.arguments import show
+from dtlayout.config import load_config
+from dtlayout.errors import DataError, InvalidConfig
+
+EXAMPLE = "dtlayout data show runs/debug/nonfinite-step-00000007.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to do, with what."""
+    parser.add_argument("action", choices=("show",), help="print the samples as text")
+    parser.add_argument(
+        "file", type=Path, help="a nonfinite-step-N.json of a run folder, whose config.toml is beside it"
+    )
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="only so many samples; all by default")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print each sample of the step, by the tokenizer of the run."""
+    from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
+    from dtlayout.data.samples import open_samples
+    from dtlayout.data.suspects import Suspects
+    from dtlayout.data.tokenizer import load_tokenizer
+
+    if options.first < 0:
+        raise InvalidConfig(f"--first={options.first} must not be negative")
+    suspects = Suspects.read(options.file)
+    config = load_config(options.file.parent / "config.toml")
+    folders = [prepare_tokens(each) for each in config.data.sources]
+    samples = open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+    if samples.fingerprint != suspects.tokens:
+        raise DataError(f"{options.file} is of other tokens than those that its run's config.toml names now")
+    decode = load_tokenizer(config.data.tokenizer, config.data.end_of_document).decode
+    head = (
+        f"step {suspects.step}: loss {suspects.loss}, grad_norm {suspects.grad_norm}, {len(suspects.samples)} samples"
+    )
+    documents, lines = [], [head]
+    for index, (number, sample) in enumerate(suspects.samples[: options.first or None]):
+        cut = samples.cuts[number]
+        text = decode(cut.read_ids(sample).tolist())
+        documents.append({"index": index, "source": cut.source, "sample": sample, "text": text})
+        lines += [f"--- {index}: sample {sample} of {cut.source}", text]
+    step = {"step": suspects.step, "loss": suspects.loss, "grad_norm": suspects.grad_norm}
+    return show(options, {**step, "samples": documents}, lines)

@@ -1,0 +1,51 @@
+"""Suspects: the samples of a step whose loss was not finite, as a file that `dtlayout data show` turns into text.
+
+RUN/nonfinite-step-00000007.json has the step, its loss and gradient norm, what tells the tokens from others, and of
+each sample of the global batch the number of its source in the config and its own number there.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dtlayout import toml
+from dtlayout.data.samples import Samples
+from dtlayout.errors import DataError, InvalidConfig
+from dtlayout.files import write_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspects:
+    """The file."""
+
+    step: int
+    """Which step it was; they count from 1 on."""
+    loss: str
+    grad_norm: str
+    tokens: str
+    """`Samples.fingerprint`."""
+    samples: list[list[int]]
+    """Source and sample of each index of the global batch, both from 0 on."""
+
+    @classmethod
+    def of(cls, samples: Samples, step: int, loss: float, grad_norm: float) -> "Suspects":
+        """Those of a step, which counts from 1 on."""
+        located = samples.locate(step - 1, range(samples.sizes.global_batch))
+        pairs = [[int(source), int(sample)] for source, sample in zip(*located, strict=True)]
+        return cls(step=step, loss=str(loss), grad_norm=str(grad_norm), tokens=samples.fingerprint, samples=pairs)
+
+    def write(self, folder: Path) -> Path:
+        """Write the file into a run folder."""
+        path = folder / f"nonfinite-step-{self.step:08d}.json"
+        write_whole(path, json.dumps(asdict(self)) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> "Suspects":
+        """Read such a file; DataError if it is none."""
+        try:
+            return toml.parse(json.loads(path.read_text(encoding="utf-8")), cls)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, InvalidConfig) as error:
+            raise DataError(f"{path} is not what a run writes of a step that is not finite: {error}") from None

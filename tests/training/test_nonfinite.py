@@ -1,0 +1,107 @@
+"""Steps whose loss is not finite in whole runs of one rank: skipped or the end, with their samples as text."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from launching import read_lines, read_summary
+from tiny import TinyFiles, write_tiny
+
+from dtlayout import cli, launch
+from dtlayout.training.run import MAX_SKIPPED
+from dtlayout.training.step import TrainStep
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # so that it is taken away again
+        monkeypatch.delenv(name)
+    return write_tiny(tmp_path, steps=5, num_layers=1)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch):
+    """Makes a parameter NaN during these steps, which count from 1 on."""
+
+    def poison_steps(*steps: int) -> None:
+        launch_step, calls = TrainStep.launch, []
+
+        def launch_poisoned(step, *rows, **options):
+            calls.append(step)
+            place = list(step.modules[-1].parameters())[-1].detach().view(-1)[:1]
+            value = place.clone()
+            if len(calls) in steps:
+                place.fill_(math.nan)
+            launched = launch_step(step, *rows, **options)
+            if len(calls) in steps:
+                assert place.isnan().all(), "an update"
+                place.copy_(value)
+            return launched
+
+        monkeypatch.setattr(TrainStep, "launch", launch_poisoned)
+
+    return poison_steps
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("bad", [1, 3])
+def test_a_step_is_skipped_counted_and_shown_as_text(files, poison, capsys, optimizer, bad):
+    poison(bad)
+    overrides = ("--train.on_nonfinite=skip", "--checkpoint.every=1", f"--optimizer.name={optimizer}")
+    assert launch.main([str(files.config), *overrides]) == 0
+    assert f"step {bad}: loss nan, grad_norm nan: nothing is updated; dtlayout data show " in capsys.readouterr().out
+    assert [line["step"] for line in read_lines(files.run)] == [step for step in range(1, 6) if step != bad]
+    summary = read_summary(files.run)
+    assert (summary["outcome"], summary["steps"], summary["skipped"]) == ("done", 5, [bad])
+    (noted,) = files.run.glob("nonfinite-*")
+    assert noted.name == f"nonfinite-step-0000000{bad}.json"
+
+    assert cli.main(["data", "show", str(noted), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["loss"], len(shown["samples"])) == (bad, "nan", 8)
+    text = files.corpus.read_text()
+    assert all(len(each["text"]) == 17 and each["text"] in text for each in shown["samples"])
+    assert len({each["sample"] for each in shown["samples"]}) == 8
+    assert cli.main(["data", "show", str(noted), "--first", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"step {bad}: loss nan, grad_norm nan, 8 samples"
+    first = shown["samples"][0]
+    assert lines[1:3] == [f"--- 0: sample {first['sample']} of {files.corpus}", first["text"]] and len(lines) == 5
+
+
+def test_by_default_the_first_one_is_the_end_and_a_resume_begins_where_it_was(files, poison, capsys):
+    poison(4)
+    assert launch.main([str(files.config), "--checkpoint.every=3"]) == 4
+    assert "stopped" in capsys.readouterr().out
+    summary = read_summary(files.run)
+    assert (summary["outcome"], summary["steps"], summary["skipped"]) == ("non_finite", 3, [4])
+    assert launch.main([str(files.config)]) == 0
+    assert "resumed from" in capsys.readouterr().out
+    assert [line["step"] for line in read_lines(files.run)] == [1, 2, 3, 4, 5]
+
+
+def test_skipping_ends_where_no_step_is_finite_any_more(files, poison, capsys):
+    poison(*range(2, 40))
+    assert launch.main([str(files.config), "--train.on_nonfinite=skip", "--train.steps=30"]) == 4
+    summary = read_summary(files.run)
+    assert summary["skipped"] == list(range(2, 2 + MAX_SKIPPED))
+    assert "10 steps in a row were not finite: resume from an older checkpoint" in capsys.readouterr().out
+
+
+def test_what_is_no_list_of_samples_or_of_other_tokens_is_refused(files, poison, capsys, tmp_path):
+    poison(1)
+    assert launch.main([str(files.config), "--train.on_nonfinite=skip", "--train.steps=2"]) == 0
+    (noted,) = files.run.glob("nonfinite-*")
+    for wrong in ("{", '{"step": 1}'):
+        (files.run / "other.json").write_text(wrong)
+        assert cli.main(["data", "show", str(files.run / "other.json")]) == 2
+    assert cli.main(["data", "show", str(files.run / "none.json")]) == 2
+    assert cli.main(["data", "show", str(noted), "--first", "-1"]) == 2
+    noted.write_text(noted.read_text().replace('"tokens": "', '"tokens": "0'))
+    assert cli.main(["data", "show", str(noted)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.count("is not what a run writes") for line in said[:2]] == [1, 1]
+    assert "cannot be read" in said[-3] and "--first=-1 must not be negative" in said[-2]
+    assert said[-1] == f"{noted} is of other tokens than those that its run's config.toml names now"
