@@ -135,7 +135,13 @@ def test_two_nodes_of_a_job_train_one_run_on_tokens_that_one_prepared(namespaces
     slurm.environment["PYTHONPATH"] += f":{tmp_path}"
     environment = {"DTLAYOUT_PLUGINS": "notes_preparing", "PREPARED": str(tmp_path / "prepared")}
     small = ["--layout.pp=2", "--layout.tp=1", "--layout.micro_batch=1", "--batch.global_batch=2", "--batch.seq_len=64"]
-    arguments = [*small, f"--data.source={corpus}", f"--data.folder={tmp_path / 'tokens'}", "--train.steps=3"]
+    arguments = [
+        *small,
+        f"--data.source={corpus}",
+        f"--data.folder={tmp_path / 'tokens'}",
+        "--train.steps=3",
+        "--optimizer.warmup_steps=1",
+    ]
     exit_code = slurm.submit(
         "configs/debug.toml", *arguments, f"--train.run_folder={run}", "--checkpoint.save=false",
         GLOO_SOCKET_IFNAME="wire", **environment,

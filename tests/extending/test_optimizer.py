@@ -8,6 +8,7 @@ from plugged import count_files, plugged_in
 from tiny import write_tiny
 
 from dtlayout import launch
+from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.cli import main
 from dtlayout.config import load_config
 
@@ -73,6 +74,6 @@ def test_a_dry_run_holds_what_is_predicted(config, capsys):
 def test_two_steps_train_with_it_and_a_checkpoint_holds_its_state(config, tmp_path):
     assert launch.main([str(config), "--checkpoint.every=1"]) == 0
     assert len(read_lines(tmp_path / "run")) == 2
-    (first, second) = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    (first, second) = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert json.loads((second / "state.json").read_text())["optimizer"] == {"name": "lion", "state": ["momentum"]}
     assert first != second

@@ -143,7 +143,9 @@ def evaluate_around_steps(case: Case) -> list[float]:
     rows, targets = local_rows(case)
     losses = []
     for _ in range(2):
-        losses.append(step.evaluate(rows, targets, make_starts(case, rows)))
+        loss, count = step.evaluate(rows, targets, make_starts(case, rows))
+        assert count == (make_tokens(case.batch, case.model.vocab_size)[1] != IGNORED).sum()
+        losses.append(loss)
         losses.append(step(rows, targets, make_starts(case, rows)).loss)
     return losses
 
