@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.max_tokens < 1:
         raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")
+    if not options.source.exists():
+        raise InvalidConfig(f"there is no folder {options.source}; give a run, a checkpoint or a Hugging Face folder")
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     is_hf = is_hf_folder(options.source)
     data = _find_data(options, is_hf=is_hf)

@@ -65,6 +65,8 @@ class _Texts:
 
     def read(self, row: Row) -> tuple[str, int]:
         text = _find(row, self.field, "text_field")
+        if text is None:
+            raise DataError(f"there is nothing in field {self.field!r}; set text_field or remove that row")
         if not isinstance(text, str):
             raise DataError(
                 f"field {self.field!r} holds {type(text).__name__}, not text; set text_field or remove that row"

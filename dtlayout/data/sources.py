@@ -169,7 +169,7 @@ def _find_bad_line(file: Path) -> int:
         texts = [lines.read()] if lines.peek(1)[:1] == b"[" else lines
         for number, text in enumerate(texts, start=1):
             try:
-                json.loads(text if text.strip() else "0")
+                json.loads(text.rstrip() or "0")  # an end of line is no part of what is wrong with it
             except json.JSONDecodeError as error:
                 return number - 1 + error.lineno
             except ValueError:  # not UTF-8

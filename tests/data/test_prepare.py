@@ -294,7 +294,7 @@ def test_a_part_whose_bits_have_flipped_is_an_error(tmp_path, serve, monkeypatch
 @pytest.mark.parametrize(
     ("second", "options", "said"),
     [
-        (None, {}, r"row 2 of '.*b\.jsonl': field 'text' holds NoneType, not text; set text_field or remove that row"),
+        (None, {}, r"row 2 of '.*b\.jsonl': there is nothing in field 'text'; set text_field or remove that row"),
         ("x", {"text_field": "a"}, r"row 1 of '.*a\.jsonl': there is no field 'a'; it has text: set text_field"),
         ("x", {"messages_field": "text"}, r"row 1 of '.*a\.jsonl': field 'text' holds no list of messages"),
     ],

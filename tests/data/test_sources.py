@@ -148,6 +148,7 @@ def test_a_text_file_that_breaks_is_named(tmp_path):
     ("name", "broken", "line"),
     [
         ("b.jsonl", '{"text": "x"}\n\n{"text": "never closed\n{"text": "y"}\n', 3),
+        ("b.jsonl", '{"text": "x"}\n{"text": "y"\n{"text": "z"}\n', 2),
         ("b.json", '[{"text": "x"},\n {"text": }]\n', 2),
         ("b.jsonl", '{"text": "x"}\n{"text": "\udcff"}\n', 2),
     ],

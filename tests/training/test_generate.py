@@ -106,7 +106,10 @@ def test_a_run_writes_text(tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     files = write_tiny(tmp_path, steps=2)
-    assert main(["generate", str(files.run), "--prompt", "1 times"]) != 0
+    assert main(["generate", str(files.run), "--prompt", "1 times"]) == 2
+    assert f"there is no folder {files.run}; give a run" in capsys.readouterr().err
+    files.run.mkdir()
+    assert main(["generate", str(files.run), "--prompt", "1 times"]) == 2
     assert "does not say which tokenizer it has" in capsys.readouterr().err
     assert load_config(files.config).train.steps == 2
     assert train([str(files.config)]) == 0
