@@ -20,7 +20,8 @@ from benchmarks.gpu.cells import Training
 from benchmarks.gpu.predict import predict
 from benchmarks.gpu.training import measure_training
 from dtlayout.cluster import find_gpu
-from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.devices import open_device
+from dtlayout.training.rendezvous import join_ranks
 
 KINDS = ("none", "selective", "keep-matmuls", "keep-attention", "every-2", "full")
 HERE = Training(model="debug", num_blocks=4, seq_len=1024, global_batch=1, micro_batch=1)

@@ -33,7 +33,8 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW
 from dtlayout.precision import Precision
-from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.devices import open_device
+from dtlayout.training.rendezvous import join_ranks
 
 MODEL = ModelShape(
     name="bench", hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=8, ffn_size=768, vocab_size=2048,

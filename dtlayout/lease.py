@@ -24,6 +24,7 @@ from pathlib import Path
 
 from dtlayout import toml
 from dtlayout.errors import EXIT_REFUSED, DtlayoutError, InvalidConfig
+from dtlayout.process import find_birth
 
 LEASE_NAME = "running.json"
 BEAT_S = 10.0
@@ -62,7 +63,7 @@ class Holder:
             pid=os.getpid(),
             began=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             machine=_find_machine(),
-            birth=_find_birth(os.getpid()),
+            birth=find_birth(os.getpid()),
             restarts={name: int(os.environ.get(count) or 0) for name, count in named.items()},
         )
 
@@ -70,7 +71,7 @@ class Holder:
         """Whether it surely has ended, as far as `here` can see."""
         if any(here.restarts.get(name, 0) > count for name, count in self.restarts.items()):
             return True
-        return bool(self.machine) and self.machine == here.machine and _find_birth(self.pid) != self.birth
+        return bool(self.machine) and self.machine == here.machine and find_birth(self.pid) != self.birth
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}, which began {self.began}"
@@ -188,12 +189,3 @@ def _find_machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _find_birth(pid: int) -> str:
-    """The process's start in ticks since boot; empty of one that is gone, or is dead and not yet waited for."""
-    try:
-        state, *numbers = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else numbers[18]

@@ -24,7 +24,8 @@ from dtlayout.kernels import Compile
 from dtlayout.layout import OpenLayout
 from dtlayout.mesh.axes import dp_rank
 from dtlayout.training.build import assemble
-from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.devices import open_device
+from dtlayout.training.rendezvous import join_ranks
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="debug", help="a preset")

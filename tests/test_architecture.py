@@ -17,7 +17,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "errors": ["errors"],
     "values": [
         "model_shape", "batch", "device", "kernel", "kernels", "precision", "recompute", "layout", "toml", "cluster",
-        "signals", "files", "ranges", "optimizers", "text", "trackers",
+        "signals", "files", "process", "ranges", "optimizers", "text", "trackers",
         "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.schedules",
     ],
     "models": [

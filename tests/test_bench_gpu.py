@@ -51,7 +51,7 @@ from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
 from dtlayout.ops.norm import fused_rms_norm
 from dtlayout.precision import Precision
-from dtlayout.training.devices import join_ranks
+from dtlayout.training.rendezvous import join_ranks
 
 ROOT = Path(__file__).parents[1]
 CELL = Training(model="debug", seq_len=32, global_batch=16, micro_batch=1)

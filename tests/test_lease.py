@@ -72,12 +72,12 @@ def test_a_process_that_is_gone_or_another_one_by_now_is_taken_over_at_once(tmp_
 @pytest.mark.usefixtures("quick")
 def test_a_process_that_is_dead_and_not_waited_for_is_gone():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert lease._find_birth(child.pid)
+    assert lease.find_birth(child.pid)
     child.kill()
     deadline = time.monotonic() + 10
-    while lease._find_birth(child.pid) and time.monotonic() < deadline:
+    while lease.find_birth(child.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert lease._find_birth(child.pid) == ""
+    assert lease.find_birth(child.pid) == ""
     child.communicate()
 
 

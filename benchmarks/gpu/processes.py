@@ -56,7 +56,8 @@ from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.ops.attention import attention_implementation
-from dtlayout.training.devices import join_ranks, open_device, repeat_bits
+from dtlayout.training.devices import open_device, repeat_bits
+from dtlayout.training.rendezvous import join_ranks
 
 LEFT_BEHIND_BYTES = 256 << 20
 """What a cell may leave allocated for the next one: cuBLAS keeps workspaces of some 32 MiB a stream."""

@@ -21,7 +21,8 @@ from dtlayout.cluster import Gpu, known_gpus, why_unknown
 from dtlayout.device import Device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable
-from dtlayout.training.devices import join_ranks, open_device
+from dtlayout.training.devices import open_device
+from dtlayout.training.rendezvous import join_ranks
 
 TIMEOUT_S = 300.0
 T = TypeVar("T")

@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the text as it comes."""
     from dtlayout.data.tokenizer import load_tokenizer  # only now: the rest imports torch
-    from dtlayout.training.devices import join_ranks, open_device
+    from dtlayout.training.devices import open_device
     from dtlayout.training.generate import Sampling, find_shape, generate, is_hf_folder, open_model, stream_text
+    from dtlayout.training.rendezvous import join_ranks
 
     if options.max_tokens < 1:
         raise InvalidConfig(f"--max-tokens {options.max_tokens} must be at least 1")

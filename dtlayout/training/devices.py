@@ -2,10 +2,8 @@
 
 import os
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from dtlayout.cluster import Gpu
 from dtlayout.device import Device, describe_cpu, describe_gpu
@@ -57,24 +55,3 @@ def _check_gpus(local_rank: int) -> None:
             f"{max(num_ranks, local_rank + 1)} ranks on a node on which torch finds {num_gpus} CUDA devices, one for "
             f"each rank; use at most --nproc-per-node {num_gpus}, or make more visible with CUDA_VISIBLE_DEVICES"
         )
-
-
-def open_store(timeout_s: float) -> dist.Store:
-    """Where the ranks of torchrun's environment leave words for each other; alone, of a world of one rank."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    return store
-
-
-def join_ranks(device: Device, timeout_s: float, store: dist.Store | None = None) -> None:
-    """Initialise torch.distributed from torchrun's environment, over its store; alone, as a world of one rank."""
-    store = store or open_store(timeout_s)
-    # No device_id: with it all messages of a pipeline rank would share one stream.
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("default_pg", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=timeout_s),
-    )

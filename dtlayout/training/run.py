@@ -67,12 +67,13 @@ from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
-from dtlayout.training.devices import join_ranks, open_device, open_store, repeat_bits
+from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, Validation, time_steps
 from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate
+from dtlayout.training.rendezvous import join_ranks, open_store
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.trackers import Start, Trackers
 

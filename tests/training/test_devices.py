@@ -11,7 +11,8 @@ from dtlayout.cluster import find_gpu, gpu_named, known_gpus
 from dtlayout.device import Device, describe_cpu, describe_gpu, device_of, expect_device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
-from dtlayout.training.devices import join_ranks, open_device, repeat_bits
+from dtlayout.training.devices import open_device, repeat_bits
+from dtlayout.training.rendezvous import join_ranks
 
 SLICE = replace(find_gpu("a100-40g-sxm"), peak_flops_per_s=120e12)
 """A part of a GPU, as a cluster file describes it."""

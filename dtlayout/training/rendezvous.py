@@ -1,0 +1,68 @@
+"""How the ranks of a start find each other: a store of keys, and torch.distributed over it.
+
+[Note: keys of an earlier start]
+torchrun starts ranks again over the store that the earlier ones had, and the addresses under which those were to be
+found are still there: who believes them waits for dead processes. Neither a number of the start nor one of the round is
+known to all nodes alike, for an agent counts only the failures that it saw. So every rank leaves a word that nobody
+else has, and rank 0 answers to it, under a key that is made of that word, with one of its own, below which all keys of
+this start are; it looks again until all ranks have come, since a word may be an earlier rank's.
+"""
+
+import os
+import time
+from datetime import timedelta
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from dtlayout.device import Device
+
+_LOOK_EVERY_S = 0.05
+
+
+def open_store(timeout_s: float) -> dist.Store:
+    """Where the ranks of torchrun's environment leave words for each other; alone, of a world of one rank.
+
+    It holds nothing that an earlier start of the same job has left. DistStoreError if not all ranks come in time.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store  # rank 0 has just made it
+    return find_fresh(dist.PrefixStore("dtlayout", store), rank, world_size, timeout_s)
+
+
+def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """A part of a store that only the ranks of this start know: [Note: keys of an earlier start]."""
+    word, words = uuid4().hex, [f"word/{each}" for each in range(world_size)]
+    store.set(words[rank], word)
+    if rank != 0:
+        store.wait([word], timedelta(seconds=timeout_s))
+        fresh = dist.PrefixStore(store.get(word).decode(), store)
+        fresh.add("ranks", 1)
+        return fresh
+    answered: set[bytes] = set()
+    fresh, deadline = dist.PrefixStore(word, store), time.monotonic() + timeout_s
+    store.wait(words, timedelta(seconds=timeout_s))
+    while (found := 1 + fresh.add("ranks", 0)) < world_size:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"{found} of {world_size} ranks have come within {timeout_s:.0f} s")
+        for other in set(store.multi_get(words)) - answered:
+            store.set(other.decode(), word)
+            answered.add(other)
+        time.sleep(_LOOK_EVERY_S)
+    return fresh
+
+
+def join_ranks(device: Device, timeout_s: float, store: dist.Store | None = None) -> None:
+    """Initialise torch.distributed from torchrun's environment, over its store; alone, as a world of one rank."""
+    store = store or open_store(timeout_s)
+    # No device_id: with it all messages of a pipeline rank would share one stream.
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("default_pg", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )

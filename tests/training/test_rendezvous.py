@@ -1,0 +1,33 @@
+"""Ranks that are started again over a store that is not empty."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from dtlayout.training.rendezvous import find_fresh
+
+TIMEOUT_S = 20
+
+
+def find_all(store: dist.Store, world_size: int) -> list[dist.Store]:
+    """What each rank of a start finds, the last one first to come."""
+    with ThreadPoolExecutor(world_size) as ranks:
+        found = [ranks.submit(find_fresh, store, r, world_size, TIMEOUT_S) for r in reversed(range(world_size))]
+        return [each.result(timeout=2 * TIMEOUT_S) for each in found]
+
+
+def test_the_ranks_of_a_start_meet_and_see_nothing_of_an_earlier_one():
+    store = dist.HashStore()
+    for world_size in (3, 3, 2, 4):  # a restart, one with a node less, one with more
+        ranks = find_all(store, world_size)
+        assert not any(each.check(["address"]) for each in ranks)
+        ranks[0].set("address", f"of {world_size}")
+        assert {each.get("address") for each in ranks} == {f"of {world_size}".encode()}
+
+
+def test_a_rank_that_does_not_come_is_missed():
+    store = dist.HashStore()
+    find_all(store, 2)  # so that the missing rank's word of an earlier start is there
+    with pytest.raises(dist.DistStoreError, match=r"1 of 2 ranks have come within 0 s"):
+        find_fresh(store, 0, 2, 0.3)
