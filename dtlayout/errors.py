@@ -7,6 +7,8 @@ Each message says what was asked, what broke (with numbers) and what would work.
 from collections.abc import Sequence
 
 EXIT_DONE = 0
+EXIT_CRASHED = 1
+"""Of a rank that ends since one of them is lost, and of Python for an error that nobody expected."""
 EXIT_REFUSED = 2
 EXIT_STOPPED = 3
 EXIT_NON_FINITE = 4

@@ -91,7 +91,7 @@ def _run(config: Config) -> int:
         if is_writer and not summary:  # an earlier run's summary is worth more, and one that goes on has it in use
             _write_refusal(error, folder, {})
         raise
-    if _is_restart() and (ended := _find_end(summary)) is not None:
+    if _is_restart() and (ended := _find_end(summary, layout.world_size)) is not None:
         return ended
     if summary.get("outcome") == "done" and summary.get("steps", 0) >= config.train.steps:
         _refuse_another_run(config, folder)
@@ -119,10 +119,13 @@ def _run(config: Config) -> int:
             raise
 
 
-def _find_end(summary: dict[str, Any]) -> int | None:
-    """The exit code with which the last start of a run has ended, None if it has not."""
+def _find_end(summary: dict[str, Any], world_size: int) -> int | None:
+    """The exit code with which the last start of a run has ended; None if it has not, or goes on with other ranks."""
     if summary.get("refused"):
         return EXIT_REFUSED
+    # Ranks that torchrun stops because a node has come or gone save as for anybody who stops them.
+    if summary.get("outcome") == "stopped" and summary.get("world_size") != world_size:
+        return None
     code = summary.get("exit_code")
     return None if code is None else int(code)
 

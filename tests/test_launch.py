@@ -212,6 +212,16 @@ def test_a_restarted_process_ends_as_the_run_did(files, monkeypatch, exit_code):
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("outcome", ["stopped", "crashed"])
+def test_a_run_that_torchrun_stopped_since_nodes_came_or_went_goes_on(files, monkeypatch, capsys, restarts, outcome):
+    code = {"stopped": 3, "crashed": None}[outcome]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    end_run(files, json.dumps({"outcome": outcome, "exit_code": code, "world_size": 2, "steps": 4}))
+    assert main([str(files.config), "--data.source=nowhere"]) == 2  # it goes on as far as to its data
+    assert "no file matches 'nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
 @pytest.mark.parametrize("summary", ['{"outcome": "running", "exit_code": null}', "{", ""])
 def test_a_run_that_did_not_end_is_started_again(files, monkeypatch, restarts, summary):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)

@@ -40,6 +40,10 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
+    def describe(self) -> str:
+        """As people read it."""
+        return f"{self.kind.name.lower().replace('_', ' ')} of stage {self.stage}, microbatch {self.microbatch}"
+
 
 class Result(NamedTuple):
     """What one stage makes of a microbatch for another."""

@@ -3,11 +3,13 @@
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dtlayout.batch import Batch
+from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints
 from dtlayout.errors import DtlayoutError
 from dtlayout.files import write_whole
 from dtlayout.measure.ledger import Highest
@@ -78,9 +80,9 @@ class Summary:
     """summary.json: how a run ended, and what it reached."""
 
     outcome: str
-    """done, stopped, non_finite, refused, or running: until it ends, and for ever if it crashes."""
+    """done, stopped, non_finite, refused, crashed, or running: for ever if no rank was left to say how it ended."""
     exit_code: int | None = None
-    """What each process of the run returns."""
+    """What each process of the run returns; None of a run that crashed, which may go on."""
     steps: int = 0
     """Optimizer steps that the newest state has seen."""
     final_loss: float | None = None
@@ -99,7 +101,7 @@ class Summary:
     skipped: list[int] = field(default_factory=list)
     """Steps since the last start that have updated nothing, for their numbers were not finite."""
     problems: list[str] = field(default_factory=list)
-    """Why a run was refused."""
+    """Why a run was refused, or has crashed."""
     refused: list[str] = field(default_factory=list)
     """Why the last start was, where all else is of the run before it, which had reached something."""
     run: Run | None = None
@@ -229,6 +231,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
+
+
+def note_crash(folder: Path, line: str) -> None:
+    """Note in RUN/summary.json that and why a run has crashed, and the steps that its newest checkpoint has."""
+    newest = [int(path.name.removeprefix(PREFIX)) for path in list_checkpoints(folder / "checkpoints")][-1:]
+    reached = {"outcome": "crashed", "exit_code": None, "steps": (newest or [0])[0], "problems": [line]}
+    with suppress(OSError):  # the disk may be what it crashed for
+        write_summary({**Summary(outcome="crashed").to_dict(), **read_summary(folder), **reached}, folder)
 
 
 def time_steps(times_s: Sequence[float], num_slow: int = 2) -> tuple[float | None, float | None]:

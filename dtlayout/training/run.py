@@ -53,6 +53,7 @@ from dtlayout.mesh.build import open_host_group
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.weights import find_other_positions
 from dtlayout.ops.attention import attention_implementation
+from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.partition import count_blocks
 from dtlayout.planner.prediction import (
     describe,
@@ -71,11 +72,21 @@ from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
-from dtlayout.training.metrics import MemoryCurves, MetricsFile, Speed, StepMetrics, Summary, Validation, time_steps
+from dtlayout.training.metrics import (
+    MemoryCurves,
+    MetricsFile,
+    Speed,
+    StepMetrics,
+    Summary,
+    Validation,
+    note_crash,
+    time_steps,
+)
 from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate
 from dtlayout.training.rendezvous import join_ranks, open_store
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.trackers import Start, Trackers
+from dtlayout.training.watch import SPARE_S, Watch
 
 STEPS_DRAWN = 4
 """How many steps of a run memory.json shows."""
@@ -101,9 +112,12 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     store = open_store(config.train.timeout_s)
     samples = _open_samples(config, config.data, store, "tokens", seed=config.train.seed)
     held_out = _open_held_out(config, store)
-    with attention_implementation(kernels.attention):
-        join_ranks(device, config.train.timeout_s, store)
-        run = _Run(config, layout, chosen, device, samples, held_out, stop)
+    folder = Path(config.train.run_folder)
+    watch = Watch(store, config.train.timeout_s, note=partial(note_crash, folder), flight=folder / "flight")
+    with watch, attention_implementation(kernels.attention):
+        watch.at("joining the other ranks")
+        join_ranks(device, config.train.timeout_s + SPARE_S, store)
+        run = _Run(config, layout, chosen, device, samples, held_out, stop, watch)
         try:
             exit_code = run.execute()
         except DtlayoutError as error:
@@ -111,6 +125,8 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
                 print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
             raise
         dist.destroy_process_group()  # not after a failure: NCCL would wait for ranks that do not come
+    if exit_code == EXIT_DONE and config.checkpoint.export and run.is_writer:
+        run.export()
     return exit_code
 
 
@@ -119,7 +135,7 @@ class _Run:
 
     def __init__(
         self, config: Config, layout: Layout, chosen: Chosen, device: Device, samples: Samples,
-        held_out: Samples | None, stop: StopRequest,
+        held_out: Samples | None, stop: StopRequest, watch: Watch,
     ):  # fmt: skip
         """`chosen` are the config's kernels without an auto, `held_out` the samples of [validation]."""
         kernels = chosen.kernels
@@ -129,9 +145,12 @@ class _Run:
         self.device = device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
-        self.host = open_host_group(config.train.timeout_s, config.checkpoint.timeout_s)
+        self.watch = watch
+        self.patience_s = max(config.train.timeout_s, config.checkpoint.timeout_s)  # of what reads or writes much
+        limits = config.train.timeout_s + SPARE_S, config.checkpoint.timeout_s + SPARE_S
+        self.host = open_host_group(*limits)
         is_saving = config.checkpoint.save and config.checkpoint.background and config.checkpoint.every > 0
-        self.saves = open_host_group(config.train.timeout_s, config.checkpoint.timeout_s) if is_saving else None
+        self.saves = open_host_group(*limits) if is_saving else None
         self.saving: Saving | None = None
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
@@ -142,15 +161,18 @@ class _Run:
         values = model, config.batch, layout, kernels, config.precision
         console = Console(quiet=not self.is_writer)
         self.display = Display(console, config.train.steps, config.metrics.log_every)
+        watch.at("looking for a checkpoint", self.patience_s)
         self.newest = self._find_newest()
+        watch.at("building the model", self.patience_s)
         is_loaded = config.train.init_from and self.newest is None
         self.assembly = assemble(
-            *values, seed=config.train.seed, device_type=device.type, timeout_s=config.train.timeout_s,
+            *values, seed=config.train.seed, device_type=device.type, timeout_s=limits[0],
             give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
         self.learning_rate = LearningRate.of(config.optimizer, config.train.steps, {})
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
+        self.assembly.runtime.before_action = watch.at_action
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
         self.recorder = KernelRecorder()
@@ -179,7 +201,7 @@ class _Run:
             start = Start(folder=self.folder, config=asdict(resolved), done=first_step, noted=noted)
             self.trackers.open(self.config.metrics.to, start)
         if self.config.metrics.memory and first_step == 0:
-            self.assembly.runtime.before_action = self.memory.mark
+            self.assembly.runtime.before_action = self._draw
             self.num_drawn = STEPS_DRAWN
         exit_code = None
         try:
@@ -190,10 +212,14 @@ class _Run:
             self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self._report(exit_code, done)
         # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
+        self.watch.at("waiting for the others to end", self.patience_s)
         dist.barrier(group=self.host)
-        if exit_code == EXIT_DONE and self.config.checkpoint.export and self.is_writer:
-            self._export()
         return exit_code
+
+    def _draw(self, action: Action | None) -> None:
+        """Before an action of a step whose memory is drawn."""
+        self.watch.at_action(action)
+        self.memory.mark(action)
 
     def _resolve(self) -> Config:
         """A config that reproduces the run."""
@@ -216,6 +242,7 @@ class _Run:
         if self.newest is None:
             return 0
         model, settings = self.config.model, self.config.optimizer
+        self.watch.at("loading a checkpoint", self.patience_s)
         done = load_checkpoint(self.newest, self.assembly.modules, self.optimizer, model, settings, group=self.host)
         check_steps_left(self.newest, done, self.config.train.steps)
         self.display.say(f"resumed from {self.newest} after {done} steps")
@@ -241,9 +268,12 @@ class _Run:
             is_due = index % self.config.metrics.memory_every == 0 or index + 1 == num_steps
             is_measured = index == first_step + 1 or (index > first_step and is_due)
             is_drawn = index < self.num_drawn
+            self.watch.begin_step(index + 1)
             with self.memory.watch() if is_measured or is_drawn else nullcontext():
                 launched, lr = self._launch(index, batch, is_first=index == first_step)
+            self.watch.at("reading the next batch")
             following = next(batches, None)  # while the device works
+            self.watch.at("waiting for its numbers")
             result = launched.wait()
             if index == first_step:
                 self._check_attention()
@@ -283,6 +313,7 @@ class _Run:
         """Begin a step; what its numbers will be read from, and its learning rate."""
         lr = self.learning_rate.at(index)
         set_learning_rate(self.optimizer, lr)
+        self.watch.at("counting its targets")
         is_recorded = is_first and os.environ.get("LOCAL_RANK", "0") == "0"
         with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
             return self.step.launch(batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made), lr
@@ -324,8 +355,11 @@ class _Run:
         """The mean loss of the first batches that are held out, the same ones each time."""
         assert self.held_out is not None, "somebody asked whether there are any"
         num_batches = min(self.config.validation.batches, self.held_out.samples.num_batches)
-        batches = (self.held_out.fetch(number) for number in range(num_batches))
-        measured = [self.step.evaluate(batch.tokens, batch.targets, batch.starts) for batch in batches]
+        measured = []
+        for number in range(num_batches):
+            self.watch.at(f"validation, batch {number + 1}")
+            batch = self.held_out.fetch(number)
+            measured.append(self.step.evaluate(batch.tokens, batch.targets, batch.starts))
         return sum(loss * count for loss, count in measured) / max(1, sum(count for _, count in measured))
 
     def _note(
@@ -363,6 +397,7 @@ class _Run:
         origin = {**self.origin, "learning_rate": asdict(self.learning_rate)}
         c, settings = self.config, self.config.optimizer
         in_background = self.saves is not None and not is_last
+        self.watch.at("saving", self.patience_s)
         self._finish_save()
         tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings, copied=in_background)
         write = partial(
@@ -381,6 +416,7 @@ class _Run:
         if self.saving is None or not (waits or self.saving.is_done):
             return
         saving, self.saving = self.saving, None
+        self.watch.at("waiting for a save", self.patience_s)
         if not saving.is_done:
             self.display.say(f"waiting for the save of step {saving.step}, which is still being written")
         self._say_saved(saving.step, saving.wait)
@@ -392,7 +428,7 @@ class _Run:
         except CheckpointError as error:
             self.display.say(f"note: step {step} is not saved, training goes on and the next save tries again: {error}")
 
-    def _export(self) -> None:
+    def export(self) -> None:
         """The weights as they were saved last, in the format that was computed in."""
         config = self.config
         try:
@@ -411,7 +447,7 @@ class _Run:
 
     def _write_curves(self, num_steps: int) -> None:
         """memory.json; no curves from here on."""
-        self.assembly.runtime.before_action = lambda action: None
+        self.assembly.runtime.before_action = self.watch.at_action
         curves = self.memory.gather_curves(self.layout, self.host)
         if self.is_writer:
             MemoryCurves(num_steps=num_steps, by_pp_rank=curves, run=self.record).write(self.folder)

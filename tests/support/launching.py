@@ -19,12 +19,18 @@ TIME_LIMIT_S = 150
 
 
 @contextmanager
-def started(num_ranks: int, *arguments: str | Path, log: Path) -> Iterator[subprocess.Popen]:
-    """train.py running on `num_ranks` ranks, without torchrun for one; whatever still lives at the end is killed."""
+def started(
+    num_ranks: int, *arguments: str | Path, log: Path, max_restarts: int = 0, **more: str
+) -> Iterator[subprocess.Popen]:
+    """train.py running on `num_ranks` ranks, without torchrun for one; whatever still lives at the end is killed.
+
+    `more` goes into its environment.
+    """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    torchrun += ["--max-restarts", str(max_restarts)]
     command = [sys.executable, *(torchrun if num_ranks > 1 else []), "train.py", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **more}
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

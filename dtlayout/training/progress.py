@@ -1,0 +1,128 @@
+"""What each rank of a node is doing, in memory that they share, so that it outlives whoever dies.
+
+Only its own rank writes a record; the others read it when something is wrong.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtlayout.process import is_gone, is_stopped
+
+_FORM = struct.Struct("<qqqd10s80s160s")
+"""Rank, process, step, since when it does what it does or has ended, how it ended, what it does, and why it ended."""
+_HEAD = struct.Struct("<q")
+"""1 + the rank that was found to be at fault; 0 until then."""
+_SIZE = 512
+assert _FORM.size <= _SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one rank did when somebody looked."""
+
+    rank: int
+    step: int
+    """The step that it was in, from 1; 0 before the first."""
+    doing: str
+    age_s: float
+    """For how long it had been doing that."""
+    state: str
+    """How it said that it ends, or `running`, `stopped` by a signal, or `gone`: ended without a word."""
+    reason: str = ""
+    """Why it ends."""
+
+    @property
+    def where(self) -> str:
+        """As people read it."""
+        return f"step {self.step}, {self.doing}" if self.step else self.doing
+
+
+class Board:
+    """The records of a node's ranks."""
+
+    def __init__(self, path: Path, num_ranks: int, *, local_rank: int, rank: int):
+        """`path` is a file that all ranks of the node open; it is made if it is not there."""
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = _SIZE * (1 + num_ranks)
+        os.ftruncate(self._file, size)
+        self._memory = mmap.mmap(self._file, size)
+        self._num_ranks = num_ranks
+        self._own = _SIZE * (1 + local_rank)
+        self.rank = rank
+        self.since = 0.0
+        """When this rank began what it does."""
+        self.step = 0
+        self.write("starting")
+
+    def write(self, doing: str) -> None:
+        """Note what this rank does from now on."""
+        self.since = time.monotonic()
+        self._doing = doing.encode()[:80]
+        self._write(os.getpid())
+
+    def fail(self, state: str, reason: str) -> None:
+        """Note how this rank ends, and why; what it did stays."""
+        self.since = time.monotonic()
+        self._write(os.getpid(), state, reason)
+
+    def leave(self) -> None:
+        """Note that this rank ends well: nobody misses it."""
+        self._write(0)
+
+    def _write(self, pid: int, state: str = "", reason: str = "") -> None:
+        values = self.rank, pid, self.step, self.since, state.encode(), self._doing, reason.encode()[:160]
+        _FORM.pack_into(self._memory, self._own, *values)
+
+    def read(self) -> list[Record]:
+        """The records of all ranks of the node that have begun and have not ended well."""
+        now, records = time.monotonic(), []
+        for rank, pid, step, since, state, doing, reason in self._unpack():
+            found = _text(state) or ("gone" if is_gone(pid) else "stopped" if is_stopped(pid) else "running")
+            values = {"rank": rank, "step": step, "doing": _text(doing), "state": found, "reason": _text(reason)}
+            records.append(Record(**values, age_s=now - since))
+        return records
+
+    def find_process(self, rank: int) -> int | None:
+        """The process of a rank of this node; None of another's, or one that has ended well."""
+        return next((pid for found, pid, *_ in self._unpack() if found == rank), None)
+
+    def _unpack(self) -> list[tuple[Any, ...]]:
+        found = [_FORM.unpack_from(self._memory, _SIZE * (1 + i)) for i in range(self._num_ranks)]
+        return [values for values in found if values[1]]
+
+    def claim(self) -> bool:
+        """Whether this is the rank that speaks for its node: the first one that asks, for as long as it lives."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    @property
+    def culprit(self) -> int | None:
+        """The rank that was found to be at fault; None as long as nobody was."""
+        found: int = _HEAD.unpack_from(self._memory)[0]
+        return found - 1 if found else None
+
+    @culprit.setter
+    def culprit(self, rank: int) -> None:
+        _HEAD.pack_into(self._memory, 0, rank + 1)
+
+
+def new_path() -> Path:
+    """Where a board may be, in memory where there is such a folder."""
+    shared = Path("/dev/shm")
+    handle, name = tempfile.mkstemp(prefix="dtlayout-", dir=shared if os.access(shared, os.W_OK) else None)
+    os.close(handle)
+    return Path(name)
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

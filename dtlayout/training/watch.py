@@ -1,0 +1,277 @@
+"""Watch: sees that a rank is gone, stuck or out of reach, says which one in one line, and ends all of them.
+
+A thread of each rank looks once a second whether the others of its node are there and whether its own rank gets on;
+where there are more nodes, one rank of each leaves a word in the store of the start every few seconds. Whoever sees
+something wrong, or has lost a connection, has all nodes say what their ranks do. One of them judges.
+
+[Note: who is at fault]
+A rank that waits for others is as still as the one for which they wait. So the first to blame is one whose process is
+gone, then one that failed by itself, a node of which nothing is heard, a process that is stopped, a rank that lost a
+connection. If there is none of these, it is the rank that stood still first: all others went on until they needed it.
+"""
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dtlayout.errors import EXIT_CRASHED, DtlayoutError
+from dtlayout.pipelining.actions import Action
+from dtlayout.training.progress import Board, Record, new_path
+
+POLL_S = 1.0
+BEAT_S = 5.0
+GRACE_S = 2 * BEAT_S
+"""For nodes to say what their ranks do; each hears within a beat that it is asked."""
+SETTLE_S = 2.0
+"""Between a connection that is lost and a process that is seen to be gone."""
+SPARE_S = 20.0
+"""By which the limits of process groups are longer than a watch's, so that it speaks first."""
+
+_T = TypeVar("_T")
+
+_GUILT = ("gone", "failed", "refused", "silent", "stopped", "cut off", "running")
+"""States, those to blame first: [Note: who is at fault]."""
+_PLAIN = ("gone", "failed")
+"""States that leave no doubt."""
+_LOST = ("onnection", "Broken pipe", "imed out", "NCCL", "gloo")
+"""What messages of RuntimeErrors have that are about another rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What a node says of its ranks."""
+
+    host: str
+    records: Sequence[Record]
+    is_silent: bool = False
+    """Whether it said so earlier, and nothing now."""
+
+    def to_json(self) -> str:
+        """As it goes into the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: bytes, *, is_silent: bool) -> "Node":
+        """What a node has left there."""
+        value = json.loads(text)
+        return cls(host=value["host"], records=[Record(**each) for each in value["records"]], is_silent=is_silent)
+
+
+def judge(nodes: Sequence[Node]) -> tuple[int, str]:
+    """The rank that is at fault, and the line that says so: [Note: who is at fault]."""
+    all_ranks = [
+        (node, replace(record, state="silent") if node.is_silent else record)
+        for node in nodes for record in node.records
+    ]  # fmt: skip
+    if not all_ranks:
+        return -1, "no rank is left"
+    node, found = min(all_ranks, key=lambda pair: (_GUILT.index(pair[1].state), -pair[1].age_s, pair[1].rank))
+    what = {
+        "gone": f"is gone: its process ended without a word, killed perhaps; it was in {found.where}",
+        "failed": f"failed in {found.where}: {found.reason}",
+        "refused": f"ended in {found.where}: {found.reason}",
+        "silent": f"is out of reach{_name_others(node, found)}; last heard of in {found.where}",
+        "stopped": f"is stopped by a signal, for {found.age_s:.0f} s, in {found.where}",
+        "cut off": f"lost a connection in {found.where}: {found.reason}",
+        "running": f"stood still first, for {found.age_s:.0f} s, in {found.where}",
+    }
+    return found.rank, f"rank {found.rank} on {node.host} {what[found.state]}"
+
+
+def _name_others(node: Node, found: Record) -> str:
+    others = sorted(record.rank for record in node.records if record.rank != found.rank)
+    return f", with {', '.join(map(str, others))} of the same node" if others else ""
+
+
+class Watch:
+    """What this rank does, for all to see, and what becomes of the others."""
+
+    def __init__(self, store: dist.Store, timeout_s: float, *, note: Callable[[str], None], flight: Path):
+        """All ranks make one, over a store that is this start's alone; a rank that stands still for `timeout_s` ends.
+
+        `note` gets the line that says whose fault it is, on one rank; `flight` is the folder for NCCL's flight records.
+        """
+        e = os.environ
+        rank, world_size = int(e["RANK"]), int(e["WORLD_SIZE"])
+        # Ranks that no torchrun has started know of no node: each is its own.
+        num_local = int(e["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in e else 1
+        self._node = int(e["GROUP_RANK"]) if "GROUP_RANK" in e else rank
+        self._num_nodes = int(e["GROUP_WORLD_SIZE"]) if "GROUP_WORLD_SIZE" in e else world_size
+        self._is_first = num_local == 1 or e.get("LOCAL_RANK", "0") == "0"
+        self._is_alone = world_size == 1
+        own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, on which nobody else waits
+        self._store = dist.PrefixStore("watch", own)
+        self._timeout_s = self._limit_s = timeout_s
+        self._note, self._flight = note, flight
+        self._board = self._open_board(rank, num_local)
+        self._is_over = threading.Event()
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def _open_board(self, rank: int, num_local: int) -> Board:
+        key = f"board/{self._node}"
+        if self._is_first:
+            self._store.set(key, str(new_path()))
+        path = Path(self._store.get(key).decode())
+        board = Board(path, num_local, local_rank=int(os.environ.get("LOCAL_RANK", "0")) % num_local, rank=rank)
+        if self._store.add(f"{key}/open", 1) == num_local:
+            path.unlink()  # all have it open: nothing is left of it, however they end
+        return board
+
+    def at(self, doing: str, limit_s: float | None = None) -> None:
+        """From now on this rank does this, for `limit_s` at most instead of the watch's `timeout_s`."""
+        self._board.write(doing)
+        self._limit_s = limit_s or self._timeout_s
+
+    def begin_step(self, step: int) -> None:
+        """What follows is part of a step, from 1."""
+        self._board.step = step
+        self.at("beginning")
+
+    def at_action(self, action: Action | None) -> None:
+        """From now on this rank does an action of its schedule, or after the last one what follows it."""
+        self.at("the update" if action is None else action.describe())
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """An error that other ranks may have caused ends this process, with the traceback only if it is its own."""
+        if isinstance(error, DtlayoutError):
+            self._board.fail("refused", str(error).splitlines()[0])
+        elif isinstance(error, Exception) and not self._is_alone:
+            is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+            name, (first, *_) = type(error).__name__, str(error).splitlines() or [""]
+            self._board.fail("cut off" if is_lost else "failed", f"{name}: {first}")
+            self._end(error)
+        else:
+            self._board.leave()
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        """What the thread does: see whether something is wrong."""
+        looked = next_beat = awake = time.monotonic()
+        while not self._is_over.wait(POLL_S):
+            now = time.monotonic()
+            awake = now if now - looked > self._limit_s / 2 else awake  # the process itself was stopped for a while
+            looked = now
+            is_stuck = now - max(self._board.since, awake) > self._limit_s
+            if is_stuck or self._board.culprit is not None or self._sees_a_loss():
+                self._end()
+            if self._num_nodes > 1 and self._is_first and now >= next_beat:
+                next_beat = now + BEAT_S
+                if _within(BEAT_S, self._beat):
+                    self._end()
+
+    def _sees_a_loss(self) -> bool:
+        return any(record.state in _PLAIN for record in self._board.read())
+
+    def _beat(self) -> bool:
+        """Leave a word of this node; whether another one has asked what is wrong."""
+        self._store.set(f"node/{self._node}", self._read_node().to_json())
+        return bool(self._store.check(["asked"]))
+
+    def _read_node(self) -> Node:
+        return Node(host=socket.gethostname(), records=self._board.read())
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Say whose fault it is, once a node, and end this process; its error is shown if it is its own."""
+        with self._ending:  # for ever, if the other thread is at it
+            self._write_flight_record()
+            deadline = time.monotonic() + SETTLE_S + GRACE_S + 2 * BEAT_S
+            while (culprit := self._board.culprit) is None and time.monotonic() < deadline:
+                if self._board.claim():
+                    culprit = self._speak()
+                    break
+                time.sleep(0.05)
+            if error is not None and culprit == self._board.rank:
+                traceback.print_exception(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_CRASHED)  # NCCL, and threads that save, would wait for ranks that do not come
+
+    def _speak(self) -> int:
+        """Find the rank that is at fault, say so, and end it where it is here and cannot end itself."""
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and not self._sees_a_loss():
+            time.sleep(0.05)
+        own = self._read_node()
+        if self._num_nodes == 1:
+            culprit, line = judge([own])
+            self._note(line)
+        else:
+            limit_s = GRACE_S + BEAT_S
+            found = _within(limit_s, lambda: self._hear(own))
+            culprit, line = found or judge([own])
+            line += "" if found else f"; nothing was heard of other nodes within {limit_s:.0f} s"
+        print(line, file=sys.stderr, flush=True)
+        is_stuck = any(each.rank == culprit and each.state in ("stopped", "running") for each in own.records)
+        self._board.culprit = culprit
+        if is_stuck and culprit != self._board.rank and (process := self._board.find_process(culprit)):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        return culprit
+
+    def _hear(self, own: Node) -> tuple[int, str]:
+        """What the first node that asks has judged, after all have said what their ranks do."""
+        self._store.set(f"said/{self._node}", own.to_json())
+        self._store.set("asked", "1")
+        if self._store.add("judges", 1) == 1:
+            if not any(record.state in _PLAIN for record in own.records):
+                time.sleep(GRACE_S)
+            nodes = []
+            for node in range(self._num_nodes):
+                for key, is_silent in ((f"said/{node}", False), (f"node/{node}", True)):
+                    if self._store.check([key]):
+                        nodes.append(Node.parse(self._store.get(key), is_silent=is_silent))
+                        break
+            culprit, line = judge(nodes)
+            self._store.set("verdict", json.dumps([culprit, line]))
+            self._note(line)
+        culprit, line = json.loads(self._store.get("verdict"))
+        return culprit, line
+
+    def _write_flight_record(self) -> None:
+        """What NCCL has sent and waits for, for torch's `torchfrtrace`."""
+        if self._is_alone or not (dist.is_initialized() and dist.get_backend() == "nccl"):
+            return
+
+        def write() -> None:
+            self._flight.mkdir(parents=True, exist_ok=True)
+            trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # of CUDA
+            (self._flight / f"rank_{self._board.rank}").write_bytes(trace)
+
+        _within(BEAT_S, write)
+
+
+def _within(limit_s: float, ask: Callable[[], _T]) -> _T | None:
+    """What somebody answers; None if that fails or takes too long, as it does where the store's host is gone."""
+    answers: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(ask())
+        except (RuntimeError, OSError):
+            answers.put(None)
+
+    threading.Thread(target=work, daemon=True).start()
+    with suppress(queue.Empty):
+        return answers.get(timeout=limit_s)
+    return None

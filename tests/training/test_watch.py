@@ -1,0 +1,151 @@
+"""Whose fault it is that a run stands still, and what ranks of one node know of each other."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dtlayout.errors import CheckpointError
+from dtlayout.training import watch as module
+from dtlayout.training.progress import Board, Record
+from dtlayout.training.watch import Node, Watch, judge
+
+WAITS = Record(rank=0, step=17, doing="backward of stage 0, microbatch 1", age_s=61.0, state="running")
+
+
+def node(host: str, *records: Record, is_silent: bool = False) -> Node:
+    return Node.parse(Node(host=host, records=records).to_json().encode(), is_silent=is_silent)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "said"),
+    [
+        ("gone", "", "is gone: its process ended without a word, killed perhaps; it was in step 17, backward of stage"),
+        ("failed", "ValueError: odd", "failed in step 17, backward of stage 0, microbatch 1: ValueError: odd"),
+        ("refused", "tokens.bin is damaged", "ended in step 17, backward of stage 0, microbatch 1: tokens.bin is dama"),
+        ("stopped", "", "is stopped by a signal, for 2 s, in step 17, backward of stage 0, microbatch 1"),
+        ("cut off", "Connection reset", "lost a connection in step 17, backward of stage 0, microbatch 1: Connection"),
+    ],
+)
+def test_a_rank_that_did_something_is_to_blame_before_those_that_wait(state, reason, said):
+    other = replace(WAITS, rank=3, age_s=2.0, state=state, reason=reason)
+    culprit, line = judge([node("a", WAITS, replace(WAITS, rank=1)), node("b", replace(WAITS, rank=2), other)])
+    assert culprit == 3
+    assert line.startswith(f"rank 3 on b {said}")
+
+
+def test_the_state_that_explains_the_others_is_the_one_to_blame():
+    states = ["running", "cut off", "stopped", "refused", "failed", "gone"]
+    ranks = [replace(WAITS, rank=i, state=state) for i, state in enumerate(states)]
+    for number in range(len(states), 0, -1):
+        assert judge([node("a", *ranks[:number])])[0] == number - 1
+
+
+def test_where_all_wait_the_one_that_stood_still_first_is_named():
+    culprit, line = judge([node("a", WAITS, replace(WAITS, rank=1, doing="reading the next batch", age_s=62.5))])
+    assert (culprit, line) == (1, "rank 1 on a stood still first, for 62 s, in step 17, reading the next batch")
+
+
+def test_a_node_of_which_nothing_is_heard_is_named_with_its_ranks():
+    silent = node("b", *(replace(WAITS, rank=rank, step=0, doing="building the model") for rank in (4, 5, 6)),
+                  is_silent=True)  # fmt: skip
+    line = "rank 4 on b is out of reach, with 5, 6 of the same node; last heard of in building the model"
+    assert judge([node("a", replace(WAITS, state="cut off")), silent]) == (4, line)
+    assert judge([])[1] == "no rank is left"
+
+
+@pytest.fixture
+def board(tmp_path) -> Path:
+    return tmp_path / "board"
+
+
+def test_ranks_of_a_node_see_what_each_does_even_after_its_death(board):
+    here = Board(board, 2, local_rank=0, rank=6)
+    code = (
+        "import sys; from pathlib import Path; from dtlayout.training.progress import Board; "
+        f"b = Board(Path({str(board)!r}), 2, local_rank=1, rank=7); b.step = 12; b.write('forward'); "
+        "print(b.claim(), flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "True\n"
+        assert not here.claim()
+        assert here.find_process(7) == child.pid
+        for number, state in ((signal.SIGSTOP, "stopped"), (signal.SIGCONT, "running"), (signal.SIGKILL, "gone")):
+            os.kill(child.pid, number)
+            wait_for(lambda expected=state: here.read()[1].state == expected)
+        own, other = here.read()
+        assert (other.rank, other.where) == (7, "step 12, forward")
+        assert (own.state, own.where) == ("running", "starting")
+        assert here.claim()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_record_holds_as_much_as_there_is_room_and_a_rank_that_left_has_none(board):
+    here = Board(board, 1, local_rank=0, rank=0)
+    here.write("é" * 500)
+    here.fail("failed", "long " * 500)
+    assert here.read()[0].doing.startswith("é" * 40) and here.read()[0].reason.startswith("long long")
+    here.leave()
+    assert here.read() == [] and here.find_process(0) is None
+    assert here.culprit is None
+    here.culprit = 0
+    assert here.culprit == 0
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """A watch of one rank, and the lines that were noted; ending is an exception."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    noted, ended = [], []
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "SETTLE_S", 0.02)
+    monkeypatch.setattr(module.os, "_exit", lambda code: (ended.append(code), sys.exit()))
+    watch = Watch(dist.HashStore(), 60.0, note=noted.append, flight=tmp_path / "flight")
+    return watch, noted, ended
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_that_gets_on_is_left_alone_and_one_that_does_not_is_ended_with_what_it_did(alone, capsys):
+    watch, noted, ended = alone
+    with watch:
+        watch.begin_step(3)
+        for _ in range(30):
+            watch.at("reading a batch", 0.2)
+            time.sleep(0.02)
+        assert not ended
+        wait_for(lambda: ended)
+    assert ended == [1]
+    assert noted == [capsys.readouterr().err.strip()]
+    assert noted[0].endswith("stood still first, for 0 s, in step 3, reading a batch")
+
+
+def test_errors_of_a_single_rank_are_its_own(alone):
+    watch, noted, ended = alone
+    with pytest.raises(ValueError, match="mine"), watch:
+        raise ValueError("mine")
+    assert not noted and not ended
+
+
+def test_a_refusal_is_raised_for_whoever_says_it(alone):
+    watch, noted, ended = alone
+    with pytest.raises(CheckpointError), watch:
+        raise CheckpointError("damaged")
+    assert not noted and not ended
+    assert watch._board.read()[0].state == "refused"
