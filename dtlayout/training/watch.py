@@ -171,7 +171,6 @@ class Watch:
         while not self._is_over.wait(POLL_S):
             now = time.monotonic()
             awake = now if now - looked > self._limit_s / 2 else awake  # the process itself was stopped for a while
-            looked = now
             is_stuck = now - max(self._board.since, awake) > self._limit_s
             if is_stuck or self._board.culprit is not None or self._sees_a_loss():
                 self._end()
@@ -179,6 +178,7 @@ class Watch:
                 next_beat = now + BEAT_S
                 if _within(BEAT_S, self._beat):
                     self._end()
+            looked = time.monotonic()
 
     def _sees_a_loss(self) -> bool:
         return any(record.state in _PLAIN for record in self._board.read())

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from launching import losses, read_summary
+from launching import finish, launch, losses, read_summary, wait_for_steps
 from slurm import Slurm
 from tiny import write_tiny
 
@@ -108,6 +111,21 @@ nodes.prepare_tokens = note
 """A plugin that notes which node prepares tokens."""
 
 
+SLOW = """
+import time
+from dtlayout.training.watch import Watch
+
+begin = Watch.begin_step
+
+def begin_step(watch, step):
+    begin(watch, step)
+    time.sleep(1)
+
+Watch.begin_step = begin_step
+"""
+"""A plugin: steps take a second at least, so that a link can be cut within a run."""
+
+
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
     """Two network namespaces, each with an interface `wire` to the other and the addresses 10.78.0.1 and 10.78.0.2."""
@@ -152,3 +170,36 @@ def test_two_nodes_of_a_job_train_one_run_on_tokens_that_one_prepared(namespaces
     assert (tmp_path / "prepared").read_text() == "0" and slurm.num_requeued == 0
     assert json.loads(next(tmp_path.glob("tokens/*/tokens.json")).read_text())["num_tokens"] > 0
     assert processes.find(str(slurm.folder)) == []
+
+
+@needs_hosts
+def test_a_node_whose_link_is_cut_is_named_and_the_other_goes_on_alone_with_the_same_batches(namespaces, tmp_path):
+    files, logs = write_tiny(tmp_path, steps=12, num_layers=1), [tmp_path / f"log{side}" for side in (0, 1)]
+    (tmp_path / "slow.py").write_text(SLOW)
+    environment = {
+        "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        "DTLAYOUT_PLUGINS": "slow",
+    }  # fmt: skip
+    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 2"
+    torchrun += " --rdzv-id mine --rdzv-backend c10d --rdzv-endpoint 10.78.0.1:29500"
+    options = f"train.py {files.config} --checkpoint.every=1 --checkpoint.keep=1 --train.timeout_s=6"
+    quick, agents = "last_call_timeout=1,keep_alive_interval=1", []
+    with ExitStack() as stack, mock.patch.dict(os.environ, environment):
+        stack.callback(processes.end, str(tmp_path), grace_s=0.1)
+        for side, name in enumerate(namespaces):
+            own = f"--local-addr 10.78.0.{side + 1} --rdzv-conf is_host={1 - side},{quick}"
+            command = f"ip netns exec {name} {torchrun} {own} {options}".split()
+            agents.append(processes.start(command, stack.enter_context(logs[side].open("wb")), str(tmp_path)))
+        wait_for_steps(agents[0], files.run, 3, logs[0])
+        subprocess.run(["ip", "-n", namespaces[1], "link", "set", "wire", "down"], check=True)
+        assert finish(agents[0], logs[0]) == 0, logs[0].read_text()
+    text = logs[0].read_text()
+    assert re.search(r"^rank 1 on \S+ is out of reach; last heard of in (step \d+, )?\w+", text, re.MULTILINE), text
+    other = logs[1].read_text()
+    assert re.search(r"^rank 1 on .*; nothing was heard of other nodes within 15 s$", other, re.MULTILINE), other
+    assert "resumed from" in text
+    summary = read_summary(files.run)
+    assert (summary["outcome"], summary["steps"], summary["world_size"]) == ("done", 12, 1)
+    straight = tmp_path / "straight"
+    assert launch(1, files.config, f"--train.run_folder={straight}", log=logs[0]) == 0
+    assert losses(files.run) == pytest.approx(losses(straight), rel=1e-4)
