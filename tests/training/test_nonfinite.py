@@ -1,5 +1,6 @@
 """Steps whose loss is not finite in whole runs of one rank: skipped or the end, with their samples as text."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from launching import read_lines, read_summary
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
+from dtlayout.training import run
 from dtlayout.training.optimizer import LearningRate
 from dtlayout.training.run import MAX_SKIPPED
 from dtlayout.training.step import TrainStep
@@ -93,11 +95,11 @@ def test_skipping_ends_where_no_step_is_finite_any_more(files, poison, capsys):
 
 @pytest.fixture
 def leap(monkeypatch: pytest.MonkeyPatch):
-    """Has one step learn far too much, until it is undone: its numbers are fine, those of the next one are not."""
+    """Has steps learn at a rate of their own until it is undone; after 1e30 the next one's loss is not finite."""
 
-    def leap_at(step: int) -> pytest.MonkeyPatch:
+    def leap_at(rates: dict[int, float]) -> pytest.MonkeyPatch:
         at = LearningRate.at
-        monkeypatch.setattr(LearningRate, "at", lambda rate, index: 1e30 if index + 1 == step else at(rate, index))
+        monkeypatch.setattr(LearningRate, "at", lambda rate, index: rates.get(index + 1) or at(rate, index))
         return monkeypatch
 
     return leap_at
@@ -109,7 +111,7 @@ def test_a_checkpoint_that_holds_the_update_which_led_to_it_is_set_aside_and_the
 ):
     """A step from the third one was fine, and none from the fourth; skipped steps push out nothing."""
     options = [str(files.config), "--checkpoint.every=1", "--train.steps=30"]
-    undone = leap(4)
+    undone = leap({4: 1e30})
     assert launch.main([*options, f"--train.on_nonfinite={'skip' if skips else 'stop'}"]) == 4
     checkpoints = files.run / "checkpoints"
     assert read_summary(files.run)["skipped"] == (list(range(5, 15)) if skips else [5])
@@ -126,7 +128,7 @@ def test_a_checkpoint_that_holds_the_update_which_led_to_it_is_set_aside_and_the
 def test_a_run_that_resumes_into_it_sets_that_checkpoint_aside_unless_it_is_the_only_one(files, leap, capsys):
     options = [str(files.config), "--optimizer.decay_steps=5", "--checkpoint.every=1"]
     checkpoints = files.run / "checkpoints"
-    leap(4)
+    leap({4: 1e30})
     assert launch.main([*options, "--train.steps=4"]) == 0
     assert launch.main(options) == 4  # in its first step
     assert sorted(path.name for path in checkpoints.glob("*step-*")) == ["nonfinite-step-00000004", "step-00000003"]
@@ -134,6 +136,32 @@ def test_a_run_that_resumes_into_it_sets_that_checkpoint_aside_unless_it_is_the_
         assert launch.main([*options, "--checkpoint.keep=1"]) == 4
         assert [path.name for path in checkpoints.glob("step-*")] == ["step-00000004"]
     assert capsys.readouterr().out.count("there is no older checkpoint to go back to: move it away to begin anew") == 2
+
+
+def test_a_disk_on_which_nothing_can_be_noted_or_renamed_is_said(files, leap, capsys, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(run, "set_aside", refuse)
+    leap({4: 1e30})
+    (files.run / "nonfinite-step-00000005.json").mkdir(parents=True)
+    assert launch.main([str(files.config), "--checkpoint.every=2", "--checkpoint.keep=9"]) == 4
+    said = capsys.readouterr().out
+    assert "nothing is updated; its samples were not noted: Is a directory; stopped" in said
+    problem = (
+        f"note: no step after {files.run / 'checkpoints' / 'step-00000004'} was fine, and it cannot be set aside: "
+    )
+    assert f"{problem}Read-only file system" in said
+
+
+def test_a_step_that_is_a_spike_says_nothing_for_the_checkpoint_before_it(files, leap, capsys):
+    leap({21: 0.5, 22: 1e30})  # so the loss of step 22 is finite, but far too large
+    options = ("--checkpoint.every=1", "--checkpoint.keep=3", "--spikes.window=16", "--spikes.min_steps=16")
+    assert launch.main([str(files.config), "--train.steps=30", *options]) == 4
+    summary = read_summary(files.run)
+    assert (summary["spikes"], summary["skipped"]) == ([22], [23]), capsys.readouterr().out
+    names = ["nonfinite-step-00000021", "nonfinite-step-00000022", "step-00000020"]
+    assert sorted(path.name for path in files.run.glob("checkpoints/*step-*")) == names
 
 
 def test_what_is_no_list_of_samples_or_of_other_tokens_is_refused(files, poison, capsys, tmp_path):
