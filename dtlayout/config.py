@@ -135,6 +135,33 @@ class TrainConfig(Ranged, section="train"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpikesConfig(Ranged, section="spikes"):
+    """When a step's loss or gradient norm is far above those of recent steps, and what comes of that.
+
+    limit = median + factor * max(quantile - median, median / 100), of the losses and of the norms by themselves.
+    """
+
+    action: Literal["off", "warn", "skip", "save"] = "warn"
+    """warn says so, skip also updates nothing, and save also keeps the state that met the spike in RUN/spikes."""
+    window: int = ranged("must be at least 1", 128)
+    """Steps that are recent."""
+    min_steps: int = ranged("must be at least 1", 64)
+    """Steps before there is a limit."""
+    quantile: float = ranged("must lie between 0.5 and 1", 0.9)
+    """How far recent steps reach; what lasts for the rest of a window is the new level, and no spike any more."""
+    factor: float = ranged("must be above 0 and finite", 10.0)
+    """How many times as far above the median is too far."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_steps > self.window:
+            raise InvalidConfig(
+                f"spikes.min_steps={self.min_steps} is more than spikes.window={self.window}, so that there would "
+                "never be a limit; use a longer window"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Ranged, section="checkpoint"):
     """When the run's state is saved, and whether its weights leave it."""
 
@@ -221,6 +248,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     optimizer: Optimizer = field(default_factory=AdamW)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -310,6 +338,8 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         problems += check_init_from(config.train.init_from, config.model)
     if config.checkpoint.export and not config.checkpoint.save:
         problems.append("checkpoint.export=true writes what was saved, but checkpoint.save=false; use save=true")
+    if config.spikes.action == "save" and not config.checkpoint.save:
+        problems.append('spikes.action="save" saves a state, but checkpoint.save=false; use save=true or action="skip"')
     warmup_steps, falls_over = config.optimizer.warmup_steps, config.optimizer.decay_steps or config.train.steps
     if warmup_steps > falls_over:
         name = "optimizer.decay_steps" if config.optimizer.decay_steps else "train.steps"

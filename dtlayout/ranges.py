@@ -15,6 +15,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "must be at least 1": lambda value: 1 <= value < math.inf,
     "must be from 1 to a billion": lambda value: 1 <= value <= 10**9,
     "must lie between 0 and 1": lambda value: 0 <= value <= 1,
+    "must lie between 0.5 and 1": lambda value: 0.5 <= value <= 1,
     "must be at least 0 and below 1": lambda value: 0 <= value < 1,
     "must be above 0 and at most 2592000, thirty days": lambda value: 0 < value <= 2_592_000,
     "must not be empty or hold a NUL": lambda value: bool(value.strip()) and "\0" not in value,

@@ -259,13 +259,18 @@ def find_intact(
     return None
 
 
-def set_aside(newest: Path) -> None:
-    """Rename checkpoints newer than the one that is gone on from; they stay, and count as none."""
+def set_aside(newest: Path, mark: str = "damaged") -> list[Path]:
+    """Rename checkpoints newer than the one that is gone on from to `mark`-step-…; they stay, and count as none."""
+    aside = []
     for path in list_checkpoints(newest.parent):
         if path.name > newest.name:
-            doomed = path.with_name(f"damaged-{path.name}")
+            doomed = path.with_name(f"{mark}-{path.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             os.replace(path, doomed)
+            aside.append(doomed)
+    if aside:
+        _point_to(newest)
+    return aside
 
 
 def read_origin(path: Path) -> dict[str, Any]:

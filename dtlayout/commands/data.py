@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to do, with what."""
     parser.add_argument("action", choices=("show",), help="print the samples as text")
     parser.add_argument(
-        "file", type=Path, help="a nonfinite-step-N.json of a run folder, whose config.toml is beside it"
+        "file",
+        type=Path,
+        help="a nonfinite-step-N.json or spike-step-N.json of a run folder, whose config.toml is beside it",
     )
     parser.add_argument("--first", type=int, default=0, metavar="N", help="only so many samples; all by default")
 

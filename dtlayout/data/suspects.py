@@ -1,12 +1,14 @@
-"""Suspects: the samples of a step whose loss was not finite, as a file that `dtlayout data show` turns into text.
+"""Suspects: the samples of a step whose numbers were bad, as a file that `dtlayout data show` turns into text.
 
-RUN/nonfinite-step-00000007.json has the step, its loss and gradient norm, what tells the tokens from others, and of
-each sample of the global batch the number of its source in the config and its own number there.
+RUN/nonfinite-step-00000007.json or RUN/spike-step-00000007.json has the step, its loss and gradient norm, what tells
+the tokens from others, and of each sample of the global batch the number of its source in the config and its own number
+there.
 """
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from dtlayout import toml
 from dtlayout.data.samples import Samples
@@ -34,9 +36,9 @@ class Suspects:
         pairs = [[int(source), int(sample)] for source, sample in zip(*located, strict=True)]
         return cls(step=step, loss=str(loss), grad_norm=str(grad_norm), tokens=samples.fingerprint, samples=pairs)
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path, kind: Literal["nonfinite", "spike"]) -> Path:
         """Write the file into a run folder."""
-        path = folder / f"nonfinite-step-{self.step:08d}.json"
+        path = folder / f"{kind}-step-{self.step:08d}.json"
         write_whole(path, json.dumps(asdict(self)) + "\n")
         return path
 
@@ -48,4 +50,4 @@ class Suspects:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, InvalidConfig) as error:
-            raise DataError(f"{path} is not what a run writes of a step that is not finite: {error}") from None
+            raise DataError(f"{path} is not what a run writes of a step whose numbers are bad: {error}") from None

@@ -55,6 +55,8 @@ class StepMetrics:
     """Nats per token of [validation] after this step; None where that was not measured."""
     data_wait_s: float = 0.0
     """Time that rank 0 had to wait for this step's batch, which a thread reads during the step before."""
+    spike: bool = False
+    """Whether loss or gradient norm was far above those of recent steps; `[spikes]` says what comes of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,8 @@ class Summary:
     """Each kernel that was an auto, as what and why."""
     skipped: list[int] = field(default_factory=list)
     """Steps since the last start that have updated nothing, for their numbers were not finite."""
+    spikes: list[int] = field(default_factory=list)
+    """Steps since the last start that were spikes."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused, or has crashed."""
     refused: list[str] = field(default_factory=list)

@@ -44,6 +44,13 @@ def fill_state(optimizer: torch.optim.Optimizer, settings: Optimizer) -> None:
                 optimizer.state[parameter][name] = kept
 
 
+def set_updates(optimizer: torch.optim.Optimizer, num_updates: int) -> None:
+    """Have an optimizer that counts its updates go on after so many: fewer than steps, where some were left out."""
+    for kept in optimizer.state.values():
+        if "step" in kept:
+            kept["step"].fill_(num_updates)
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use `lr` from the next step on."""
     for group in optimizer.param_groups:

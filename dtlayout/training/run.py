@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.hf import export_weights, load_weights
+from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints
 from dtlayout.checkpoint.sharded import (
     clean,
     collect_state,
@@ -82,8 +84,9 @@ from dtlayout.training.metrics import (
     note_crash,
     time_steps,
 )
-from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate
+from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate, set_updates
 from dtlayout.training.rendezvous import join_ranks, open_store
+from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.trackers import Start, Trackers
 from dtlayout.training.watch import SPARE_S, Watch
@@ -181,6 +184,7 @@ class _Run:
         self.trackers = Trackers(self.display.say)
         self.step_times_s: list[float] = []
         self.skipped: list[int] = []
+        self.spikes = SpikeDetector(config.spikes)
         self.num_drawn = 0  # steps of which memory.json shows the curve
         estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
         scenario = own_scenario(config, layout.world_size, device.gpu or gpu_named(device.name))
@@ -208,6 +212,8 @@ class _Run:
             with self.display:
                 exit_code, done = self._loop(first_step)
                 self._finish_save()
+                if exit_code == EXIT_NON_FINITE and self.is_writer:
+                    self._go_back(done)
         finally:
             self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self._report(exit_code, done)
@@ -233,6 +239,7 @@ class _Run:
         newest = find_intact(folder, self.display.say, falls_back=falls_back, group=self.host)
         if self.is_writer:
             clean(folder)
+            clean(self.folder / "spikes")
             if newest is not None:
                 set_aside(newest)
         return newest
@@ -247,6 +254,8 @@ class _Run:
         check_steps_left(self.newest, done, self.config.train.steps)
         self.display.say(f"resumed from {self.newest} after {done} steps")
         origin = read_origin(self.newest)
+        self.spikes.restore(origin.get("spikes", {}))
+        set_updates(self.optimizer, done - self.spikes.num_left_out)
         saved = origin.get("learning_rate", {})
         self.learning_rate = LearningRate.of(settings, self.config.train.steps, saved)
         for line in self.learning_rate.describe_resume(saved, done, self.config.train.steps):
@@ -258,7 +267,7 @@ class _Run:
     def _loop(self, first_step: int) -> tuple[int, int]:
         """Step until the end; the exit code and the steps that are done."""
         num_steps = self.config.train.steps
-        saved, started = first_step, time.perf_counter()
+        saved, is_save_due, started = first_step, False, time.perf_counter()
         batches = self.batches.fetch_ahead(range(first_step, num_steps))
         following = next(batches, None)
         for index in range(first_step, num_steps):
@@ -279,13 +288,18 @@ class _Run:
                 self._check_attention()
             is_broken = not result.is_finite and not self._skip(index + 1, result)
             is_over = is_broken or result.stop_requested or index + 1 == num_steps
-            is_saved = self.config.checkpoint.save and (is_over or _is_due(self.config.checkpoint.every, index + 1))
+            is_spike, is_kept = self.spikes.is_spike(result), self.spikes.keeps_state(index + 1, result)
+            if is_spike:
+                self._say_spike(index + 1, result)
+            # Not after numbers that are not finite: if the state has led to them, it would push out those before.
+            is_save_due = is_save_due or _is_due(self.config.checkpoint.every, index + 1)
+            is_saved = self.config.checkpoint.save and (is_over or (is_save_due and result.is_finite))
             is_validated = (
                 bool(self.held_out)
                 and result.is_finite
                 and (is_over or _is_due(self.config.validation.every, index + 1))
             )
-            if is_over or is_saved or is_validated:
+            if is_over or is_saved or is_validated or is_kept:
                 self._wait_for_update()
             ended = time.perf_counter()
             step_time_s, started = ended - started, ended
@@ -297,13 +311,16 @@ class _Run:
             if result.is_finite:
                 self._note(
                     index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
-                    validation_loss=validated,
+                    validation_loss=validated, is_spike=is_spike,
                 )  # fmt: skip
             self._finish_save(waits=False)
+            if is_kept:
+                self._save(index, "spikes", is_last=False)
+            self.spikes.add(index + 1, result)
             if is_saved:
-                self._save(index + 1, is_last=is_over)
-                saved = index + 1
-            if is_saved or is_validated:
+                self._save(index + 1, "checkpoints", is_last=is_over)
+                saved, is_save_due = index + 1, False
+            if is_saved or is_validated or is_kept:
                 started = time.perf_counter()
             if result.stop_requested and index + 1 < num_steps:
                 return EXIT_STOPPED, saved
@@ -315,27 +332,67 @@ class _Run:
         set_learning_rate(self.optimizer, lr)
         self.watch.at("counting its targets")
         is_recorded = is_first and os.environ.get("LOCAL_RANK", "0") == "0"
+        launch = partial(self.step.launch, stop=self.stop.is_made, limits=self.spikes.step_limits)
         with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
-            return self.step.launch(batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made), lr
+            return launch(batch.tokens, batch.targets, batch.starts), lr
 
     def _skip(self, step: int, result: StepResult) -> bool:
         """Note the samples of a step that is not finite; whether the run goes on with the next one."""
         self.skipped.append(step)
         in_a_row = self.skipped[-MAX_SKIPPED:] == list(range(step - MAX_SKIPPED + 1, step + 1))
         goes_on = self.config.train.on_nonfinite == "skip" and not in_a_row
-        line = f"step {step}: loss {result.loss}, grad_norm {result.grad_norm}: nothing is updated"
-        if self.is_writer:
-            try:
-                path = Suspects.of(self.batches.samples, step, result.loss, result.grad_norm).write(self.folder)
-                line += f"; dtlayout data show {path} has its samples"
-            except OSError as error:
-                line += f"; its samples were not noted: {error.strerror}"
-        self.display.say(f"{line}; {'skipped' if goes_on else 'stopped'}")
+        self.display.say(
+            f"step {step}: loss {result.loss}, grad_norm {result.grad_norm}: nothing is updated; "
+            f"{self._note_samples(step, result, 'nonfinite')}; {'skipped' if goes_on else 'stopped'}"
+        )
         if in_a_row and self.config.train.on_nonfinite == "skip":
             self.display.say(f"{MAX_SKIPPED} steps in a row were not finite: resume from an older checkpoint")
         if goes_on:
             fill_state(self.optimizer, self.config.optimizer)  # a checkpoint has all of it
         return goes_on
+
+    def _say_spike(self, step: int, result: StepResult) -> None:
+        """Say that a step is a spike, and note its samples."""
+        limits, is_updated = self.spikes.limits, self.config.spikes.action == "warn"
+        self.display.say(
+            f"step {step}: a spike: loss {result.loss:.4f} (limit {limits.loss:.4f}), grad_norm {result.grad_norm:.3f} "
+            f"(limit {limits.grad_norm:.3f}); {self._note_samples(step, result, 'spike')}; "
+            f"{'updated all the same' if is_updated else 'nothing is updated'}"
+        )
+
+    def _note_samples(self, step: int, result: StepResult, kind: Literal["nonfinite", "spike"]) -> str:
+        """Write down which samples a step had; what to say of it, on the rank that writes."""
+        if not self.is_writer:
+            return ""
+        try:
+            suspects = Suspects.of(self.batches.samples, step, result.loss, result.grad_norm)
+            return f"dtlayout data show {suspects.write(self.folder, kind)} has its samples"
+        except OSError as error:
+            return f"its samples were not noted: {error.strerror}"
+
+    def _go_back(self, done: int) -> None:
+        """Set checkpoints aside from which no step was fine: the next start would end like this one.
+
+        Their last update may be the reason, which no number before it tells. One of them stays if there is no other.
+        """
+        while done in self.skipped or done in self.spikes.found:
+            done -= 1
+        found = list_checkpoints(self.folder / "checkpoints")
+        fine = [path for path in found if path.name < f"{PREFIX}{done:08d}"]
+        if len(fine) == len(found):
+            return
+        problem = f"note: no step after {found[len(fine)]} was fine"
+        try:
+            aside = ", ".join(path.name for path in set_aside(fine[-1], "nonfinite")) if fine else ""
+        except OSError as error:
+            self.display.say(f"{problem}, and it cannot be set aside: {error.strerror}")
+        else:
+            advice = (
+                f"it is set aside as {aside}, and {fine[-1]} is the newest"
+                if fine
+                else ("there is no older checkpoint to go back to: move it away to begin anew")
+            )
+            self.display.say(f"{problem}: {advice}")
 
     def _wait_for_update(self) -> None:
         """So that it counts as part of its step, where another one does not come next."""
@@ -364,7 +421,7 @@ class _Run:
 
     def _note(
         self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float, is_measured: bool,
-        validation_loss: float | None,
+        validation_loss: float | None, is_spike: bool,
     ) -> None:  # fmt: skip
         self.step_times_s.append(step_time_s)
         metrics = StepMetrics(
@@ -377,6 +434,7 @@ class _Run:
             peak_memory_bytes=max(self.memory.gather_peaks(self.layout)) if is_measured else None,
             data_wait_s=data_wait_s,
             validation_loss=validation_loss,
+            spike=is_spike,
             **self.speed.describe(step_time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
@@ -384,8 +442,11 @@ class _Run:
             self.trackers.write(metrics)
         self.display.show(metrics)
 
-    def _save(self, done: int, *, is_last: bool) -> None:
-        """Save the state, in the background if that is asked for; CheckpointError if the `is_last` is not saved."""
+    def _save(self, done: int, folder: str, *, is_last: bool) -> None:
+        """Save the state to a folder of the run, in the background if that is asked for.
+
+        CheckpointError if the `is_last` is not saved.
+        """
         facts = {
             "step": done,
             "samples": done * self.config.batch.global_batch,
@@ -394,14 +455,14 @@ class _Run:
             "versions": {"dtlayout": version("dtlayout"), "torch": torch.__version__},
             "config": self._resolve().to_toml(),
         }
-        origin = {**self.origin, "learning_rate": asdict(self.learning_rate)}
+        origin = {**self.origin, "learning_rate": asdict(self.learning_rate), "spikes": self.spikes.to_dict()}
         c, settings = self.config, self.config.optimizer
         in_background = self.saves is not None and not is_last
         self.watch.at("saving", self.patience_s)
         self._finish_save()
         tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings, copied=in_background)
         write = partial(
-            write_state, self.folder / "checkpoints", done, tensors, c.model, settings, origin=origin, facts=facts,
+            write_state, self.folder / folder, done, tensors, c.model, settings, origin=origin, facts=facts,
             keep=c.checkpoint.keep, group=self.saves or self.host,
         )  # fmt: skip
         if in_background:
@@ -490,6 +551,7 @@ class _Run:
             exit_code=exit_code,
             steps=done,
             skipped=self.skipped,
+            spikes=self.spikes.found,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
             parameters=count_parameters(self.config.model),

@@ -4,7 +4,8 @@
 A loss or gradient norm that is not finite must change neither parameters nor moments, on any rank, and what every rank
 knows of them is on the device. torch's fused optimizers read there, from the flag that was made for GradScaler, whether
 to leave all as it is, their count of steps too; so nobody waits. For an optimizer that has no such flag the host waits
-for the numbers before it launches the update.
+for the numbers before it launches the update. Limits that a finite loss or norm is not to exceed work the same way:
+host and device compare the same fp64 numbers with them.
 """
 
 import math
@@ -25,6 +26,17 @@ from dtlayout.training.gradients import clip_gradients, local_squared_norm
 from dtlayout.training.transfer import OnHost
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Beyond which a step's numbers are too large; infinity for any."""
+
+    loss: float
+    grad_norm: float
+
+
+NO_LIMITS = Limits(loss=math.inf, grad_norm=math.inf)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What every rank knows after a step."""
@@ -40,6 +52,10 @@ class StepResult:
     def is_finite(self) -> bool:
         """False if loss or norm is NaN or infinite; the step has updated nothing then."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def exceeds(self, limits: Limits) -> bool:
+        """Whether loss or norm is above its limit; a step that was given the limits has updated nothing then."""
+        return self.loss > limits.loss or self.grad_norm > limits.grad_norm
 
 
 class Launched:
@@ -89,26 +105,30 @@ class TrainStep:
         """
         return self.launch(inputs, targets, starts, stop=stop).wait()
 
-    def launch(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False) -> Launched:
-        """The step without waiting for its numbers."""
+    def launch(
+        self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False,
+        limits: Limits = NO_LIMITS,
+    ) -> Launched:  # fmt: skip
+        """The step without waiting for its numbers, which updates nothing if these exceed the limits."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
         # Without any target the loss is 0, and no NaN.
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
         sum_tied_gradients(self.modules, self.aliases, self.mesh, self.runtime.schedule.placement)
         numbers = self._sum_numbers(loss, local_squared_norm(self.counted, self.mesh), stop)
         launched = Launched(numbers)  # before the update, for which who waits for them need not wait
-        clip_gradients([p for m in self.modules for p in m.parameters()], numbers[1].sqrt(), self.max_norm)
-        self._update(launched, numbers)
+        norm = numbers[1].sqrt()
+        clip_gradients([p for m in self.modules for p in m.parameters()], norm, self.max_norm)
+        self._update(launched, numbers[0], norm, limits)
         self.optimizer.zero_grad()
         return launched
 
-    def _update(self, launched: Launched, numbers: Tensor) -> None:
+    def _update(self, launched: Launched, loss: Tensor, norm: Tensor, limits: Limits) -> None:
         """The optimizer's step, or none: [Note: no update without numbers]."""
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            is_bad = numbers[:2].isfinite().all().logical_not()
-            self.optimizer.found_inf = is_bad.to(torch.float32)  # type: ignore[attr-defined]
+            is_fine = loss.isfinite() & norm.isfinite() & (loss <= limits.loss) & (norm <= limits.grad_norm)
+            self.optimizer.found_inf = is_fine.logical_not().to(torch.float32)  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not self.reads_numbers or launched.wait().is_finite:
+        elif not self.reads_numbers or ((found := launched.wait()).is_finite and not found.exceeds(limits)):
             self.optimizer.step()
 
     def evaluate(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> tuple[float, int]:

@@ -21,7 +21,7 @@ from dtlayout.training.metrics import StepMetrics
 
 _TAGS = {
     "loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr", "tokens": "train/tokens",
-    "validation_loss": "validation/loss", "peak_memory_bytes": "memory/peak_memory_bytes",
+    "spike": "train/spike", "validation_loss": "validation/loss", "peak_memory_bytes": "memory/peak_memory_bytes",
 }  # fmt: skip
 """Field of StepMetrics → its name in a tracker; the others are of speed."""
 

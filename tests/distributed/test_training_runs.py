@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 from launching import finish, launch, losses, read_lines, read_summary, started, wait_for_steps
+from planted import plant_noise
 from tiny import SHAPE, TinyFiles, write_tiny
 from tracked import read_tensorboard, read_wandb
 
+from dtlayout.checkpoint.manifest import read_manifest
 from dtlayout.cli import main
 from dtlayout.config import load_config
 from dtlayout.device import Device
@@ -23,7 +25,7 @@ from dtlayout.planner.runs import Run
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
-    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s",
+    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike",
 ]  # fmt: skip
 
 
@@ -220,6 +222,31 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(tmp_path):
     assert 1 <= len(lines) == summary["steps"] < 5
     assert not (files.run / "checkpoints").exists()
     assert "Traceback" not in log.read_text()
+
+
+def test_a_spike_is_left_out_by_all_ranks_also_right_after_a_resume_and_a_quiet_run_has_none(tmp_path):
+    """A batch of noise as the 30th of 32; only the last stage's rank computes its loss."""
+    files, log = write_tiny(tmp_path, steps=32, num_layers=2), tmp_path / "log"
+    spikes = ("--spikes.action=skip", "--spikes.window=16", "--spikes.min_steps=16")
+    options = [files.config, "--layout.pp=2", "--checkpoint.every=1", "--checkpoint.keep=4", *spikes]
+    assert launch(2, *options, f"--train.run_folder={tmp_path / 'quiet'}", log=log) == 0, log.read_text()
+    assert read_summary(tmp_path / "quiet")["spikes"] == [] and not list(tmp_path.glob("quiet/spike-*"))
+    plant_noise(files, 30, tmp_path / "before")
+    assert launch(2, *options, log=log) == 0, log.read_text()
+    assert read_summary(files.run)["spikes"] == [30] and log.read_text().count("step 30: a spike: ") == 1
+    met, left = (read_manifest(files.run / "checkpoints" / f"step-000000{step}")["files"] for step in (29, 30))
+    parts = [name for name in met if name.endswith(".distcp")]
+    assert {name[:11] for name in parts} == {"tensors/__0", "tensors/__1"}
+    assert [met[name]["sha256"] for name in parts] == [left[name]["sha256"] for name in parts]
+
+    resumed = Path(shutil.copytree(files.run, tmp_path / "resumed", symlinks=True))
+    for step in (30, 31, 32):
+        shutil.rmtree(resumed / "checkpoints" / f"step-000000{step}")
+    (resumed / "summary.json").unlink()
+    assert launch(2, *options, f"--train.run_folder={resumed}", log=log) == 0, log.read_text()
+    assert read_summary(resumed)["spikes"] == [30]
+    for key in ("step", "loss", "grad_norm", "spike"):
+        assert [line[key] for line in read_lines(resumed)] == [line[key] for line in read_lines(files.run)]
 
 
 def test_sources_of_text_and_conversations_train_alike_in_every_layout(tmp_path):

@@ -1,5 +1,6 @@
 """Steps whose loss is not finite in whole runs of one rank: skipped or the end, with their samples as text."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,8 @@ from launching import read_lines, read_summary
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
+from dtlayout.training import run
+from dtlayout.training.optimizer import LearningRate
 from dtlayout.training.run import MAX_SKIPPED
 from dtlayout.training.step import TrainStep
 
@@ -88,6 +91,77 @@ def test_skipping_ends_where_no_step_is_finite_any_more(files, poison, capsys):
     summary = read_summary(files.run)
     assert summary["skipped"] == list(range(2, 2 + MAX_SKIPPED))
     assert "10 steps in a row were not finite: resume from an older checkpoint" in capsys.readouterr().out
+
+
+@pytest.fixture
+def leap(monkeypatch: pytest.MonkeyPatch):
+    """Has steps learn at a rate of their own until it is undone; after 1e30 the next one's loss is not finite."""
+
+    def leap_at(rates: dict[int, float]) -> pytest.MonkeyPatch:
+        at = LearningRate.at
+        monkeypatch.setattr(LearningRate, "at", lambda rate, index: rates.get(index + 1) or at(rate, index))
+        return monkeypatch
+
+    return leap_at
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_checkpoint_that_holds_the_update_which_led_to_it_is_set_aside_and_the_one_before_resumes(
+    files, leap, capsys, skips
+):
+    """A step from the third one was fine, and none from the fourth; skipped steps push out nothing."""
+    options = [str(files.config), "--checkpoint.every=1", "--train.steps=30"]
+    undone = leap({4: 1e30})
+    assert launch.main([*options, f"--train.on_nonfinite={'skip' if skips else 'stop'}"]) == 4
+    checkpoints = files.run / "checkpoints"
+    assert read_summary(files.run)["skipped"] == (list(range(5, 15)) if skips else [5])
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "nonfinite-step-00000004", "step-00000003"]
+    assert (checkpoints / "latest").resolve().name == "step-00000003"
+    said = capsys.readouterr().out
+    assert f"no step after {checkpoints / 'step-00000004'} was fine: it is set aside as nonfinite-step-00000004" in said
+    undone.undo()  # as a smaller learning rate would
+    assert launch.main(options) == 0
+    assert [line["step"] for line in read_lines(files.run)] == list(range(1, 31))
+    assert f"resumed from {checkpoints / 'step-00000003'} after 3 steps" in capsys.readouterr().out
+
+
+def test_a_run_that_resumes_into_it_sets_that_checkpoint_aside_unless_it_is_the_only_one(files, leap, capsys):
+    options = [str(files.config), "--optimizer.decay_steps=5", "--checkpoint.every=1"]
+    checkpoints = files.run / "checkpoints"
+    leap({4: 1e30})
+    assert launch.main([*options, "--train.steps=4"]) == 0
+    assert launch.main(options) == 4  # in its first step
+    assert sorted(path.name for path in checkpoints.glob("*step-*")) == ["nonfinite-step-00000004", "step-00000003"]
+    for _ in range(2):
+        assert launch.main([*options, "--checkpoint.keep=1"]) == 4
+        assert [path.name for path in checkpoints.glob("step-*")] == ["step-00000004"]
+    assert capsys.readouterr().out.count("there is no older checkpoint to go back to: move it away to begin anew") == 2
+
+
+def test_a_disk_on_which_nothing_can_be_noted_or_renamed_is_said(files, leap, capsys, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(run, "set_aside", refuse)
+    leap({4: 1e30})
+    (files.run / "nonfinite-step-00000005.json").mkdir(parents=True)
+    assert launch.main([str(files.config), "--checkpoint.every=2", "--checkpoint.keep=9"]) == 4
+    said = capsys.readouterr().out
+    assert "nothing is updated; its samples were not noted: Is a directory; stopped" in said
+    problem = (
+        f"note: no step after {files.run / 'checkpoints' / 'step-00000004'} was fine, and it cannot be set aside: "
+    )
+    assert f"{problem}Read-only file system" in said
+
+
+def test_a_step_that_is_a_spike_says_nothing_for_the_checkpoint_before_it(files, leap, capsys):
+    leap({21: 0.5, 22: 1e30})  # so the loss of step 22 is finite, but far too large
+    options = ("--checkpoint.every=1", "--checkpoint.keep=3", "--spikes.window=16", "--spikes.min_steps=16")
+    assert launch.main([str(files.config), "--train.steps=30", *options]) == 4
+    summary = read_summary(files.run)
+    assert (summary["spikes"], summary["skipped"]) == ([22], [23]), capsys.readouterr().out
+    names = ["nonfinite-step-00000021", "nonfinite-step-00000022", "step-00000020"]
+    assert sorted(path.name for path in files.run.glob("checkpoints/*step-*")) == names
 
 
 def test_what_is_no_list_of_samples_or_of_other_tokens_is_refused(files, poison, capsys, tmp_path):

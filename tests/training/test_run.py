@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dtlayout.batch import Batch
-from dtlayout.config import parse_config
+from dtlayout.config import SpikesConfig, parse_config
 from dtlayout.device import Device
 from dtlayout.errors import CheckpointError, InvalidConfig, KernelError
 from dtlayout.kernel import find_packages
@@ -19,6 +19,7 @@ from dtlayout.signals import StopRequest
 from dtlayout.training import run
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.run import check_steps_left
+from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import StepResult
 
 
@@ -113,11 +114,18 @@ class Clock:
         self.now_s += seconds
 
 
+USUAL = SpikesConfig()
 FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S, VALIDATE_S = 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0
 
 
 def play(
-    monkeypatch, results: list[StepResult], *, every: int = 0, validated: int = 0, skips: bool = False
+    monkeypatch,
+    results: list[StepResult],
+    *,
+    every: int = 0,
+    validated: int = 0,
+    skips: bool = False,
+    spikes: SpikesConfig = USUAL,
 ) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps, all of whose parts take seconds of their own."""
     clock, times_s = Clock(), list[float]()
@@ -139,13 +147,13 @@ def play(
             clock.work(f"fetch {step}", FETCH_S)
             yield Fetched(step)
 
-    def note(done, result, lr, step_time_s, *, data_wait_s, is_measured, validation_loss):
+    def note(done, result, lr, step_time_s, *, data_wait_s, is_measured, validation_loss, is_spike):
         assert data_wait_s == FETCH_S
         clock.work(f"note {done}", NOTE_S)
         times_s.append(step_time_s)
 
-    def save(done, *, is_last):
-        clock.work(f"save {done}", SAVE_S)
+    def save(done, folder, *, is_last):
+        clock.work(f"save {done}" if folder == "checkpoints" else f"keep {done}", SAVE_S)
 
     def validate():
         clock.work("validate", VALIDATE_S)
@@ -162,6 +170,7 @@ def play(
         memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
         batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
+        spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,
         _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, _finish_save=lambda *, waits: None,
     )  # fmt: skip
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now_s)
@@ -214,11 +223,31 @@ def test_a_stop_saves_and_numbers_that_are_not_finite_end_the_run_without(monkey
     assert found == ended
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a_step_that_is_skipped_is_not_noted_and_its_checkpoint_is_saved(monkeypatch, bad):
+@pytest.mark.parametrize(
+    ("bad", "every", "saved"),
+    [
+        (0, 1, ["save 2", "save 3"]), (1, 1, ["save 1", "save 3"]), (2, 1, ["save 1", "save 2", "save 3"]),
+        (1, 2, ["save 3"]), (0, 2, ["save 2", "save 3"]),
+    ],
+)  # fmt: skip
+def test_a_step_that_is_skipped_is_not_noted_and_a_checkpoint_within_the_run_waits_for_one_that_is_finite(
+    monkeypatch, bad, every, saved
+):
     results = [FINE] * 3
     results[bad] = replace(FINE, loss=math.nan)
-    clock, ended, _ = play(monkeypatch, results, every=1, skips=True)
+    clock, ended, _ = play(monkeypatch, results, every=every, skips=True)
     assert ended == (0, 3)
     assert [f"note {step + 1}" in clock.done for step in range(3)] == [step != bad for step in range(3)]
-    assert [what for what in clock.done if what.startswith("save")] == ["save 1", "save 2", "save 3"]
+    assert [what for what in clock.done if what.startswith("save")] == saved
+
+
+def test_the_state_that_met_a_spike_is_kept_once_and_counts_for_no_step(monkeypatch):
+    results = [FINE, replace(FINE, loss=9.0), replace(FINE, loss=9.0)]
+    spikes = SpikesConfig(action="save", min_steps=1)
+    clock, ended, times_s = play(monkeypatch, results, every=1, spikes=spikes)
+    assert ended == (0, 3)
+    assert clock.done[clock.done.index("note 1") :] == [
+        "note 1", "save 1", "launch 1", "fetch 2", "wait", "update", "note 2", "keep 1", "save 2", "launch 2", "wait",
+        "update", "note 3", "save 3",
+    ]  # fmt: skip
+    assert times_s[2] == LAUNCH_S + WAIT_S + UPDATE_S

@@ -1,0 +1,85 @@
+"""Spikes: steps of finite loss and gradient norm, one of which is far above those of recent steps.
+
+    limit = median + factor * max(quantile - median, median / 100)
+
+for the losses and for the norms of the last `window` finite steps. Spikes are among these, so that a level that stays
+is a spike for no longer than the share above the quantile; a hundredth of the median is what numbers differ by at
+least, where they are all but equal. All ranks know the same numbers, so they have the same limits without asking, and
+checkpoints keep the numbers, so that a run which is resumed has them too.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtlayout.config import SpikesConfig
+from dtlayout.training.step import NO_LIMITS, Limits, StepResult
+
+
+class SpikeDetector:
+    """What a run remembers of its steps' numbers, and what it expects of the next ones."""
+
+    def __init__(self, settings: SpikesConfig):
+        self.settings = settings
+        self.limits = NO_LIMITS
+        """Of the next step."""
+        self.found: list[int] = []
+        """Steps since the last start that were spikes."""
+        self.num_left_out = 0
+        """Steps since the run began that updated nothing."""
+        self._losses = deque[float](maxlen=settings.window)
+        self._grad_norms = deque[float](maxlen=settings.window)
+
+    @property
+    def step_limits(self) -> Limits:
+        """Those beyond which the next step updates nothing."""
+        return self.limits if self.settings.action in ("skip", "save") else NO_LIMITS
+
+    def is_spike(self, result: StepResult) -> bool:
+        """Whether the next step, which had this result, is one."""
+        return result.is_finite and result.exceeds(self.limits)
+
+    def keeps_state(self, step: int, result: StepResult) -> bool:
+        """Whether the state that met a step is to be saved; one that is left as it was once is enough."""
+        return self.settings.action == "save" and self.is_spike(result) and step - 1 not in self.found
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Count a step, which is the next one no more."""
+        if self.is_spike(result):
+            self.found.append(step)
+        if not result.is_finite or result.exceeds(self.step_limits):
+            self.num_left_out += 1
+        if result.is_finite and self.settings.action != "off":
+            self._losses.append(result.loss)
+            self._grad_norms.append(result.grad_norm)
+            self._set_limits()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, for `restore`; JSON gives back each bit of it."""
+        return {
+            "losses": list(self._losses), "grad_norms": list(self._grad_norms), "num_left_out": self.num_left_out,
+        }  # fmt: skip
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint has; an empty one, of a version before, has seen no step."""
+        self.num_left_out = int(saved.get("num_left_out", 0))
+        self._losses.extend(saved.get("losses", ()))
+        self._grad_norms.extend(saved.get("grad_norms", ()))
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        if self.settings.action != "off" and len(self._losses) >= self.settings.min_steps:
+            self.limits = Limits(loss=self._limit(self._losses), grad_norm=self._limit(self._grad_norms))
+
+    def _limit(self, recent: Sequence[float]) -> float:
+        median, quantile = find_quantile(recent, 0.5), find_quantile(recent, self.settings.quantile)
+        return median + self.settings.factor * max(quantile - median, median / 100)
+
+
+def find_quantile(values: Sequence[float], share: float) -> float:
+    """The value below which lies this share of the others; none is made up between two.
+
+    >>> [find_quantile([5.0, 1.0, 4.0, 2.0, 3.0], share) for share in (0.5, 0.9, 1.0)]
+    [3.0, 4.0, 5.0]
+    """
+    return sorted(values)[int(share * (len(values) - 1))]
