@@ -5,6 +5,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -21,6 +22,7 @@ from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.run import check_steps_left
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import StepResult
+from dtlayout.training.watch import Watch
 
 
 def test_another_attention_kernel_than_was_asked_for_is_found():
@@ -167,7 +169,7 @@ def play(
     )
     loop = SimpleNamespace(
         config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0,
-        memory=SimpleNamespace(watch=nullcontext), _launch=launch, _note=note,
+        memory=SimpleNamespace(watch=nullcontext), watch=mock.Mock(spec=Watch), _launch=launch, _note=note,
         batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,
