@@ -15,7 +15,7 @@ EXAMPLE = "dtlayout prepare configs/debug.toml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, and whether all is read again."""
     add_config(parser)
-    parser.add_argument("--verify", action="store_true", help="read the tokens again, and compare their checksum")
+    parser.add_argument("--verify", action="store_true", help="read the tokens again, and compare each file's checksum")
 
 
 def run(options: argparse.Namespace) -> int:

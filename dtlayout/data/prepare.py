@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 from zipfile import BadZipFile
 
@@ -38,14 +38,17 @@ from dtlayout.data.documents import Document, read_documents
 from dtlayout.data.sources import list_files, open_corpus
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
+from dtlayout.files import hash_file
 
 TOKENS_NAME = "tokens.bin"
 DOCUMENTS_NAME = "documents.bin"
 TAUGHT_NAME = "taught.bin"
 INFO_NAME = "tokens.json"
+HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", TAUGHT_NAME: "taught_sha256"}
+"""File → the key of tokens.json that has its hash."""
 
 _FORMAT = 2  # part of the fingerprint: raise it when the same corpus would give other bytes
-PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
+_PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -161,14 +164,14 @@ def _take(documents: Iterator[Document], num_tokens: int | None) -> Iterator[Doc
 
 
 def _gather(documents: Iterator[Document], progress: "_Progress") -> Iterator[list[Document]]:
-    """Documents in parts of about `PART_TOKENS` ids."""
+    """Documents in parts of about `_PART_TOKENS` ids."""
     part: list[Document] = []
     num_tokens = 0
     for document in documents:
         part.append(document)
         num_tokens += document.ids.size
         progress.count(document.ids.size)
-        if num_tokens >= PART_TOKENS:
+        if num_tokens >= _PART_TOKENS:
             yield part
             part, num_tokens = [], 0
     if part:
@@ -196,42 +199,42 @@ def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
 
 def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfig) -> dict[str, object]:
     """Write the parts one after the other into the files of a folder; what they are."""
-    digest, of_documents = hashlib.sha256(), hashlib.sha256()
     num_tokens = num_documents = 0
     has_text = False
-    with (folder / TOKENS_NAME).open("wb") as ids, (folder / DOCUMENTS_NAME).open("wb") as documents:
-        _append(documents, np.zeros(1, "<i8"), of_documents)
-        for path in parts:
-            try:
-                with np.load(path) as part:
-                    arrays = dict(part)
-            except (BadZipFile, ValueError, EOFError, KeyError) as error:
-                raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
-            _append(ids, arrays["ids"], digest)
-            _append(documents, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"), of_documents)
-            if "taught" in arrays:
-                with (folder / TAUGHT_NAME).open("ab") as taught:
-                    _append(taught, arrays["taught"].astype(np.uint8), digest)
-            num_tokens += arrays["ids"].size
-            num_documents += arrays["lengths"].size
-            has_text = has_text or bool(arrays["has_text"])
+    _append(folder / DOCUMENTS_NAME, np.zeros(1, "<i8"))
+    for path in parts:
+        try:
+            with np.load(path) as part:
+                arrays = dict(part)
+        except (BadZipFile, ValueError, EOFError, KeyError) as error:
+            raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
+        _append(folder / TOKENS_NAME, arrays["ids"])
+        _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
+        if "taught" in arrays:
+            _append(folder / TAUGHT_NAME, arrays["taught"].astype(np.uint8))
+        num_tokens += arrays["ids"].size
+        num_documents += arrays["lengths"].size
+        has_text = has_text or bool(arrays["has_text"])
     if not has_text:
         what = "answer" if data.messages_field else "text"
         raise DataError(f"{data.source!r} holds no {what}: {num_documents} documents and all of them empty")
     return {
         "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
-        "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": digest.hexdigest(),
-        "documents_sha256": of_documents.hexdigest(),
+        "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
+        **{key: _finish(folder / name) for name, key in HASH_KEYS.items() if (folder / name).exists()},
     }  # fmt: skip
 
 
-def _append(file: BinaryIO, array: "np.ndarray[Any, Any]", digest: "hashlib._Hash | None" = None) -> None:
-    written = array.tobytes()
-    file.write(written)
-    if digest is not None:
-        digest.update(written)
-    file.flush()
-    os.fsync(file.fileno())
+def _append(path: Path, array: "np.ndarray[Any, Any]") -> None:
+    with path.open("ab") as file:
+        file.write(array.tobytes())
+
+
+def _finish(path: Path) -> str:
+    """Have a file reach the disk; its hash."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return hash_file(path)
 
 
 def _dtype(tokenizer: Tokenizer) -> "np.dtype[Any]":

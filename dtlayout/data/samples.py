@@ -164,7 +164,7 @@ class Samples:
     @property
     def fingerprint(self) -> str:
         """Equal for other samples only if these are the same ones in the same order, whatever the seed."""
-        hashes = [cut.tokens.sha256 for cut in self.cuts]
+        hashes = [cut.tokens.fingerprint for cut in self.cuts]
         if len(self.cuts) > 1:
             hashes = [f"{quota} {found}" for quota, found in zip(self._quotas, hashes, strict=True)]
         return ", ".join([*hashes, *(["padded"] if self.cuts[0].is_padded else [])])

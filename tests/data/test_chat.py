@@ -153,11 +153,13 @@ def test_what_a_row_lacks_is_not_there_and_tools_may_be_json(tmp_path, offline):
 
 
 def test_what_decides_the_text_of_conversations_decides_the_folder(tmp_path, offline):
-    folders = {
-        prepare(tmp_path, template, [CONVERSATION[:2]], **options).folder
+    prepared = [
+        prepare(tmp_path, template, [CONVERSATION[:2]], **options)
         for template, options in ((CHATML, {}), (CHATML, {"loss_on": "all"}), (CHATML.replace("|>", ">"), {}))
-    }
-    assert len(folders) == 3
+    ]
+    assert len({tokens.folder for tokens in prepared}) == 3
+    answers, everything, _ = prepared
+    assert answers.sha256 == everything.sha256 and answers.fingerprint != everything.fingerprint
 
 
 @pytest.mark.parametrize(
