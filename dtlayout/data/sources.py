@@ -59,13 +59,12 @@ class Corpus:
 
     def place(self, number: int) -> str:
         """Where the row of a number, which counts from 0, stands: file, and row of it from 1 on."""
-        rows: Any = self.rows
-        if len(self.files) == getattr(rows, "num_shards", 0):  # then each is a file
-            for i, file in enumerate(self.files):  # which are read again, for a row that is refused
-                num_rows = sum(1 for _ in rows.shard(len(self.files), i))
-                if number < num_rows:
-                    return f"row {number + 1} of {str(file)!r}"
-                number -= num_rows
+        num_before = 0
+        for file, rows in self._read_files():
+            num_rows = sum(1 for _ in rows)
+            if number < num_before + num_rows:
+                return f"row {number - num_before + 1} of {str(file)!r}"
+            num_before += num_rows
         return f"row {number + 1} of {self.source!r}"
 
     def _find_break(self, num_read: int) -> str:
@@ -76,15 +75,22 @@ class Corpus:
                 return f"at line {line} of {str(file)!r}"
             if builder == "text" and not _is_utf8(file):
                 return f"at {str(file)!r}"
-        rows: Any = self.rows
-        for i, file in enumerate(self.files if len(self.files) == getattr(rows, "num_shards", 0) else ()):
-            num_read = 0
+        for file, rows in self._read_files():
+            num_rows = 0
             try:
-                for _ in rows.shard(len(self.files), i):
-                    num_read += 1
+                for _ in rows:
+                    num_rows += 1
             except Exception:
-                return f"after {num_read} rows of {str(file)!r}"
+                return f"after {num_rows} rows of {str(file)!r}"
         return f"after {num_read} rows"
+
+    def _read_files(self) -> Iterator[tuple[Path, Iterable[Row]]]:
+        """Each file with its rows, read again to name a place; none where what is read does not go file by file."""
+        rows: Any = self.rows
+        num_files = len(self.files)
+        if num_files == getattr(rows, "num_shards", 0):
+            for i, file in enumerate(self.files):
+                yield file, rows.shard(num_files, i)
 
 
 def open_corpus(source: str | Sequence[str], split: str) -> Corpus:
