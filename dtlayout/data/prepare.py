@@ -70,7 +70,7 @@ def prepare_tokens(data: DataConfig) -> Path:
     try:
         _refuse_unfinished(target)
         parts.mkdir(parents=True, exist_ok=True)
-        found = _write_parts(data, tokenizer, parts)
+        found = _write_parts(data, tokenizer, files, parts)
         own.mkdir()
         info = _join(found, own, tokenizer, data)
         (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
@@ -120,13 +120,13 @@ def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: lis
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write_parts(data: DataConfig, tokenizer: Tokenizer, folder: Path) -> list[Path]:
+def _write_parts(data: DataConfig, tokenizer: Tokenizer, files: list[Path], folder: Path) -> list[Path]:
     """The parts of a corpus, those that are there already and the others."""
     parts, num_documents, num_tokens = _find_parts(folder)
     if data.max_tokens and num_tokens == data.max_tokens:
         return parts
     progress = _Progress(data, num_documents, num_tokens)
-    corpus = open_corpus(data.source, data.split)
+    corpus = open_corpus(data.source, files, data.split)
     documents = read_documents(corpus, data, tokenizer, skip=num_documents)
     left = data.max_tokens - num_tokens if data.max_tokens else None
     for part in _gather(_take(documents, left), progress):

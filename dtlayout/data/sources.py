@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -93,20 +94,19 @@ class Corpus:
                 yield file, rows.shard(num_files, i)
 
 
-def open_corpus(source: str | Sequence[str], split: str) -> Corpus:
-    """A source, open; DataError if it cannot be opened.
+def open_corpus(source: str | Sequence[str], files: list[Path], split: str) -> Corpus:
+    """A source, open, whose local files are those that `list_files` has found; DataError if it cannot be opened.
 
     `split` chooses a part of a hub dataset; local files are one part, whatever it says. Line ends of .txt files become
     \\n.
     """
-    files = list_files(source)
     return Corpus(source, files, _open_files(files) if files else _open_hub(str(source), split))
 
 
 def list_files(source: str | Sequence[str]) -> list[Path]:
     """The local files of `source` in reading order; empty means that `source` is a name on the hub."""
     if source == STDLIB:
-        return _list_stdlib()
+        return list(_list_stdlib(Path(sysconfig.get_path("stdlib"))))
     if isinstance(source, str) and _is_hub_name(source):
         return []
     patterns = [source] if isinstance(source, str) else source
@@ -152,8 +152,8 @@ def _check_one_kind(files: list[Path], source: str | Sequence[str]) -> None:
         )
 
 
-def _list_stdlib() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
+@cache  # it reads 11 MB to leave out what is not UTF-8, and nobody changes the Python that is running
+def _list_stdlib(root: Path) -> list[Path]:
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - _NOT_STDLIB)  # site-packages may be vast: don't even look

@@ -30,7 +30,9 @@ def serve(monkeypatch):
 
     def replace(documents):
         monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda source: [])
-        monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, split: as_corpus(source, documents))
+        monkeypatch.setattr(
+            dtlayout.data.prepare, "open_corpus", lambda source, files, split: as_corpus(source, documents)
+        )
 
     return replace
 
@@ -173,7 +175,7 @@ def test_whatever_decides_the_ids_decides_the_folder(tmp_path, serve, write_toke
 
 
 def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, split: as_corpus(source, ["x"]))
+    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, files, split: as_corpus(source, ["x"]))
     corpus = tmp_path / "a.txt"
     folders = set()
     for text, time_s in (("one", 1), ("three", 1), ("three", 2)):
@@ -200,7 +202,7 @@ def slow_rows():
         yield {"text": "x" * 10}
 
 prepare.list_files = lambda source: []
-prepare.open_corpus = lambda source, split: Corpus(source, [], slow_rows())
+prepare.open_corpus = lambda source, files, split: Corpus(source, [], slow_rows())
 prepare._PART_TOKENS = documents._BATCH_CHARACTERS = 1
 print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))
 """
