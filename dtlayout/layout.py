@@ -16,6 +16,7 @@ from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, find_schedule
 from dtlayout.recompute import Recompute
+from dtlayout.text import plural
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _POSITIVE = (*AXES, "micro_batch", "virtual_stages")
@@ -174,7 +175,7 @@ class OpenLayout(Layout):
         degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return (
             f"world size {world_size} does not fit the layout: {' * '.join(degrees) or 'every axis 1'} needs "
-            f"{'a multiple of ' if self.dp_shard == -1 else ''}{self.smallest_world_size} ranks; "
+            f"{'a multiple of ' if self.dp_shard == -1 else ''}{plural(self.smallest_world_size, 'rank')}; "
             f"start {' or '.join(map(str, works))}, or change the degrees"
         )
 
@@ -252,12 +253,13 @@ def _check_pipeline(layout: Layout, model: ModelShape) -> list[_Broken]:
     by_cost: dict[str, Any] = {"stage_layers": ()}
     if stage_layers and len(stage_layers) != layout.num_stages:
         what = (
-            f"stage_layers={list(stage_layers)} names {len(stage_layers)} stages, but pp={pp} * "
+            f"stage_layers={list(stage_layers)} names {plural(len(stage_layers), 'stage')}, but pp={pp} * "
             f"virtual_stages={v} makes {layout.num_stages}"
         )
         broken.append(_Broken("split", what, [by_cost]))
     elif stage_layers and sum(stage_layers) != layers:
-        what = f"stage_layers={list(stage_layers)} adds up to {sum(stage_layers)} blocks, but num_layers={layers}"
+        num_blocks = plural(sum(stage_layers), "block")
+        what = f"stage_layers={list(stage_layers)} adds up to {num_blocks}, but num_layers={layers}"
         last = layers - sum(stage_layers[:-1])
         completed = [{"stage_layers": (*stage_layers[:-1], last)}] if last > 0 else []
         broken.append(_Broken("split", what, [*completed, by_cost]))

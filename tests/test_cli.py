@@ -187,8 +187,8 @@ def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_p
     sources = ", ".join(f"{{source = {str(path)!r}}}" for path in (files.corpus, tmp_path / "short.jsonl"))
     assert main(["prepare", str(files.config), f"--data.mixture=[{sources}]", "--data.samples=padded"]) == 0
     corpus, note, short = capsys.readouterr().out.splitlines()
-    assert ", 1 samples of 16 in " in corpus
-    assert note == f"note: 1 documents of {files.corpus} are longer than a sample, which cuts them"
+    assert ", 1 sample of 16 in " in corpus
+    assert note == f"note: 1 document of {files.corpus} cut: longer than a sample"
     assert short.startswith("12 tokens, 3 samples of 16 in ")
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.config import Config, DataConfig, load_config
+from dtlayout.text import plural
 
 if TYPE_CHECKING:
     from dtlayout.data.samples import Cut
@@ -36,10 +37,11 @@ def run(options: argparse.Namespace) -> int:
             }
         )  # fmt: skip
         lines.append(
-            f"{tokens.num_tokens:,} tokens, {cut.num_samples:,} samples of {config.batch.seq_len} in {tokens.folder}"
+            f"{plural(tokens.num_tokens, 'token', ',')}, {plural(cut.num_samples, 'sample', ',')} of "
+            f"{config.batch.seq_len} in {tokens.folder}"
         )
         if cut.num_cut:
-            lines.append(f"note: {cut.num_cut:,} documents of {cut.source} are longer than a sample, which cuts them")
+            lines.append(f"note: {plural(cut.num_cut, 'document', ',')} of {cut.source} cut: longer than a sample")
     return show(options, {"sources": documents}, lines, indent=None)
 
 

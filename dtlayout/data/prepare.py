@@ -39,6 +39,7 @@ from dtlayout.data.sources import list_files, open_corpus
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
 from dtlayout.files import hash_file
+from dtlayout.text import plural
 
 TOKENS_NAME = "tokens.bin"
 DOCUMENTS_NAME = "documents.bin"
@@ -217,7 +218,7 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
         has_text = has_text or bool(arrays["has_text"])
     if not has_text:
         what = "answer" if data.messages_field else "text"
-        raise DataError(f"{data.source!r} holds no {what}: {num_documents} documents and all of them empty")
+        raise DataError(f"{data.source!r} holds no {what}: {plural(num_documents, 'document')} and all of them empty")
     return {
         "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
@@ -250,7 +251,7 @@ class _Progress:
         self.num_documents, self.num_tokens, self.first = num_documents, num_tokens, num_tokens
         self.started = self.said = time.perf_counter()
         if num_documents:
-            print(f"{data.source}: going on after {num_tokens:,} tokens", file=sys.stderr, flush=True)
+            print(f"{data.source}: going on after {plural(num_tokens, 'token', ',')}", file=sys.stderr, flush=True)
 
     def count(self, num_tokens: int) -> None:
         """One more document."""
@@ -261,9 +262,8 @@ class _Progress:
             return
         self.said = now
         rate = (self.num_tokens - self.first) / (now - self.started)
-        line = (
-            f"{self.data.source}: {self.num_tokens:,} tokens of {self.num_documents:,} documents, {rate:,.0f} tokens/s"
-        )
+        done = f"{plural(self.num_tokens, 'token', ',')} of {plural(self.num_documents, 'document', ',')}"
+        line = f"{self.data.source}: {done}, {rate:,.0f} tokens/s"
         if self.data.max_tokens:
             left_s = (self.data.max_tokens - self.num_tokens) / rate
             line += f", {self.num_tokens / self.data.max_tokens:.0%}, {left_s / 60:,.0f} min left"

@@ -39,6 +39,7 @@ from dtlayout.config import DataConfig
 from dtlayout.data.permutation import hash_integers, permute
 from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
+from dtlayout.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +87,8 @@ class Cut:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise DataError(
-                f"{self.source} holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.seq_len} needs "
-                f"{self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
+                f"{self.source} holds {plural(self.tokens.num_tokens, 'token')}, one sample of seq_len={self.seq_len} "
+                f"needs {self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
             )
 
     @property

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import DataError
+from dtlayout.text import plural
 
 STDLIB = "python-stdlib"
 
@@ -82,8 +83,8 @@ class Corpus:
                 for _ in rows:
                     num_rows += 1
             except Exception:
-                return f"after {num_rows} rows of {str(file)!r}"
-        return f"after {num_read} rows"
+                return f"after {plural(num_rows, 'row')} of {str(file)!r}"
+        return f"after {plural(num_read, 'row')}"
 
     def _read_files(self) -> Iterator[tuple[Path, Iterable[Row]]]:
         """Each file with its rows, read again to name a place; none where what is read does not go file by file."""
@@ -195,7 +196,7 @@ def _open_files(files: list[Path]) -> Iterable[Row]:
     # data_files are patterns: unescaped, "a[1].txt" would match "a1.txt" or, silently, nothing
     patterns = [glob.escape(str(file.absolute())) for file in files]
     options = {"sample_by": "document"} if builder == "text" else {}
-    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    more = f" and {plural(len(files) - 1, 'more file')}" if len(files) > 1 else ""
     with _refusal(f"cannot read {str(files[0])!r}{more} as {builder}: "):
         return datasets.load_dataset(builder, data_files={"train": patterns}, split="train", streaming=True, **options)
 

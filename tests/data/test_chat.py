@@ -166,7 +166,7 @@ def test_what_decides_the_text_of_conversations_decides_the_folder(tmp_path, off
     ("messages", "said"),
     [
         ([{"content": "hi"}], r"row 1 of '.*chats\.jsonl': a message in field 'messages' has no role"),
-        ([{"role": "user", "content": "hi"}], "holds no answer: 1 documents"),
+        ([{"role": "user", "content": "hi"}], "holds no answer: 1 document and"),
     ],
 )
 def test_conversations_that_teach_nothing_are_refused(tmp_path, offline, messages, said):

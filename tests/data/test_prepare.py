@@ -331,7 +331,7 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, serve, monkeypatch, capsys
     serve(["abc", "de"])
     prepare("x/y", "bytes", tmp_path, max_tokens=7)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("x/y: 4 tokens of 1 documents, ") and "tokens/s, 57%, 0 min left" in first
+    assert first.startswith("x/y: 4 tokens of 1 document, ") and "tokens/s, 57%, 0 min left" in first
     assert second.startswith("x/y: 7 tokens of 2 documents, ")
 
 

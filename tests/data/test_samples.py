@@ -32,6 +32,7 @@ from dtlayout.data.samples import (
 )
 from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
+from dtlayout.text import plural
 
 END = 2
 degrees = st.integers(1, 8)
@@ -63,7 +64,7 @@ def test_a_sample_needs_one_token_more_than_its_length(write_tokens, num_tokens,
     if num_samples:
         assert Cut(tokens, 4).num_samples == num_samples
     else:
-        with pytest.raises(DataError, match=f"holds {num_tokens} tokens, one sample of seq_len=4 needs 5"):
+        with pytest.raises(DataError, match=f"holds {plural(num_tokens, 'token')}, one sample of seq_len=4 needs 5"):
             Cut(tokens, 4)
 
 

@@ -145,7 +145,7 @@ def test_mixed_suffixes_are_named(tmp_path):
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     for name in ("a.parquet", "b.parquet"):
         (tmp_path / name).write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' and 1 more files as parquet: Arrow"):
+    with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' and 1 more file as parquet: Arrow"):
         open_corpus(str(tmp_path), "train")
 
 
