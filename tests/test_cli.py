@@ -183,13 +183,16 @@ def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
 
 
 def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_path):
-    (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n' * 3)
+    (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n' * 2 + '{"text": ""}\n')
     sources = ", ".join(f"{{source = {str(path)!r}}}" for path in (files.corpus, tmp_path / "short.jsonl"))
     assert main(["prepare", str(files.config), f"--data.mixture=[{sources}]", "--data.samples=padded"]) == 0
-    corpus, note, short = capsys.readouterr().out.splitlines()
+    corpus, note, short, untaught = capsys.readouterr().out.splitlines()
     assert ", 1 sample of 16 in " in corpus
     assert note == f"note: 1 document of {files.corpus} cut: longer than a sample"
-    assert short.startswith("12 tokens, 3 samples of 16 in ")
+    assert short.startswith("9 tokens, 3 samples of 16 in ")
+    assert untaught == (
+        f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}: no token in there is a target"
+    )
 
 
 @pytest.mark.parametrize(

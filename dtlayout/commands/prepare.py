@@ -30,10 +30,12 @@ def run(options: argparse.Namespace) -> int:
         tokens = cut.tokens
         if options.verify:
             tokens.verify()
+        num_untaught = cut.count_untaught()
         documents.append(
             {
                 "source": cut.source, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
                 "num_documents": tokens.num_documents, "num_samples": cut.num_samples, "num_cut": cut.num_cut,
+                "num_untaught": num_untaught,
             }
         )  # fmt: skip
         lines.append(
@@ -42,6 +44,9 @@ def run(options: argparse.Namespace) -> int:
         )
         if cut.num_cut:
             lines.append(f"note: {plural(cut.num_cut, 'document', ',')} of {cut.source} cut: longer than a sample")
+        if num_untaught:
+            untaught = plural(num_untaught, "sample", ",")
+            lines.append(f"note: nothing is learnt from {untaught} of {cut.source}: no token in there is a target")
     return show(options, {"sources": documents}, lines, indent=None)
 
 
