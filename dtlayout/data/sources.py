@@ -12,6 +12,7 @@ local touches the network. The order is the order of the names, whatever the fil
 
 import glob
 import json
+import logging
 import os
 import re
 import sysconfig
@@ -192,6 +193,7 @@ def _builder(files: Sequence[Path]) -> str:
 def _open_files(files: list[Path]) -> Iterable[Row]:
     import datasets
 
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what its readers log, they raise too
     builder = _builder(files)
     # data_files are patterns: unescaped, "a[1].txt" would match "a1.txt" or, silently, nothing
     patterns = [glob.escape(str(file.absolute())) for file in files]

@@ -165,11 +165,12 @@ def test_a_text_file_that_breaks_is_named(tmp_path):
         ("b.jsonl", '{"text": "x"}\n{"text": "\udcff"}\n', 2),
     ],
 )
-def test_json_that_breaks_is_named_with_its_line(tmp_path, name, broken, line):
+def test_json_that_breaks_is_named_with_its_line(tmp_path, caplog, name, broken, line):
     write_lines(tmp_path / "a.jsonl", [{"text": "fine"}])
     (tmp_path / name).write_bytes(broken.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=rf"broke at line {line} of '.*{name}': "):
         read(str(tmp_path / "*.json*"))
+    assert caplog.messages == []  # no line of `datasets` beside ours
 
 
 def test_a_parquet_file_that_breaks_says_how_far_it_was_read(tmp_path):
