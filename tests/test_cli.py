@@ -160,10 +160,23 @@ def test_what_the_gpu_that_a_config_names_cannot_run_is_refused_before_there_is_
 
 def test_a_package_that_is_not_here_is_noted_since_the_run_may_be_elsewhere(capsys, monkeypatch):
     monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: None)
-    config = str(ROOT / "configs" / "llama-13b-64xa100.toml")
-    assert main(["check", config, "--world", "64", "--kernels.attention=flash-attn", "--json"]) == 0
+    arguments = [str(ROOT / "configs" / "llama-13b-64xa100.toml"), "--data.tokenizer=bytes"]
+    assert main(["check", *arguments, "--world", "64", "--kernels.attention=flash-attn", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert note.startswith("kernels.attention=flash-attn: no package flash_attn here; install it: ")
+
+
+def test_a_tokenizer_that_is_not_here_is_noted_and_with_data_refused(files, capsys, tmp_path):
+    for spec, path in (("byts", "byts"), (str(tmp_path), str(tmp_path / "tokenizer.json")), ("~no/body", "~no/body")):
+        assert main(["check", str(files.config), f"--data.tokenizer={spec}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["notes"] == [
+            f"data.tokenizer={spec!r}: no file {path!r} here; without it there is no run"
+        ]
+        assert main(["check", str(files.config), f"--data.tokenizer={spec}", "--data"]) == 2
+        assert f"there is no file {path!r}" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["check", str(files.config), f"--data.tokenizer={tmp_path}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
 def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):

@@ -75,4 +75,15 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
     notes += package_problems(config.metrics.to)
+    notes += _find_missing_tokenizer(config.data.tokenizer)
     return notes + kernels.problems(config.precision, here, tp=layout.tp, recompute=layout.recompute)
+
+
+def _find_missing_tokenizer(spec: str) -> list[str]:
+    if spec == "bytes":
+        return []
+    from dtlayout.data.tokenizer import find_file  # only now: it imports numpy
+
+    path = find_file(spec)
+    there = path is None or path.is_file()
+    return [] if there else [f"data.tokenizer={spec!r}: no file {str(path)!r} here; without it there is no run"]

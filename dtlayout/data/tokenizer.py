@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtlayout.errors import DataError
+from dtlayout.files import expand
 
 if TYPE_CHECKING:
     import tokenizers
@@ -74,7 +75,7 @@ def find_file(spec: str) -> Path | None:
     """The tokenizer.json that `spec` means, be it there or not; None for "bytes"."""
     if spec == "bytes":
         return None
-    path = Path(spec).expanduser()
+    path = expand(spec)
     return path / "tokenizer.json" if path.is_dir() else path
 
 
