@@ -251,7 +251,12 @@ class Config:
 
     def to_toml(self) -> str:
         """A TOML file that loads to this config again."""
-        return toml.dumps(asdict(self))
+        tables = asdict(self)
+        if self.data.mixture:  # which stands in place of them: defaults would say that they are read
+            for key in ("source", "split"):
+                if getattr(self.data, key) == getattr(DataConfig, key):
+                    del tables["data"][key]
+        return toml.dumps(tables)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
