@@ -13,7 +13,7 @@ from dtlayout.cli import main
 from dtlayout.config import load_config
 from dtlayout.plans.plan import make_plan
 
-COMMANDS = ("check", "explain", "prepare", "recommend", "sweep")
+COMMANDS = ("check", "config", "explain", "prepare", "recommend", "sweep")
 """Those whose example takes a moment and no measured rows."""
 
 
