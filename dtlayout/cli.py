@@ -17,6 +17,7 @@ COMMANDS = {
     "calibrate": "Measure these machines, and write the cluster file that predictions for them take.",
     "check": "Say whether a config can train on so many ranks, and what it would do.",
     "checkpoint": "List what a run has saved, show what wrote it, and verify that it is what was written.",
+    "config": "Show every key of a config, with its type, its default and what it means.",
     "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder, or of one as a checkpoint.",
     "data": "Show as text the samples of a step whose loss was not finite.",
     "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",

@@ -27,8 +27,8 @@ from dtlayout.models.weights import check_init_from
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.precision import Precision
-from dtlayout.ranges import Ranged, ranged
-from dtlayout.trackers import name_problems, package_problems
+from dtlayout.ranges import Ranged, one_of, ranged
+from dtlayout.trackers import TRACKERS, name_problems, package_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +191,8 @@ class MetricsConfig(Ranged, section="metrics"):
     """Steps between memory measurements, which slow a step; the second and the last are measured too."""
     memory: bool = False
     """Write the curve of memory over the first steps to memory.json in the run folder."""
-    to: tuple[str, ...] = ()
-    """Where else every number of a step goes: tensorboard, wandb; their files lie in the run folder."""
+    to: tuple[str, ...] = one_of(TRACKERS, ())
+    """Where else every number of a step goes; their files lie in the run folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,12 +201,12 @@ class MetricsConfig(Ranged, section="metrics"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Ranged, section="cluster"):
     """The hardware, as far as the run cannot see it."""
 
-    gpu: str = "auto"
+    gpu: str = one_of(lambda: ("auto", "cpu", *known_gpus()), "auto")
     """GPU type for MFU; auto asks the device, cpu has no peak."""
-    gpus_per_node: int = 8
+    gpus_per_node: int = ranged("must be at least 1", 8)
     """Ranks that share a node's fast links."""
     file: str = ""
     """A cluster's TOML file, such as dtlayout calibrate writes; it goes before the other two."""
@@ -227,8 +227,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         known = ("auto", "cpu", *known_gpus())
         problems = [] if self.gpu in known else [f"cluster.gpu={self.gpu!r} is unknown; use one of {', '.join(known)}"]
-        if self.gpus_per_node < 1:
-            problems.append(f"cluster.gpus_per_node={self.gpus_per_node} must be at least 1")
+        problems += self.range_problems()
         if self.file:
             load_cluster(self.file)  # which says what is wrong with it
         if problems:
@@ -279,7 +278,12 @@ class Config:
 
     def to_toml(self) -> str:
         """A TOML file that loads to this config again."""
-        return toml.dumps(asdict(self))
+        tables = asdict(self)
+        if self.data.mixture:  # which stands in place of them: defaults would say that they are read
+            for key in ("source", "split"):
+                if getattr(self.data, key) == getattr(DataConfig, key):
+                    del tables["data"][key]
+        return toml.dumps(tables)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -1,5 +1,6 @@
 """Files that others read while they are written, or that minutes of work end in."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of what a file holds, in hexadecimal; OSError if it cannot be read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def check_writable(path: Path) -> None:

@@ -2,14 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import KERNELS, AttentionKernel, Kernel, Need, Package, find_kernel
 from dtlayout.precision import Precision
+from dtlayout.ranges import one_of
 from dtlayout.recompute import Recompute
 
 Compile = Literal["none", "blocks", "loss", "model"]
@@ -37,7 +37,7 @@ class Kernels:
     """What torch.compile gets: each block for itself, the loss, or a whole pipeline stage."""
 
     def __post_init__(self) -> None:
-        _check_names(vars(self))
+        _check_names(self)
 
     @property
     def compiles_blocks(self) -> bool:
@@ -108,25 +108,29 @@ class Chosen(NamedTuple):
         return [f"{key} {getattr(self.kernels, key)}: {why}" for key, why in self.reasons.items()]
 
 
+def _open(key: str, default: str) -> Any:
+    return one_of(lambda: _list_names(OpenKernels, key), default)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenKernels:
     """Kernels as TOML writes them, before the device is known: auto means the fastest there."""
 
-    attention: str = AUTO
-    """`Kernels.attention`; auto for the first by `Kernel.preference` that will do."""
-    norm: str = AUTO
-    """`Kernels.norm`; auto likewise."""
-    rope: str = AUTO
-    """`Kernels.rope`; auto likewise."""
-    swiglu: str = AUTO
-    """`Kernels.swiglu`; auto likewise."""
-    loss: str = Kernels.loss
+    attention: str = _open("attention", AUTO)
+    """`Kernels.attention`; auto for the fastest that will do."""
+    norm: str = _open("norm", AUTO)
+    """`Kernels.norm`; auto for the fastest that will do."""
+    rope: str = _open("rope", AUTO)
+    """`Kernels.rope`; auto for the fastest that will do."""
+    swiglu: str = _open("swiglu", AUTO)
+    """`Kernels.swiglu`; auto for the fastest that will do."""
+    loss: str = _open("loss", Kernels.loss)
     """`Kernels.loss`: memory against time, which nobody else can weigh."""
     compile: OpenCompile = "auto"
     """`Kernels.compile`; auto for the blocks on CUDA, which they make faster, and for nothing on a CPU."""
 
     def __post_init__(self) -> None:
-        _check_names(vars(self), [f.name for f in fields(self) if f.default == AUTO])
+        _check_names(self)
 
     @classmethod
     def of(cls, kernels: Kernels) -> "OpenKernels":
@@ -172,11 +176,17 @@ def _choose_compile(need: Need) -> tuple[Compile, str]:
     return "blocks", "it fuses what is elementwise, and spares the host"
 
 
-def _check_names(values: Mapping[str, str], autos: Collection[str] = ()) -> None:
-    """InvalidConfig for each value that is no kernel, nor an auto where there is one."""
+def _list_names(of: "type[Kernels | OpenKernels]", key: str) -> list[str]:
+    """What a key may be: a kernel, or an auto where that is the default."""
+    names = get_args(Compile) if key == "compile" else KERNELS[key]
+    return [*([AUTO] if getattr(of, key) == AUTO else []), *names]
+
+
+def _check_names(kernels: "Kernels | OpenKernels") -> None:
+    """InvalidConfig for each value that a key may not be."""
     problems = []
-    for name, value in values.items():
-        known = [*([AUTO] if name in autos else []), *(get_args(Compile) if name == "compile" else KERNELS[name])]
+    for name, value in vars(kernels).items():
+        known = _list_names(type(kernels), name)
         if value not in known:
             problems.append(f"kernels.{name}={value!r} is unknown; use one of {known}")
     if problems:

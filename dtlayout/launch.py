@@ -20,6 +20,7 @@ from dtlayout.config import Config, check_layout, load_config
 from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, DtlayoutError, InvalidConfig
 from dtlayout.lease import hold
 from dtlayout.signals import note_signals
+from dtlayout.text import plural
 from dtlayout.training.metrics import Summary, read_summary, write_summary
 
 SECONDS_TO_SAY_WHY = 5.0
@@ -97,8 +98,9 @@ def _run(config: Config) -> int:
         _refuse_another_run(config, folder)
         if is_writer:
             print(
-                f"{folder} has done its {summary['steps']} steps; raise train.steps (and optimizer.decay_steps, if the "
-                f"learning rate is to fall over all of them), or use another train.run_folder"
+                f"{folder} has done its {plural(summary['steps'], 'step')}; raise train.steps (and "
+                f"optimizer.decay_steps, if the learning rate is to fall over all of them), "
+                f"or use another train.run_folder"
             )
         return EXIT_DONE
     with hold(folder) if is_writer else nullcontext(), note_signals() as stop:

@@ -5,7 +5,7 @@ lists everything that is wrong with a layout at once, each problem in one line w
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import gcd, inf
 from typing import Any, Literal, NamedTuple
@@ -15,10 +15,11 @@ from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, find_schedule
+from dtlayout.ranges import one_of, ranged
 from dtlayout.recompute import Recompute
+from dtlayout.text import plural
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_POSITIVE = (*AXES, "micro_batch", "virtual_stages")
 _CHOICES: dict[str, Collection[Any]] = {"schedule": SCHEDULES, "zero": (1, 2, 3)}
 _NO_VIRTUAL_STAGES: dict[str, Any] = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
 
@@ -27,26 +28,26 @@ _NO_VIRTUAL_STAGES: dict[str, Any] = {"schedule": DEFAULT_SCHEDULE, "virtual_sta
 class Layout:
     """Degrees, micro-batch, schedule, ZeRO stage and recomputation of one training step."""
 
-    pp: int = 1
+    pp: int = ranged("must be at least 1", 1)
     """Pipeline-parallel degree: ranks that each hold some of the blocks."""
-    dp_replicate: int = 1
-    """Copies of the sharded model state; with dp_shard > 1 this is HSDP."""
-    dp_shard: int = 1
+    dp_replicate: int = ranged("must be at least 1", 1)
+    """Copies of the sharded model state; with a dp_shard above 1 this is HSDP."""
+    dp_shard: int = ranged("must be at least 1", 1)
     """Ranks over which FSDP2 shards the model state."""
-    cp: int = 1
+    cp: int = ranged("must be at least 1", 1)
     """Context-parallel degree: ranks that share one sequence."""
-    tp: int = 1
+    tp: int = ranged("must be at least 1", 1)
     """Tensor-parallel degree: ranks that share every matmul; keep it inside one node."""
     sequence_parallel: bool = True
     """Shard the residual stream and the norms over tp along the sequence; without effect at tp = 1."""
     tp_overlap: bool = False
     """Send what sequence parallelism gathers and scatters in pieces, while matmuls work on others; without effect at
     tp = 1."""
-    micro_batch: int = 1
+    micro_batch: int = ranged("must be at least 1", 1)
     """Sequences in one forward of one data-parallel rank."""
-    schedule: str = DEFAULT_SCHEDULE
-    """Order of forwards and backwards in the pipeline, one of `pipelining.schedules`."""
-    virtual_stages: int = 1
+    schedule: str = one_of(SCHEDULES, DEFAULT_SCHEDULE)
+    """Order of forwards and backwards in the pipeline."""
+    virtual_stages: int = ranged("must be at least 1", 1)
     """Stages on each pipeline rank; above 1 only with a schedule that takes them."""
     stage_layers: tuple[int, ...] = ()
     """Blocks of each stage, first to last; empty deals them out by cost."""
@@ -139,11 +140,14 @@ class Layout:
         return text + f" zero{self.zero}" + f" recompute={self.recompute}" * (self.recompute != "none")
 
 
+_POSITIVE = tuple(f.name for f in fields(Layout) if "rule" in f.metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenLayout(Layout):
     """A layout as TOML writes it, before the world size is known: dp_shard = -1 means the ranks that are left."""
 
-    dp_shard: int = -1
+    dp_shard: int = ranged("must be at least 1, or -1", -1)
     """Ranks over which FSDP2 shards the model state; -1 for all that the other axes leave."""
 
     def __post_init__(self) -> None:
@@ -174,7 +178,7 @@ class OpenLayout(Layout):
         degrees = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return (
             f"world size {world_size} does not fit the layout: {' * '.join(degrees) or 'every axis 1'} needs "
-            f"{'a multiple of ' if self.dp_shard == -1 else ''}{self.smallest_world_size} ranks; "
+            f"{'a multiple of ' if self.dp_shard == -1 else ''}{plural(self.smallest_world_size, 'rank')}; "
             f"start {' or '.join(map(str, works))}, or change the degrees"
         )
 
@@ -252,12 +256,13 @@ def _check_pipeline(layout: Layout, model: ModelShape) -> list[_Broken]:
     by_cost: dict[str, Any] = {"stage_layers": ()}
     if stage_layers and len(stage_layers) != layout.num_stages:
         what = (
-            f"stage_layers={list(stage_layers)} names {len(stage_layers)} stages, but pp={pp} * "
+            f"stage_layers={list(stage_layers)} names {plural(len(stage_layers), 'stage')}, but pp={pp} * "
             f"virtual_stages={v} makes {layout.num_stages}"
         )
         broken.append(_Broken("split", what, [by_cost]))
     elif stage_layers and sum(stage_layers) != layers:
-        what = f"stage_layers={list(stage_layers)} adds up to {sum(stage_layers)} blocks, but num_layers={layers}"
+        num_blocks = plural(sum(stage_layers), "block")
+        what = f"stage_layers={list(stage_layers)} adds up to {num_blocks}, but num_layers={layers}"
         last = layers - sum(stage_layers[:-1])
         completed = [{"stage_layers": (*stage_layers[:-1], last)}] if last > 0 else []
         broken.append(_Broken("split", what, [*completed, by_cost]))

@@ -49,7 +49,7 @@ class ModelShape(Ranged, section="model"):
     family: str = "llama"
     """Whose block it has: a name of `dtlayout.models.families`."""
     head_dim: int | None = None
-    """Width of a head, where it is not hidden_size / num_heads; None where it is."""
+    """Width of a head, where it is not hidden_size / num_heads."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values add a bias (Qwen2)."""
     qk_norm: bool = False

@@ -22,7 +22,7 @@ class Optimizer(Ranged, section="optimizer"):
     """
 
     name: str = ""
-    """Which optimizer; a subclass says it."""
+    """Which optimizer; each has keys of its own."""
     lr: float = ranged("must be above 0 and finite", 3e-4)
     """Learning rate at the end of the warm-up."""
     min_lr_ratio: float = ranged("must lie between 0 and 1", 0.1)

@@ -1,7 +1,7 @@
 """Ranges of a config's numbers, and paths that are none: noted at each field, checked when a value is made."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, field, fields
 from typing import Any, ClassVar
 
@@ -27,6 +27,11 @@ def ranged(rule: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"rule": rule})
 
 
+def one_of(choices: Collection[str] | Callable[[], Collection[str]], default: Any) -> Any:
+    """A dataclass field whose value is one of these, or of what is there when it is asked."""
+    return field(default=default, metadata={"choices": choices})
+
+
 class Ranged:
     """A section of a config, a dataclass: InvalidConfig with each `ranged` field that is outside its range."""
 
@@ -37,12 +42,15 @@ class Ranged:
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
+        if problems := self.range_problems():
+            raise InvalidConfig(problems)
+
+    def range_problems(self) -> list[str]:
+        """Each field that is outside its range, in a line; NaN is outside every one."""
         values = [(f.name, getattr(self, f.name), f.metadata["rule"]) for f in fields(self) if "rule" in f.metadata]  # type: ignore[arg-type]
-        problems = [
+        return [
             f"{self.section}.{name}={_quote(value)} {rule}" for name, value, rule in values if not _RULES[rule](value)
         ]
-        if problems:  # NaN is outside every range
-            raise InvalidConfig(problems)
 
 
 def _quote(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What people read: tables of cells that are text, aligned for a terminal or as Markdown, long lists, and sizes."""
+"""What people read: tables of cells that are text, aligned for a terminal or as Markdown, long lists, counts, sizes."""
 
 from collections.abc import Sequence
 
@@ -27,6 +27,16 @@ def to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table; the first row has the names of the columns."""
     head, *body = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|" + "---|" * len(rows[0]), *body]
+
+
+def plural(number: int, noun: str, form: str = "") -> str:
+    """So many things; `form` is how a format writes the number.
+
+    >>> plural(1, "microbatch"), plural(2, "microbatch"), plural(16384, "rank", ",")
+    ('1 microbatch', '2 microbatches', '16,384 ranks')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:{form}} {noun}{ending}"
 
 
 def choose_unit(nbytes: float) -> tuple[str, int]:

@@ -155,6 +155,18 @@ def _convert(value: Any, wanted: Any, name: str) -> Any:
     raise InvalidConfig(f"{name}={value!r} must be {_WORDS[kind]}")
 
 
+def describe_type(wanted: Any) -> str:
+    """What the values of a field of this type are called."""
+    origin, args = get_origin(wanted), get_args(wanted)
+    if origin in (Union, UnionType):  # with None, the only one that there is
+        return describe_type(args[0])
+    if origin is Literal:
+        return _WORDS[type(args[0])]
+    if origin is tuple and is_dataclass(args[0]):
+        return "a list of tables"
+    return "a table" if is_dataclass(wanted) else _WORDS[origin or wanted]
+
+
 def _convert_all(table: Any, wanted: Any, name: str) -> dict[str, Any]:
     """Every entry of a table whose keys may be any."""
     problems: list[str] = []

@@ -28,7 +28,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "mesh.axes", "plans.plan", "pipelining.partition", "pipelining.schedule",
         "pipelining.timing",
     ],
-    "configuration": ["config"],
+    "configuration": ["config", "keys"],
     "cost model": ["costmodel.*"],
     "planner": ["planner.*"],
     "one device": ["ops.*", "models.llama", "measure.*"],

@@ -13,7 +13,7 @@ from dtlayout.cli import main
 from dtlayout.config import load_config
 from dtlayout.plans.plan import make_plan
 
-COMMANDS = ("check", "explain", "prepare", "recommend", "sweep")
+COMMANDS = ("check", "config", "explain", "prepare", "recommend", "sweep")
 """Those whose example takes a moment and no measured rows."""
 
 
@@ -160,10 +160,23 @@ def test_what_the_gpu_that_a_config_names_cannot_run_is_refused_before_there_is_
 
 def test_a_package_that_is_not_here_is_noted_since_the_run_may_be_elsewhere(capsys, monkeypatch):
     monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: None)
-    config = str(ROOT / "configs" / "llama-13b-64xa100.toml")
-    assert main(["check", config, "--world", "64", "--kernels.attention=flash-attn", "--json"]) == 0
+    arguments = [str(ROOT / "configs" / "llama-13b-64xa100.toml"), "--data.tokenizer=bytes"]
+    assert main(["check", *arguments, "--world", "64", "--kernels.attention=flash-attn", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert note.startswith("kernels.attention=flash-attn: no package flash_attn here; install it: ")
+
+
+def test_a_tokenizer_that_is_not_here_is_noted_and_with_data_refused(files, capsys, tmp_path):
+    for spec, path in (("byts", "byts"), (str(tmp_path), str(tmp_path / "tokenizer.json")), ("~no/body", "~no/body")):
+        assert main(["check", str(files.config), f"--data.tokenizer={spec}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["notes"] == [
+            f"data.tokenizer={spec!r}: no file {path!r} here; without it there is no run"
+        ]
+        assert main(["check", str(files.config), f"--data.tokenizer={spec}", "--data"]) == 2
+        assert f"there is no file {path!r}" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["check", str(files.config), f"--data.tokenizer={tmp_path}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
 def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
@@ -183,13 +196,16 @@ def test_prepare_tokenizes_once_and_then_finds_it(files, capsys):
 
 
 def test_prepare_says_of_each_source_what_it_holds_and_cuts(files, capsys, tmp_path):
-    (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n' * 3)
+    (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n' * 2 + '{"text": ""}\n')
     sources = ", ".join(f"{{source = {str(path)!r}}}" for path in (files.corpus, tmp_path / "short.jsonl"))
     assert main(["prepare", str(files.config), f"--data.mixture=[{sources}]", "--data.samples=padded"]) == 0
-    corpus, note, short = capsys.readouterr().out.splitlines()
-    assert ", 1 samples of 16 in " in corpus
-    assert note == f"note: 1 documents of {files.corpus} are longer than a sample, which cuts them"
-    assert short.startswith("12 tokens, 3 samples of 16 in ")
+    corpus, note, short, untaught = capsys.readouterr().out.splitlines()
+    assert ", 1 sample of 16 in " in corpus
+    assert note == f"note: 1 document of {files.corpus} cut: longer than a sample"
+    assert short.startswith("9 tokens, 3 samples of 16 in ")
+    assert untaught == (
+        f"note: nothing is learnt from 1 sample of {tmp_path / 'short.jsonl'}: no token in there is a target"
+    )
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,17 @@ def test_the_optimizer_is_the_one_that_is_named_and_loads_again():
     assert parse_config(toml.loads(config.to_toml())) == config
 
 
+def test_beside_a_mixture_no_source_is_written_that_nobody_named():
+    mixture = [{"source": "a"}, {"source": "b"}]
+    config = parse_config(tables(data={"mixture": mixture}))
+    written = toml.loads(config.to_toml())
+    assert parse_config(written) == config
+    assert [each["source"] for each in written["data"]["mixture"]] == ["a", "b"]
+    assert written["data"].keys() & {"source", "split"} == set()
+    named = parse_config(tables(data={"mixture": mixture, "source": "c"}))
+    assert toml.loads(named.to_toml())["data"]["source"] == "c"
+
+
 def test_a_key_that_another_optimizer_has_is_refused_by_name_with_all_other_problems():
     assert problems_of(tables(optimizer={"name": "sgd", "beta1": 0.9, "momentun": 1.0, "lr": -1.0})) == [
         "optimizer.beta1 is a key of optimizer.name=adamw; name that, or leave beta1 out",

@@ -291,7 +291,7 @@ def test_an_open_layout_keeps_everything_but_dp_shard():
 @pytest.mark.parametrize(
     ("layout", "world_size", "message"),
     [
-        (OpenLayout(dp_shard=1), 4, "every axis 1 needs 1 ranks; start 1, or change the degrees"),
+        (OpenLayout(dp_shard=1), 4, "every axis 1 needs 1 rank; start 1, or change the degrees"),
         (OpenLayout(pp=3, tp=2), 8, "pp=3 * tp=2 needs a multiple of 6 ranks; start 6 or 12, or change the degrees"),
         (OpenLayout(tp=4), 3, "tp=4 needs a multiple of 4 ranks; start 4, or change the degrees"),
         (OpenLayout(tp=4), 0, "tp=4 needs a multiple of 4 ranks; start 4, or change the degrees"),

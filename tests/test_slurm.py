@@ -67,7 +67,7 @@ def test_a_config_that_is_refused_starts_no_task(slurm, files):
 def test_the_log_says_if_tp_crosses_nodes(slurm, files):
     environment = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "a,b"}
     assert slurm.submit(files.config, "--layout.tp=2", step="exit 0", **environment) == 0, slurm.log.read_text()
-    assert "note: tp=2 crosses nodes of 1 GPUs" in slurm.log.read_text()
+    assert "note: tp=2 crosses nodes of 1 GPU," in slurm.log.read_text()
 
 
 def test_a_job_that_slurm_ends_is_not_brought_back(slurm, files):

@@ -126,5 +126,5 @@ def made_up_text(path: Path) -> Iterator[None]:
     """Inside, tokens are prepared from made-up documents in place of this file, whose reader needs a package."""
     path.write_text("made up\n", encoding="utf-8")
     rows = [{"text": " ".join(str(i * j % 97) for j in range(50))} for i in range(400)]
-    with patch.object(prepare, "open_corpus", lambda source, _: Corpus(source, [], rows)):
+    with patch.object(prepare, "open_corpus", lambda source, *_: Corpus(source, [], rows)):
         yield

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import CheckpointError
+from dtlayout.files import hash_file
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
@@ -30,7 +31,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def describe_files(folder: Path, names: Iterable[str]) -> Files:
     """Size and hash of files below a folder, as they are on disk; OSError if one cannot be read."""
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in names}
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)} for name in names}
 
 
 def write_manifest(folder: Path, files: Files, facts: Mapping[str, Any]) -> None:
@@ -86,21 +87,13 @@ def find_damage(checkpoint: Path, first: int = 0, every: int = 1) -> list[str]:
             found = path.stat().st_size
             if found != written["bytes"]:
                 damage.append(f"{name} has {found} bytes and was written with {written['bytes']}")
-            elif _hash(path) != written["sha256"]:
+            elif hash_file(path) != written["sha256"]:
                 damage.append(f"{name} is not what was written: its hash is another one")
         except FileNotFoundError:
             damage.append(f"{name} is missing")
         except OSError as error:
             damage.append(f"{name} cannot be read: {error.strerror}")
     return damage
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _hash_document(document: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from dtlayout.files import check_writable, write_whole
 from dtlayout.measure.devices import ask_device_names
 from dtlayout.signals import note_signals
 from dtlayout.sweep import processes
-from dtlayout.text import align
+from dtlayout.text import align, plural
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
 _LIMIT_S = 1800
@@ -86,9 +86,9 @@ def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
     ]
     if measured.num_ranks > 1:
         facts.append(("at once", f"{at_once:.2g} ranks of a node at full speed"))
-    facts.append(("probes", f"{len(measured.probes)} steps, predicted to {found.error:.1%} (median)"))
+    facts.append(("probes", f"{plural(len(measured.probes), 'step')}, predicted to {found.error:.1%} (median)"))
     if measured.steal > _MUCH_STEAL:
         facts.append(("note", f"other guests of the host had the processors for {measured.steal:.0%} of the time"))
-    title = f"{measured.num_ranks} ranks on {measured.device}, {measured.ranks_per_node} a node"
+    title = f"{plural(measured.num_ranks, 'rank')} on {measured.device}, {measured.ranks_per_node} a node"
     advice = f"written: {path}; dtlayout recommend --cluster {path}, or cluster.file in a config, take it"
     return [title, *align(facts, ("<", "<")), advice]

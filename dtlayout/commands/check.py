@@ -12,6 +12,7 @@ from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
+from dtlayout.text import plural
 from dtlayout.trackers import package_problems
 
 EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
@@ -54,12 +55,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
     model, batch = config.model, config.batch
-    slices = partition(layer_costs(model, batch), layout)
+    num_microbatches, slices = layout.num_microbatches(batch), partition(layer_costs(model, batch), layout)
     return [
-        ("layout", f"{layout} on {layout.world_size} ranks"),
+        ("layout", f"{layout} on {plural(layout.world_size, 'rank')}"),
         ("model", f"{model.name}, {count_parameters(model):,} parameters"),
         ("stages", f"blocks {', '.join(map(str, count_blocks(slices)))}"),
-        ("microbatches", f"{layout.num_microbatches(batch)} of {layout.micro_batch} on each of {layout.dp} dp ranks"),
+        ("microbatches", f"{num_microbatches} of {layout.micro_batch} on each of {plural(layout.dp, 'dp rank')}"),
         ("tokens a step", f"{batch.num_tokens:,}"),
     ]
 
@@ -69,9 +70,20 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     notes = []
     gpus = config.cluster.ranks_per_node
     if layout.tp > 1 and crosses_node("tp", layout, gpus):
-        notes.append(f"tp={layout.tp} crosses nodes of {gpus} GPUs, and tp talks most; keep tp <= {gpus}")
+        notes.append(f"tp={layout.tp} crosses nodes of {plural(gpus, 'GPU')}, and tp talks most; keep tp <= {gpus}")
     if layout.zero > 1 and layout.dp_shard == 1:
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
     notes += package_problems(config.metrics.to)
+    notes += _find_missing_tokenizer(config.data.tokenizer)
     return notes + kernels.problems(config.precision, here, tp=layout.tp, recompute=layout.recompute)
+
+
+def _find_missing_tokenizer(spec: str) -> list[str]:
+    if spec == "bytes":
+        return []
+    from dtlayout.data.tokenizer import find_file  # only now: it imports numpy
+
+    path = find_file(spec)
+    there = path is None or path.is_file()
+    return [] if there else [f"data.tokenizer={spec!r}: no file {str(path)!r} here; without it there is no run"]

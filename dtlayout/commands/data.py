@@ -6,6 +6,7 @@ from pathlib import Path
 from dtlayout.commands.arguments import show
 from dtlayout.config import load_config
 from dtlayout.errors import DataError, InvalidConfig
+from dtlayout.text import plural
 
 EXAMPLE = "dtlayout data show runs/debug/nonfinite-step-00000007.json"
 
@@ -37,9 +38,8 @@ def run(options: argparse.Namespace) -> int:
     if samples.fingerprint != suspects.tokens:
         raise DataError(f"{options.file} is of other tokens than those that its run's config.toml names now")
     decode = load_tokenizer(config.data.tokenizer, config.data.end_of_document).decode
-    head = (
-        f"step {suspects.step}: loss {suspects.loss}, grad_norm {suspects.grad_norm}, {len(suspects.samples)} samples"
-    )
+    num_samples = plural(len(suspects.samples), "sample")
+    head = f"step {suspects.step}: loss {suspects.loss}, grad_norm {suspects.grad_norm}, {num_samples}"
     documents, lines = [], [head]
     for index, (number, sample) in enumerate(suspects.samples[: options.first or None]):
         cut = samples.cuts[number]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.mesh.axes import axis_sizes
-from dtlayout.text import choose_unit
+from dtlayout.text import choose_unit, plural
 
 MARK_ABOVE = 0.05
 """Difference from the dry run from which on it is marked."""
@@ -41,9 +41,9 @@ def describe_peak(report: RankReport, findings: Findings) -> str:
 def describe_run(report: RankReport, findings: Findings) -> str:
     """The steps and microbatches that were run of a rank."""
     run, whole, num_steps = report.num_microbatches_run, report.num_microbatches, findings.num_steps
-    plural = "microbatch" if whole == 1 else "microbatches"
+    batches = plural(whole, "microbatch")
     steps = "" if num_steps == 0 else "the first step, " if num_steps == 1 else f"the first {num_steps} steps, each "
-    return f"{steps}{whole} {plural}" if run == whole else f"{steps}{run} of {whole} {plural}, the rest repeats"
+    return f"{steps}{batches}" if run == whole else f"{steps}{run} of {batches}, the rest repeats"
 
 
 def list_tables(report: RankReport, findings: Findings, *, compares: bool) -> Iterator[Table]:

@@ -14,7 +14,7 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
-from dtlayout.text import GIB, align, choose_unit
+from dtlayout.text import GIB, align, choose_unit, plural
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
@@ -123,7 +123,7 @@ def _format_changes(explanation: Explanation) -> list[str]:
     lines = [f"no single change fits; the largest component is {component}, {size:.1f} GiB"]
     if growth is None:
         return [*lines, "no number of GPUs that was tried fits either; take a smaller micro-batch, sequence or model"]
-    text = f"{growth.estimate.layout.world_size} GPUs would do, as {growth.estimate.layout}:"
+    text = f"{plural(growth.estimate.layout.world_size, 'GPU')} would do, as {growth.estimate.layout}:"
     return [*lines, text, *align([["change", "step, s", "faster", "peak, GiB"], _row(growth, now)])]
 
 

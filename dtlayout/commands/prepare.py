@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.config import Config, DataConfig, load_config
+from dtlayout.text import plural
 
 if TYPE_CHECKING:
     from dtlayout.data.samples import Cut
@@ -15,7 +16,7 @@ EXAMPLE = "dtlayout prepare configs/debug.toml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, and whether all is read again."""
     add_config(parser)
-    parser.add_argument("--verify", action="store_true", help="read the tokens again, and compare their checksum")
+    parser.add_argument("--verify", action="store_true", help="read the tokens again, and compare each file's checksum")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,17 +30,23 @@ def run(options: argparse.Namespace) -> int:
         tokens = cut.tokens
         if options.verify:
             tokens.verify()
+        num_untaught = cut.count_untaught()
         documents.append(
             {
                 "source": cut.source, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
                 "num_documents": tokens.num_documents, "num_samples": cut.num_samples, "num_cut": cut.num_cut,
+                "num_untaught": num_untaught,
             }
         )  # fmt: skip
         lines.append(
-            f"{tokens.num_tokens:,} tokens, {cut.num_samples:,} samples of {config.batch.seq_len} in {tokens.folder}"
+            f"{plural(tokens.num_tokens, 'token', ',')}, {plural(cut.num_samples, 'sample', ',')} of "
+            f"{config.batch.seq_len} in {tokens.folder}"
         )
         if cut.num_cut:
-            lines.append(f"note: {cut.num_cut:,} documents of {cut.source} are longer than a sample, which cuts them")
+            lines.append(f"note: {plural(cut.num_cut, 'document', ',')} of {cut.source} cut: longer than a sample")
+        if num_untaught:
+            untaught = plural(num_untaught, "sample", ",")
+            lines.append(f"note: nothing is learnt from {untaught} of {cut.source}: no token in there is a target")
     return show(options, {"sources": documents}, lines, indent=None)
 
 

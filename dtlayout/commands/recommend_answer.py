@@ -20,7 +20,7 @@ from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_t
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow
 from dtlayout.planner.space import Space, parse_choice
-from dtlayout.text import GIB, align
+from dtlayout.text import GIB, align, plural
 
 BASELINES = {"thumb": choose_by_thumb, "playbook": choose_by_playbook}
 _BAR = 20
@@ -261,7 +261,7 @@ def _describe_dry_runs(verified: Sequence[Verified]) -> list[str]:
 
 def _describe_counts(result: SearchResult) -> str:
     parts = [f"{result.counts[reason]:,} {text}" for reason, text in _COUNTED.items() if result.counts[reason]]  # type: ignore[index]
-    return f"{result.num_layouts:,} layouts: {', '.join(parts)}."
+    return f"{plural(result.num_layouts, 'layout', ',')}: {', '.join(parts)}."
 
 
 def _describe_scenario(scenario: Scenario) -> list[str]:
@@ -272,7 +272,8 @@ def _describe_scenario(scenario: Scenario) -> list[str]:
     updated = "" if scenario.optimizer == AdamW() else f", updated by {scenario.optimizer.name}"
     return [
         f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {cluster.num_gpus} x "
-        f"{cluster.gpu.name}{nodes}; {batch.global_batch} sequences of {batch.seq_len} tokens a step{updated}",
+        f"{cluster.gpu.name}{nodes}; {plural(batch.global_batch, 'sequence')} of {plural(batch.seq_len, 'token')} "
+        f"a step{updated}",
         f"engine {engine.name}{known}; predicted speeds are good to about {engine.error:.0%}",
         *map(str, cluster.records),
     ]

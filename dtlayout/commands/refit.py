@@ -18,6 +18,7 @@ from dtlayout.planner.scores import score
 from dtlayout.planner.validate import fit_group, on_cluster, with_engine
 from dtlayout.report.rows import read_rows
 from dtlayout.sweep.results import Journal, keep_longest
+from dtlayout.text import plural
 
 EXAMPLE = "dtlayout refit sweeps/debug-4cpu --into lab.toml"
 
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=names)
     fitted = fit_group(with_engine(on_cluster(runs, cluster), engine), tell)
     today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    update(options.into, fitted.engine, records, f"dtlayout refit, {today}, {len(runs)} runs")
+    update(options.into, fitted.engine, records, f"dtlayout refit, {today}, {plural(len(runs), 'run')}")
     before, after = fitted.before.median_ape, score(fitted.predictions).median_ape
     document = {"ok": True, "file": str(options.into), "records": list(map(asdict, records)),
                 "median_error_before": before, "median_error_after": after}  # fmt: skip

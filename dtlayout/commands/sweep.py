@@ -17,7 +17,7 @@ from dtlayout.signals import StopRequest, note_signals
 from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
 from dtlayout.sweep.run import Watch, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
-from dtlayout.text import align
+from dtlayout.text import align, plural
 
 EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
 _BEST_SHOWN = 5
@@ -77,7 +77,7 @@ class _Board:
         """A round of successive halving begins: only its trials count from here on."""
         self.trials = list(trials)
         steps = trials[0].config.train.steps if trials and trials[0].config else 0
-        self._say(f"round of {len(trials)} trials, {steps} steps each")
+        self._say(f"round of {plural(len(trials), 'trial')}, {plural(steps, 'step')} each")
 
     def note_start(self, trial: Trial) -> None:
         self.running = trial, time.monotonic()
@@ -147,7 +147,7 @@ def _tabulate(results: Sequence[TrialResult]) -> list[str]:
 
 
 def _summarize(results: Sequence[TrialResult], num_trials: int, folder: Path, stop: StopRequest) -> Iterator[str]:
-    yield f"{len(results)} of {num_trials} trials: {_count_outcomes(results)}"
+    yield f"{len(results)} of {plural(num_trials, 'trial')}: {_count_outcomes(results)}"
     yield from dict.fromkeys(f"refused: {result.cause}" for result in results if result.outcome == "refused")
     yield from _tabulate(results)
     if results:

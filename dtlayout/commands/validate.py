@@ -18,7 +18,7 @@ from dtlayout.planner import validate
 from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
 from dtlayout.planner.tables import KERNELS
 from dtlayout.report.rows import ROWS, read_rows
-from dtlayout.text import align, choose_unit, wrap
+from dtlayout.text import align, choose_unit, plural, wrap
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
@@ -120,7 +120,7 @@ def _describe(
     """The lines of a validation: engines, scores, the worst rows, and what was fitted."""
     for (name, gpu), group in validate.group_runs(p.run for p in predictions).items():
         engine = group[0].scenario.engine
-        title = f"{name} on {gpu}, {len(group)} rows"
+        title = f"{name} on {gpu}, {plural(len(group), 'row')}"
         if not engine.is_calibrated:
             yield f"{title}: uncalibrated; general constants, no run stands behind them"
         else:
@@ -212,7 +212,7 @@ def _format_fragment(fitted: validate.Fitted) -> str:
     ran = [p.run for p in fitted.predictions if p.run.ran]
     models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
     cells = [[name, _show(fitted.before, name), _show(scores, name)] for name in _SCORES]
-    summary = [f"{engine.name}: scores of the {scores.rows} rows before and after this fit"]
+    summary = [f"{engine.name}: scores of the {plural(scores.rows, 'row')} before and after this fit"]
     summary += align(cells, ("<16", ">6", ">8"))
     errors = [100 * p.speed_error for p in fitted.predictions if p.is_scored]
     if len(errors) > 1:
@@ -220,7 +220,7 @@ def _format_fragment(fitted: validate.Fitted) -> str:
         spread = ", ".join(f"{name} {tenths[i]:+.1f} %" for name, i in (("p10", 0), ("median", 4), ("p90", 8)))
         summary.append(f"error of speed after: {spread}")
     summary.append(f"at a bound: {', '.join(engine.at_bounds) or 'none'}")
-    values = {"source": f"{len(ran)} runs of {models}", **_list_constants(engine)}
+    values = {"source": f"{plural(len(ran), 'run')} of {models}", **_list_constants(engine)}
     return "".join(f"# {line}\n" for line in summary) + toml.dumps({"fitted": {engine.gpu: values}})
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from dtlayout.errors import DataError
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
 
 Taught = npt.NDArray[np.bool_]
-T = TypeVar("T")
 
 
 class Document(NamedTuple):
@@ -41,29 +40,31 @@ def read_documents(corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, skip:
 
     DataError, with file and row, for a row that has not what `data` names.
     """
-    chats = data.messages_field
     rows = enumerate(corpus.read())
     for _ in islice(rows, skip):
         pass
-    kind: _Kind[Any] = _Chats(data, tokenizer) if chats else _Texts(data, tokenizer)
+    kind = _Chats(data, tokenizer) if data.messages_field else _Texts(data, tokenizer)
     yield from _encode_ahead(_batch(_read(rows, corpus, kind)), kind.encode)
 
 
-class _Kind(Protocol, Generic[T]):
-    """What rows hold, and how it is tokenized."""
+class _Text(NamedTuple):
+    """What a row holds, as the text that is tokenized."""
 
-    def read(self, row: Row) -> tuple[T, int]:
-        """What a row holds and its characters; DataError, without the place, if it holds something else."""
-
-    def encode(self, items: Sequence[T]) -> list[Document]:
-        """Their documents."""
+    text: str
+    answers: Spans | None = None
+    """Where the answers of a conversation are; None where all is taught."""
+    is_answered: bool = True
+    """Whether the last message is an answer."""
 
 
 class _Texts:
+    """Rows that hold text."""
+
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self.field, self.tokenizer = data.text_field, tokenizer
 
-    def read(self, row: Row) -> tuple[str, int]:
+    def read(self, row: Row) -> _Text:
+        """What a row holds; DataError, without the place, if it holds something else."""
         text = _find(row, self.field, "text_field")
         if text is None:
             raise DataError(f"there is nothing in field {self.field!r}; set text_field or remove that row")
@@ -71,23 +72,27 @@ class _Texts:
             raise DataError(
                 f"field {self.field!r} holds {type(text).__name__}, not text; set text_field or remove that row"
             )
-        return text, len(text)
+        return _Text(text)
 
-    def encode(self, items: Sequence[str]) -> list[Document]:
+    def encode(self, items: Sequence[_Text]) -> list[Document]:
+        """Their documents."""
         begin, end = (np.array(ids, dtype=np.int64) for ids in (self.tokenizer.begin, [self.tokenizer.end_of_document]))
         return [
             Document(np.concatenate((begin, ids, end)), None, has_text=ids.size > 0)
-            for ids in self.tokenizer.encode_batch(items)
+            for ids in self.tokenizer.encode_batch([item.text for item in items])
         ]
 
 
 class _Chats:
+    """Rows that hold conversations, which a template writes as text."""
+
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self.field, self.tokenizer = data.messages_field, tokenizer
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
         self.is_all_taught = data.loss_on == "all"
 
-    def read(self, row: Row) -> tuple["_Conversation", int]:
+    def read(self, row: Row) -> _Text:
+        """What a row holds; DataError, without the place, if it holds something else."""
         messages = _find(row, self.field, "messages_field")
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
             raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
@@ -95,27 +100,25 @@ class _Chats:
         if not all("role" in each for each in messages):
             raise DataError(f"a message in field {self.field!r} has no role; each needs a role and its content")
         tools = _read_tools(row.get("tools"))
-        text, spans = (
-            (self.template.render(messages, tools), None)
-            if self.is_all_taught
-            else self.template.find_answers(messages, tools)
-        )
-        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
-        return _Conversation(text, spans, is_answered), len(text)
+        if self.is_all_taught:
+            return _Text(self.template.render(messages, tools))
+        text, answers = self.template.find_answers(messages, tools)
+        return _Text(text, answers, is_answered=bool(messages) and messages[-1]["role"] == "assistant")
 
-    def encode(self, items: Sequence["_Conversation"]) -> list[Document]:
+    def encode(self, items: Sequence[_Text]) -> list[Document]:
+        """Their documents."""
         encoded = self.tokenizer.encode_chats([item.text for item in items])
         return [
             self._end(ids, self._find_taught(places, item)) for item, (ids, places) in zip(items, encoded, strict=True)
         ]
 
     @staticmethod
-    def _find_taught(places: Ids, item: "_Conversation") -> Taught | None:
+    def _find_taught(places: Ids, item: _Text) -> Taught | None:
         """For each id whether it begins inside an answer; for the document's end whether the last message is one."""
-        if item.spans is None:
+        if item.answers is None:
             return None
         taught = np.zeros(places.size + 1, dtype=np.bool_)
-        for first, end in item.spans:
+        for first, end in item.answers:
             taught[:-1] |= (places >= first) & (places < end)
         taught[-1] = item.is_answered
         return taught
@@ -126,16 +129,6 @@ class _Chats:
             ids = np.append(ids, self.tokenizer.end_of_document)
         taught = None if taught is None else taught[: ids.size]
         return Document(ids, taught, has_text=ids.size > 1 if taught is None else bool(taught.any()))
-
-
-class _Conversation(NamedTuple):
-    """One row, written by the template."""
-
-    text: str
-    spans: Spans | None
-    """Where its answers are; None where all is taught."""
-    is_answered: bool
-    """Whether the last message is an answer."""
 
 
 def _without_none(value: Any) -> Any:
@@ -163,7 +156,7 @@ def _find(row: Row, field: str, key: str) -> Any:
     return row[field]
 
 
-def _read(rows: Iterable[tuple[int, Row]], corpus: Corpus, kind: _Kind[T]) -> Iterator[tuple[T, int]]:
+def _read(rows: Iterable[tuple[int, Row]], corpus: Corpus, kind: _Texts | _Chats) -> Iterator[_Text]:
     for number, row in rows:
         try:
             item = kind.read(row)
@@ -172,12 +165,12 @@ def _read(rows: Iterable[tuple[int, Row]], corpus: Corpus, kind: _Kind[T]) -> It
         yield item
 
 
-def _batch(items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
-    batch: list[T] = []
+def _batch(items: Iterable[_Text]) -> Iterator[list[_Text]]:
+    batch: list[_Text] = []
     num_characters = 0
-    for item, size in items:
+    for item in items:
         batch.append(item)
-        num_characters += size + 1  # + 1: empty documents fill a batch too
+        num_characters += len(item.text) + 1  # + 1: empty documents fill a batch too
         if num_characters >= _BATCH_CHARACTERS:
             yield batch
             batch, num_characters = [], 0
@@ -185,7 +178,9 @@ def _batch(items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
         yield batch
 
 
-def _encode_ahead(batches: Iterable[list[T]], encode: Callable[[list[T]], list[Document]]) -> Iterator[Document]:
+def _encode_ahead(
+    batches: Iterable[list[_Text]], encode: Callable[[list[_Text]], list[Document]]
+) -> Iterator[Document]:
     """The documents of each batch; the tokenizer has all cores for one while this thread reads the next."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         under_way: Future[list[Document]] | None = None

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 from zipfile import BadZipFile
 
@@ -38,14 +38,18 @@ from dtlayout.data.documents import Document, read_documents
 from dtlayout.data.sources import list_files, open_corpus
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
 from dtlayout.errors import DataError
+from dtlayout.files import hash_file
+from dtlayout.text import plural
 
 TOKENS_NAME = "tokens.bin"
 DOCUMENTS_NAME = "documents.bin"
 TAUGHT_NAME = "taught.bin"
 INFO_NAME = "tokens.json"
+HASH_KEYS = {TOKENS_NAME: "sha256", DOCUMENTS_NAME: "documents_sha256", TAUGHT_NAME: "taught_sha256"}
+"""File → the key of tokens.json that has its hash."""
 
 _FORMAT = 2  # part of the fingerprint: raise it when the same corpus would give other bytes
-PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
+_PART_TOKENS = 1 << 24  # tokenized in ten seconds or so, which is what a kill costs
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -67,7 +71,7 @@ def prepare_tokens(data: DataConfig) -> Path:
     try:
         _refuse_unfinished(target)
         parts.mkdir(parents=True, exist_ok=True)
-        found = _write_parts(data, tokenizer, parts)
+        found = _write_parts(data, tokenizer, files, parts)
         own.mkdir()
         info = _join(found, own, tokenizer, data)
         (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
@@ -117,13 +121,13 @@ def _fingerprint(provenance: dict[str, object], tokenizer: Tokenizer, files: lis
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write_parts(data: DataConfig, tokenizer: Tokenizer, folder: Path) -> list[Path]:
+def _write_parts(data: DataConfig, tokenizer: Tokenizer, files: list[Path], folder: Path) -> list[Path]:
     """The parts of a corpus, those that are there already and the others."""
     parts, num_documents, num_tokens = _find_parts(folder)
     if data.max_tokens and num_tokens == data.max_tokens:
         return parts
     progress = _Progress(data, num_documents, num_tokens)
-    corpus = open_corpus(data.source, data.split)
+    corpus = open_corpus(data.source, files, data.split)
     documents = read_documents(corpus, data, tokenizer, skip=num_documents)
     left = data.max_tokens - num_tokens if data.max_tokens else None
     for part in _gather(_take(documents, left), progress):
@@ -161,14 +165,14 @@ def _take(documents: Iterator[Document], num_tokens: int | None) -> Iterator[Doc
 
 
 def _gather(documents: Iterator[Document], progress: "_Progress") -> Iterator[list[Document]]:
-    """Documents in parts of about `PART_TOKENS` ids."""
+    """Documents in parts of about `_PART_TOKENS` ids."""
     part: list[Document] = []
     num_tokens = 0
     for document in documents:
         part.append(document)
         num_tokens += document.ids.size
         progress.count(document.ids.size)
-        if num_tokens >= PART_TOKENS:
+        if num_tokens >= _PART_TOKENS:
             yield part
             part, num_tokens = [], 0
     if part:
@@ -196,42 +200,42 @@ def _write_part(part: list[Document], path: Path, tokenizer: Tokenizer) -> None:
 
 def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfig) -> dict[str, object]:
     """Write the parts one after the other into the files of a folder; what they are."""
-    digest, of_documents = hashlib.sha256(), hashlib.sha256()
     num_tokens = num_documents = 0
     has_text = False
-    with (folder / TOKENS_NAME).open("wb") as ids, (folder / DOCUMENTS_NAME).open("wb") as documents:
-        _append(documents, np.zeros(1, "<i8"), of_documents)
-        for path in parts:
-            try:
-                with np.load(path) as part:
-                    arrays = dict(part)
-            except (BadZipFile, ValueError, EOFError, KeyError) as error:
-                raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
-            _append(ids, arrays["ids"], digest)
-            _append(documents, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"), of_documents)
-            if "taught" in arrays:
-                with (folder / TAUGHT_NAME).open("ab") as taught:
-                    _append(taught, arrays["taught"].astype(np.uint8), digest)
-            num_tokens += arrays["ids"].size
-            num_documents += arrays["lengths"].size
-            has_text = has_text or bool(arrays["has_text"])
+    _append(folder / DOCUMENTS_NAME, np.zeros(1, "<i8"))
+    for path in parts:
+        try:
+            with np.load(path) as part:
+                arrays = dict(part)
+        except (BadZipFile, ValueError, EOFError, KeyError) as error:
+            raise DataError(f"{str(path)!r} is damaged ({error}); delete {str(path.parent)!r}") from error
+        _append(folder / TOKENS_NAME, arrays["ids"])
+        _append(folder / DOCUMENTS_NAME, (num_tokens + arrays["lengths"].cumsum()).astype("<i8"))
+        if "taught" in arrays:
+            _append(folder / TAUGHT_NAME, arrays["taught"].astype(np.uint8))
+        num_tokens += arrays["ids"].size
+        num_documents += arrays["lengths"].size
+        has_text = has_text or bool(arrays["has_text"])
     if not has_text:
         what = "answer" if data.messages_field else "text"
-        raise DataError(f"{data.source!r} holds no {what}: {num_documents} documents and all of them empty")
+        raise DataError(f"{data.source!r} holds no {what}: {plural(num_documents, 'document')} and all of them empty")
     return {
         "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
-        "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document, "sha256": digest.hexdigest(),
-        "documents_sha256": of_documents.hexdigest(),
+        "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,
+        **{key: _finish(folder / name) for name, key in HASH_KEYS.items() if (folder / name).exists()},
     }  # fmt: skip
 
 
-def _append(file: BinaryIO, array: "np.ndarray[Any, Any]", digest: "hashlib._Hash | None" = None) -> None:
-    written = array.tobytes()
-    file.write(written)
-    if digest is not None:
-        digest.update(written)
-    file.flush()
-    os.fsync(file.fileno())
+def _append(path: Path, array: "np.ndarray[Any, Any]") -> None:
+    with path.open("ab") as file:
+        file.write(array.tobytes())
+
+
+def _finish(path: Path) -> str:
+    """Have a file reach the disk; its hash."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return hash_file(path)
 
 
 def _dtype(tokenizer: Tokenizer) -> "np.dtype[Any]":
@@ -247,7 +251,7 @@ class _Progress:
         self.num_documents, self.num_tokens, self.first = num_documents, num_tokens, num_tokens
         self.started = self.said = time.perf_counter()
         if num_documents:
-            print(f"{data.source}: going on after {num_tokens:,} tokens", file=sys.stderr, flush=True)
+            print(f"{data.source}: going on after {plural(num_tokens, 'token', ',')}", file=sys.stderr, flush=True)
 
     def count(self, num_tokens: int) -> None:
         """One more document."""
@@ -258,9 +262,8 @@ class _Progress:
             return
         self.said = now
         rate = (self.num_tokens - self.first) / (now - self.started)
-        line = (
-            f"{self.data.source}: {self.num_tokens:,} tokens of {self.num_documents:,} documents, {rate:,.0f} tokens/s"
-        )
+        done = f"{plural(self.num_tokens, 'token', ',')} of {plural(self.num_documents, 'document', ',')}"
+        line = f"{self.data.source}: {done}, {rate:,.0f} tokens/s"
         if self.data.max_tokens:
             left_s = (self.data.max_tokens - self.num_tokens) / rate
             line += f", {self.num_tokens / self.data.max_tokens:.0%}, {left_s / 60:,.0f} min left"

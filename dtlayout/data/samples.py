@@ -39,12 +39,15 @@ from dtlayout.config import DataConfig
 from dtlayout.data.permutation import hash_integers, permute
 from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
+from dtlayout.text import plural
 
 if TYPE_CHECKING:
     import torch
 
 ROUND = 10_000
 """Samples over which shares are exact: a weight counts to a hundredth of a percent."""
+
+_SAMPLES_AT_ONCE = 1 << 12
 
 Ints = npt.NDArray[np.int64]
 
@@ -86,8 +89,8 @@ class Cut:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise DataError(
-                f"{self.source} holds {self.tokens.num_tokens} tokens, one sample of seq_len={self.seq_len} needs "
-                f"{self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
+                f"{self.source} holds {plural(self.tokens.num_tokens, 'token')}, one sample of seq_len={self.seq_len} "
+                f"needs {self.seq_len + 1}; use a longer source or a seq_len of at most {self.tokens.num_tokens - 1}"
             )
 
     @property
@@ -100,6 +103,20 @@ class Cut:
         """Documents that a padded sample does not hold whole."""
         return int((np.diff(self.tokens.documents) > self.seq_len + 1).sum()) if self.is_padded else 0
 
+    def count_untaught(self) -> int:
+        """Samples without any target; all that says what is taught is read for it."""
+        num_untaught = 0
+        for start in range(0, self.num_samples, _SAMPLES_AT_ONCE):
+            first_B, length_B = self._find(np.arange(start, min(start + _SAMPLES_AT_ONCE, self.num_samples)))
+            if self.tokens.taught is None:
+                num_untaught += int((length_B < 2).sum())
+            else:  # the first token of a sample is no target
+                begin, end = first_B[0], first_B[-1] + length_B[-1]
+                targets = begin + np.flatnonzero(self.tokens.taught[begin:end])
+                nth = np.searchsorted(targets, (first_B + 1, first_B + length_B))
+                num_untaught += int((nth[0] == nth[1]).sum())
+        return num_untaught
+
     def read_ids(self, sample: int) -> Ints:
         """The tokens of one sample, without what fills it up."""
         tokens_BS, _, _ = self.read(np.array([sample]))
@@ -109,11 +126,7 @@ class Cut:
     def read(self, ids_B: Ints) -> tuple[Ints, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """S + 1 tokens of each sample; which count as targets; which are the last of their document."""
         whole = self.seq_len + 1
-        if self.is_padded:
-            first_B = self.tokens.documents[ids_B]
-            length_B = np.minimum(self.tokens.documents[ids_B + 1] - first_B, whole)
-        else:
-            first_B, length_B = ids_B * self.seq_len, np.full_like(ids_B, whole)
+        first_B, length_B = self._find(ids_B)
         window_BS = np.minimum(first_B[:, None] + np.arange(whole), self.tokens.num_tokens - 1)
         is_there_BS = np.arange(whole) < length_B[:, None]
         tokens_BS = np.where(is_there_BS, self.tokens.tokens[window_BS], self.tokens.end_of_document).astype(np.int64)
@@ -125,6 +138,14 @@ class Cut:
         if self.tokens.taught is not None:
             is_there_BS &= self.tokens.taught[window_BS] != 0
         return tokens_BS, is_there_BS, is_last_BS
+
+    def _find(self, ids_B: Ints) -> tuple[Ints, Ints]:
+        """Where each sample begins in the file, and of how many tokens it is, the one after its last input included."""
+        whole = self.seq_len + 1
+        if not self.is_padded:
+            return ids_B * self.seq_len, np.full_like(ids_B, whole)
+        first_B = self.tokens.documents[ids_B]
+        return first_B, np.minimum(self.tokens.documents[ids_B + 1] - first_B, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +185,7 @@ class Samples:
     @property
     def fingerprint(self) -> str:
         """Equal for other samples only if these are the same ones in the same order, whatever the seed."""
-        hashes = [cut.tokens.sha256 for cut in self.cuts]
+        hashes = [cut.tokens.fingerprint for cut in self.cuts]
         if len(self.cuts) > 1:
             hashes = [f"{quota} {found}" for quota, found in zip(self._quotas, hashes, strict=True)]
         return ", ".join([*hashes, *(["padded"] if self.cuts[0].is_padded else [])])

@@ -12,17 +12,20 @@ local touches the network. The order is the order of the names, whatever the fil
 
 import glob
 import json
+import logging
 import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import DataError
+from dtlayout.text import plural
 
 STDLIB = "python-stdlib"
 
@@ -59,13 +62,12 @@ class Corpus:
 
     def place(self, number: int) -> str:
         """Where the row of a number, which counts from 0, stands: file, and row of it from 1 on."""
-        rows: Any = self.rows
-        if len(self.files) == getattr(rows, "num_shards", 0):  # then each is a file
-            for i, file in enumerate(self.files):  # which are read again, for a row that is refused
-                num_rows = sum(1 for _ in rows.shard(len(self.files), i))
-                if number < num_rows:
-                    return f"row {number + 1} of {str(file)!r}"
-                number -= num_rows
+        num_before = 0
+        for file, rows in self._read_files():
+            num_rows = sum(1 for _ in rows)
+            if number < num_before + num_rows:
+                return f"row {number - num_before + 1} of {str(file)!r}"
+            num_before += num_rows
         return f"row {number + 1} of {self.source!r}"
 
     def _find_break(self, num_read: int) -> str:
@@ -76,31 +78,37 @@ class Corpus:
                 return f"at line {line} of {str(file)!r}"
             if builder == "text" and not _is_utf8(file):
                 return f"at {str(file)!r}"
-        rows: Any = self.rows
-        for i, file in enumerate(self.files if len(self.files) == getattr(rows, "num_shards", 0) else ()):
-            num_read = 0
+        for file, rows in self._read_files():
+            num_rows = 0
             try:
-                for _ in rows.shard(len(self.files), i):
-                    num_read += 1
+                for _ in rows:
+                    num_rows += 1
             except Exception:
-                return f"after {num_read} rows of {str(file)!r}"
-        return f"after {num_read} rows"
+                return f"after {plural(num_rows, 'row')} of {str(file)!r}"
+        return f"after {plural(num_read, 'row')}"
+
+    def _read_files(self) -> Iterator[tuple[Path, Iterable[Row]]]:
+        """Each file with its rows, read again to name a place; none where what is read does not go file by file."""
+        rows: Any = self.rows
+        num_files = len(self.files)
+        if num_files == getattr(rows, "num_shards", 0):
+            for i, file in enumerate(self.files):
+                yield file, rows.shard(num_files, i)
 
 
-def open_corpus(source: str | Sequence[str], split: str) -> Corpus:
-    """A source, open; DataError if it cannot be opened.
+def open_corpus(source: str | Sequence[str], files: list[Path], split: str) -> Corpus:
+    """A source, open, whose local files are those that `list_files` has found; DataError if it cannot be opened.
 
     `split` chooses a part of a hub dataset; local files are one part, whatever it says. Line ends of .txt files become
     \\n.
     """
-    files = list_files(source)
     return Corpus(source, files, _open_files(files) if files else _open_hub(str(source), split))
 
 
 def list_files(source: str | Sequence[str]) -> list[Path]:
     """The local files of `source` in reading order; empty means that `source` is a name on the hub."""
     if source == STDLIB:
-        return _list_stdlib()
+        return list(_list_stdlib(Path(sysconfig.get_path("stdlib"))))
     if isinstance(source, str) and _is_hub_name(source):
         return []
     patterns = [source] if isinstance(source, str) else source
@@ -146,8 +154,8 @@ def _check_one_kind(files: list[Path], source: str | Sequence[str]) -> None:
         )
 
 
-def _list_stdlib() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
+@cache  # it reads 11 MB to leave out what is not UTF-8, and nobody changes the Python that is running
+def _list_stdlib(root: Path) -> list[Path]:
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - _NOT_STDLIB)  # site-packages may be vast: don't even look
@@ -185,11 +193,12 @@ def _builder(files: Sequence[Path]) -> str:
 def _open_files(files: list[Path]) -> Iterable[Row]:
     import datasets
 
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what its readers log, they raise too
     builder = _builder(files)
     # data_files are patterns: unescaped, "a[1].txt" would match "a1.txt" or, silently, nothing
     patterns = [glob.escape(str(file.absolute())) for file in files]
     options = {"sample_by": "document"} if builder == "text" else {}
-    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    more = f" and {plural(len(files) - 1, 'more file')}" if len(files) > 1 else ""
     with _refusal(f"cannot read {str(files[0])!r}{more} as {builder}: "):
         return datasets.load_dataset(builder, data_files={"train": patterns}, split="train", streaming=True, **options)
 

@@ -6,7 +6,7 @@ Vocabulary: the end of document is the id that `prepare` writes after every docu
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtlayout.errors import DataError
+from dtlayout.files import expand
 
 if TYPE_CHECKING:
     import tokenizers
@@ -74,7 +75,7 @@ def find_file(spec: str) -> Path | None:
     """The tokenizer.json that `spec` means, be it there or not; None for "bytes"."""
     if spec == "bytes":
         return None
-    path = Path(spec).expanduser()
+    path = expand(spec)
     return path / "tokenizer.json" if path.is_dir() else path
 
 
@@ -96,6 +97,13 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
         raise DataError(
             f"tokenizer {spec!r}: there is no file {str(path)!r}; give 'bytes' or the path of a tokenizer.json"
         )
+    stat = path.stat()
+    return _load(path.absolute(), stat.st_size, stat.st_mtime_ns, end_of_document)
+
+
+@lru_cache(maxsize=1)  # all sources have one, which is checked before it is used, and takes a second to read
+def _load(path: Path, size: int, mtime_ns: int, end_of_document: str) -> Tokenizer:
+    """That of a file, which `size` and `mtime_ns` tell from what it was before."""
     tokenizer = _read_tokenizer(path)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     end = _find_end_of_document(ids, end_of_document, path)

@@ -1,6 +1,5 @@
 """Prepared tokens, mapped from disk."""
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtlayout.data.prepare import DOCUMENTS_NAME, INFO_NAME, PART_TOKENS, TAUGHT_NAME, TOKENS_NAME
+from dtlayout.data.prepare import DOCUMENTS_NAME, HASH_KEYS, INFO_NAME, TAUGHT_NAME, TOKENS_NAME
 from dtlayout.errors import DataError
+from dtlayout.files import hash_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +28,11 @@ class TokenFile:
     end_of_document: int
     """The id between documents."""
     sha256: str
-    """Hash of the ids: a checkpoint keeps it, so that a run that resumes on other data can say so."""
+    """Hash of the file of ids; of conversations that an older version prepared, of what is taught too."""
     documents_sha256: str = ""
-    """Hash of where documents begin; empty where an older version prepared them."""
+    """Hash of the file of where documents begin; empty where an older version prepared them."""
+    taught_sha256: str = ""
+    """Hash of the file of what is taught; empty where there is none, and where an older version prepared it."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
@@ -46,8 +48,7 @@ class TokenFile:
             taught,
             info["vocab_size"],
             info["end_of_document"],
-            info["sha256"],
-            info.get("documents_sha256", ""),
+            **{key: info.get(key, "") for key in HASH_KEYS.values()},
         )
 
     @property
@@ -64,6 +65,14 @@ class TokenFile:
     def num_documents(self) -> int:
         """Documents, the empty ones included."""
         return int(self.documents.size) - 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for other tokens only if ids and targets are the same.
+
+        A checkpoint keeps it, so that a run that resumes on other data can say so.
+        """
+        return f"{self.sha256} {self.taught_sha256}".rstrip()
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse a model whose embedding is too small for these ids; a larger (padded) one is fine."""
@@ -84,21 +93,17 @@ class TokenFile:
 
     def verify(self) -> None:
         """Read everything; DataError if it is not what was prepared."""
-        digest, first, end = hashlib.sha256(), 0, self.num_tokens
-        while first < end:
-            # Conversations were hashed part by part, what is taught after the ids of each.
-            last = int(self.documents[np.searchsorted(self.documents[:-1], first + PART_TOKENS)])
-            if not first < last <= end:  # damaged, so not in order
-                break
-            for file in (self.tokens, self.taught):
-                if file is not None:
-                    digest.update(file[first:last].tobytes())
-            first = last
-        found = digest.hexdigest(), hashlib.sha256(self.documents.tobytes()).hexdigest()
-        if found != (self.sha256, self.documents_sha256 or found[1]):
+        if self.taught is not None and not self.taught_sha256:
             raise DataError(
-                f"{str(self.folder)!r} is damaged: its files are not those that {INFO_NAME} has the checksum of; "
-                f"delete that folder and prepare again"
+                f"{str(self.folder)!r} cannot be compared: an older version prepared it, whose one checksum was of ids "
+                f"and targets together; delete that folder and prepare again, or go on with it unverified"
+            )
+        written = {name: getattr(self, key) for name, key in HASH_KEYS.items()}
+        wrong = [name for name, sha256 in written.items() if sha256 and hash_file(self.folder / name) != sha256]
+        if wrong:
+            raise DataError(
+                f"{str(self.folder)!r} is damaged: its files are not those that {INFO_NAME} has the checksum of: "
+                f"{', '.join(wrong)}; delete that folder and prepare again"
             )
 
 

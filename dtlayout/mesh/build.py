@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.mesh.axes import DP_REPLICATE, DP_SHARD, axis_sizes
+from dtlayout.text import plural
 
 _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 """The default process group's meshes by device type and degrees. Meshes hold the group itself, and would keep it for
@@ -32,7 +33,7 @@ def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> Devi
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != layout.world_size:
         raise InvalidLayout(
-            f"the layout {layout} needs {layout.world_size} ranks, this job has {world_size}; start it with "
+            f"the layout {layout} needs {plural(layout.world_size, 'rank')}, this job has {world_size}; start it with "
             f"torchrun --nproc-per-node {layout.world_size}, or change the degrees"
         )
     if not dist.is_initialized():

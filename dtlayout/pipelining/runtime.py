@@ -22,6 +22,7 @@ from dtlayout.mesh.axes import PP
 from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT, Schedule, receive_of
 from dtlayout.pipelining.stage import Boundary
+from dtlayout.text import plural
 
 _CANNOT_RUN = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 _FORWARD_ALONE = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
@@ -113,7 +114,9 @@ class Runtime:
         if num_rows % m:
             raise DtlayoutError(f"{num_rows} rows do not make {m} equal microbatches; bring a multiple of {m}")
         if len(contexts) not in (0, m):
-            raise DtlayoutError(f"{len(contexts)} contexts came for {m} microbatches; bring one for each, or none")
+            raise DtlayoutError(
+                f"{plural(len(contexts), 'context')} came for {plural(m, 'microbatch')}; bring one for each, or none"
+            )
         split_targets: list[dict[str, Any]] = [{} for _ in range(m)]
         for name, value in targets.items():
             is_split = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows

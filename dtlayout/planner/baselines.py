@@ -23,6 +23,7 @@ from dtlayout.models.counting import count_parameters
 from dtlayout.planner.reasons import spread
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.text import plural
 
 _MICRO_BATCHES = (8, 4, 2, 1)
 _GAIN = 0.002
@@ -63,7 +64,7 @@ def choose_by_playbook(search: Search) -> Baseline | None:
     if not best:
         return None
     m, layout = best.layout.num_microbatches(space.scenario.batch), best.layout
-    batch = f"{layout.dp} dp ranks times {m} microbatches of {layout.micro_batch}"
+    batch = f"{plural(layout.dp, 'dp rank')} times {plural(m, 'microbatch')} of {layout.micro_batch}"
     steps = [f"1. a step fits with {layout}", f"2. the global batch is {batch}"]
     for name in ("tp", "dp", "pp", "micro_batch"):
         improved = _improve(search, best, _changes(name, space, best.layout))

@@ -15,7 +15,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain
 from dtlayout.planner.runs import Predicted
-from dtlayout.text import GIB
+from dtlayout.text import GIB, plural
 
 
 def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
@@ -50,7 +50,7 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, layout, gpu))
     ways = [_describe_change(change) for change in explanation.changes[:3]]
     if growth := explanation.growth:
-        ways = [f"{growth.estimate.layout.world_size} GPUs with {_describe_change(growth)}"]
+        ways = [f"{plural(growth.estimate.layout.world_size, 'GPU')} with {_describe_change(growth)}"]
     raise InvalidLayout(
         f"layout {layout} is predicted to need {predicted.peak_bytes / GIB:.1f} GiB on pipeline rank "
         f"{predicted.busiest_rank} of the {predicted.capacity_bytes / GIB:.1f} GiB of {gpu.name}, most of it "

@@ -15,7 +15,7 @@ from dtlayout.layout import Layout, show_value
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
 from dtlayout.planner.search import TIE, Search
 from dtlayout.planner.space import KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
-from dtlayout.text import GIB
+from dtlayout.text import GIB, plural
 
 _PARTS = {
     "compute": "computing", "recompute": "recomputing", "tp": "waiting for tp", "pp": "sending between stages",
@@ -52,7 +52,7 @@ def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> V
 def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the trainer from running it on this cluster."""
     scenario, num_gpus = space.scenario, space.scenario.cluster.num_gpus
-    needs = f"{layout} needs {layout.world_size} GPUs, the cluster has {num_gpus}"
+    needs = f"{layout} needs {plural(layout.world_size, 'GPU')}, the cluster has {num_gpus}"
     return (
         [needs] * (layout.world_size != num_gpus)
         + layout.problems(scenario.model, scenario.batch)

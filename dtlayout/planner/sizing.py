@@ -12,6 +12,7 @@ from dtlayout.models.counting import count_block_parameters
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.text import plural
 
 MOST_NODES = 512
 """Nodes up to which the smallest cluster is looked for."""
@@ -48,7 +49,7 @@ def find_smallest(make_space: Callable[[int], Space], gpus_per_node: int, max_me
         if _may_fit(space.scenario, num_gpus) and Search(space, max_memory).finds_any():
             return space
     raise InvalidLayout(
-        f"no layout fits on any cluster of up to {MOST_NODES} nodes of {gpus_per_node} GPUs; "
+        f"no layout fits on any cluster of up to {MOST_NODES} nodes of {plural(gpus_per_node, 'GPU')}; "
         f"use a larger global batch, a shorter sequence, GPUs with more memory, or fewer --fix and --avoid"
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 from dtlayout.planner.runs import Run
 from dtlayout.report.chance import MOST_CHANCE, deal, group, rarity, sign_test
 from dtlayout.report.questions import QUESTIONS, Question, choose
+from dtlayout.text import plural
 
 _FASTEST = 0.1
 """Share of a sweep's rows that are its fastest."""
@@ -70,7 +71,7 @@ class Finding:
         """Sentences with numbers; "not supported" where the rows do not carry it."""
         if not self.speaks_of_fit:
             return self._describe_speed()
-        q, layouts = self.question, count(self.num_only_after, "layout")
+        q, layouts = self.question, plural(self.num_only_after, "layout")
         only = f"{layouts} fit only with {q.after}, and {self.num_only_before} only with {q.before}"
         return f"{self._describe_speed()}; {only}"
 
@@ -82,7 +83,7 @@ class Finding:
         if self.speaks_of_speed:
             points = "" if self.points is None else f", {100 * self.points:+.1f} points of MFU"
             return (
-                f"{q.after} instead of {q.before}: speed ×{self.factor:.2f} (median of {self.num_pairs} pairs"
+                f"{q.after} instead of {q.before}: speed ×{self.factor:.2f} (median of {plural(self.num_pairs, 'pair')}"
                 f"{points}), faster in {self.share_faster:.0%} of them{foreseen}"
             )
         low, high = self.quartiles
@@ -91,7 +92,7 @@ class Finding:
             why = f"fewer than {FEWEST_PAIRS} say nothing"
         return (
             f"not supported: speed ×{self.factor:.2f}, ×{low:.2f} to ×{high:.2f} between the quartiles{foreseen} "
-            f"({count(self.num_pairs, 'pair')}); {why}"
+            f"({plural(self.num_pairs, 'pair')}); {why}"
         )
 
 
@@ -164,11 +165,6 @@ def _agreement(changes: np.ndarray) -> np.ndarray:
     """How far the pairs of which only one fits agree on which; pairs × deals → deals."""
     num_changed = np.abs(changes).sum(axis=0)
     return np.abs(changes.sum(axis=0)) / np.maximum(num_changed, 1)
-
-
-def count(number: int, noun: str) -> str:
-    """A number of things in words."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)

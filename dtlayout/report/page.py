@@ -13,9 +13,9 @@ from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
-from dtlayout.report.findings import count, find, find_common, list_options
+from dtlayout.report.findings import find, find_common, list_options
 from dtlayout.report.questions import choose
-from dtlayout.text import GIB, choose_unit, to_markdown
+from dtlayout.text import GIB, choose_unit, plural, to_markdown
 
 _STYLE = """
 body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }
@@ -73,7 +73,7 @@ class Report:
     def title(self) -> str:
         """What the report is about."""
         ran = sum(run.tokens_per_s_per_gpu is not None for run in self.runs)
-        return f"{len(self.runs)} layouts in {count(len(self.tables), 'sweep')}, of which {ran} ran"
+        return f"{plural(len(self.runs), 'layout')} in {plural(len(self.tables), 'sweep')}, of which {ran} ran"
 
     def list_findings(self) -> list[list[str]]:
         """Each question with its answer."""

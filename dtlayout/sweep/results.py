@@ -14,6 +14,7 @@ from typing import Any
 from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError
 from dtlayout.planner.runs import Outcome, Performance, Run
+from dtlayout.text import plural
 from dtlayout.training.metrics import MetricsFile, read_summary, time_steps
 
 FAILURES: tuple[Outcome, ...] = ("oom", "crashed", "killed", "hung", "non_finite", "refused", "skipped")
@@ -139,7 +140,7 @@ def diagnose(run: Path, log: Path, exit_code: int | None) -> tuple[Outcome, str,
         return "ok", "", []
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     done = len(MetricsFile(run / "metrics.jsonl").read())
-    progress = f"{done} steps were done" if done != 1 else "1 step was done"
+    progress = f"{plural(done, 'step')} {'was' if done == 1 else 'were'} done"
     return *_find_cause(text, exit_code, summary, progress), text.splitlines()[-_TAIL:]
 
 

@@ -9,6 +9,7 @@ from dtlayout.cluster import Gpu
 from dtlayout.device import Device, describe_cpu, describe_gpu
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
+from dtlayout.text import plural
 
 
 def repeat_bits(wanted: str) -> None:
@@ -52,6 +53,7 @@ def _check_gpus(local_rank: int) -> None:
         return  # its own, which somebody chose for it
     if local_rank >= num_gpus or num_ranks > num_gpus:
         raise InvalidConfig(
-            f"{max(num_ranks, local_rank + 1)} ranks on a node on which torch finds {num_gpus} CUDA devices, one for "
-            f"each rank; use at most --nproc-per-node {num_gpus}, or make more visible with CUDA_VISIBLE_DEVICES"
+            f"{plural(max(num_ranks, local_rank + 1), 'rank')} on a node on which torch finds "
+            f"{plural(num_gpus, 'CUDA device')}, one for each rank; use at most --nproc-per-node "
+            f"{num_gpus}, or make more visible with CUDA_VISIBLE_DEVICES"
         )

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from typing_extensions import Self
 
+from dtlayout.text import plural
 from dtlayout.training.metrics import StepMetrics, Validation
 
 _RECENT_STEPS = 50
@@ -154,9 +155,8 @@ def describe_validation(validation: Validation | None) -> list[tuple[str, str]]:
     """The line of the table about validation, if there is one."""
     if validation is None:
         return []
-    return [
-        ("validation loss", f"{validation.last:.4f}, best {validation.best:.4f} after {validation.best_step} steps")
-    ]
+    steps = plural(validation.best_step, "step")
+    return [("validation loss", f"{validation.last:.4f}, best {validation.best:.4f} after {steps}")]
 
 
 def describe_peaks(

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.families import describe
 from dtlayout.optimizers import Optimizer
+from dtlayout.text import plural
 
 
 def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer) -> torch.optim.Optimizer:
@@ -114,7 +115,7 @@ class LearningRate:
             return []
         longer = type(self)(**{**asdict(self), "decay_steps": num_steps})
         return [
-            f"the learning rate falls over {self.decay_steps} steps, as when this run began, to "
+            f"the learning rate falls over {plural(self.decay_steps, 'step')}, as when this run began, to "
             f"{self.at(num_steps):.2e}: that of step {done + 1} is {self.at(done):.2e}; with "
             f"optimizer.decay_steps={num_steps} it would be {longer.at(done):.2e}"
         ]

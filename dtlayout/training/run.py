@@ -68,6 +68,7 @@ from dtlayout.planner.prediction import (
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
+from dtlayout.text import plural
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import open_device, repeat_bits
@@ -252,7 +253,7 @@ class _Run:
         self.watch.at("loading a checkpoint", self.patience_s)
         done = load_checkpoint(self.newest, self.assembly.modules, self.optimizer, model, settings, group=self.host)
         check_steps_left(self.newest, done, self.config.train.steps)
-        self.display.say(f"resumed from {self.newest} after {done} steps")
+        self.display.say(f"resumed from {self.newest} after {plural(done, 'step')}")
         origin = read_origin(self.newest)
         self.spikes.restore(origin.get("spikes", {}))
         set_updates(self.optimizer, done - self.spikes.num_left_out)
@@ -519,7 +520,7 @@ class _Run:
         self.display.say(
             f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
             f"{self.layout.world_size} x {self.device.name} as {self.layout}\n"
-            f"{schedule.num_microbatches} microbatches, blocks by stage: {blocks}, "
+            f"{plural(schedule.num_microbatches, 'microbatch')}, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
         )
         for line in self.chosen.describe():
@@ -563,7 +564,7 @@ class _Run:
             run=replace(self.record, outcome="non_finite" if exit_code == EXIT_NON_FINITE else "ok", measured=measured),
         )
         summary.write(self.folder)
-        self.display.show_table(f"{summary.outcome} after {done} steps", self._describe(summary, measured))
+        self.display.show_table(f"{summary.outcome} after {plural(done, 'step')}", self._describe(summary, measured))
 
     def _describe(self, summary: Summary, measured: Performance) -> list[tuple[str, str]]:
         predicted = self.record.predicted or Performance()
@@ -601,8 +602,9 @@ def _open_held_out(config: Config, store: dist.Store) -> Samples | None:
     samples = _open_samples(config, data, store, "validation", seed=0)
     if samples.num_batches == 0:
         raise DataError(
-            f"validation.source={data.source!r} holds {samples.num_samples} samples of seq_len={config.batch.seq_len}, "
-            f"fewer than batch.global_batch={config.batch.global_batch}; use a longer source"
+            f"validation.source={data.source!r} holds {plural(samples.num_samples, 'sample')} of "
+            f"seq_len={config.batch.seq_len}, fewer than batch.global_batch={config.batch.global_batch}; "
+            f"use a longer source"
         )
     return samples
 
@@ -611,6 +613,6 @@ def check_steps_left(checkpoint: Path, done: int, num_steps: int) -> None:
     """CheckpointError if a checkpoint is further than the run wants to go."""
     if done > num_steps:
         raise CheckpointError(
-            f"{checkpoint} has done {done} steps, more than train.steps={num_steps}; raise train.steps, or use another "
-            f"train.run_folder"
+            f"{checkpoint} has done {plural(done, 'step')}, more than train.steps={num_steps}; raise train.steps, or "
+            f"use another train.run_folder"
         )

@@ -153,18 +153,20 @@ def test_what_a_row_lacks_is_not_there_and_tools_may_be_json(tmp_path, offline):
 
 
 def test_what_decides_the_text_of_conversations_decides_the_folder(tmp_path, offline):
-    folders = {
-        prepare(tmp_path, template, [CONVERSATION[:2]], **options).folder
+    prepared = [
+        prepare(tmp_path, template, [CONVERSATION[:2]], **options)
         for template, options in ((CHATML, {}), (CHATML, {"loss_on": "all"}), (CHATML.replace("|>", ">"), {}))
-    }
-    assert len(folders) == 3
+    ]
+    assert len({tokens.folder for tokens in prepared}) == 3
+    answers, everything, _ = prepared
+    assert answers.sha256 == everything.sha256 and answers.fingerprint != everything.fingerprint
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
         ([{"content": "hi"}], r"row 1 of '.*chats\.jsonl': a message in field 'messages' has no role"),
-        ([{"role": "user", "content": "hi"}], "holds no answer: 1 documents"),
+        ([{"role": "user", "content": "hi"}], "holds no answer: 1 document and"),
     ],
 )
 def test_conversations_that_teach_nothing_are_refused(tmp_path, offline, messages, said):

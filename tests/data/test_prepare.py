@@ -13,7 +13,6 @@ import pytest
 
 import dtlayout.data.documents
 import dtlayout.data.prepare
-import dtlayout.data.tokens
 from dtlayout.config import DataConfig
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.sources import Corpus
@@ -31,7 +30,9 @@ def serve(monkeypatch):
 
     def replace(documents):
         monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda source: [])
-        monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, split: as_corpus(source, documents))
+        monkeypatch.setattr(
+            dtlayout.data.prepare, "open_corpus", lambda source, files, split: as_corpus(source, documents)
+        )
 
     return replace
 
@@ -47,8 +48,7 @@ def read(folder):
 
 @pytest.mark.parametrize("messages_field", ["", "messages"])
 def test_a_byte_that_is_another_one_is_found_by_who_reads_all(tmp_path, offline, monkeypatch, messages_field):
-    for module in (dtlayout.data.prepare, dtlayout.data.tokens):
-        monkeypatch.setattr(module, "PART_TOKENS", 100)
+    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 100)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     talk = [{"role": "user", "content": "one and one?"}, {"role": "assistant", "content": "two, or nearly"}]
     row = json.dumps({"text": "some words", "messages": talk}) + "\n"
@@ -65,11 +65,28 @@ def test_a_byte_that_is_another_one_is_found_by_who_reads_all(tmp_path, offline,
         for place in (0, 8 * (len(whole) // 16), len(whole) - 1):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             with pytest.raises(
-                DataError, match=r"is damaged: its files are not those that tokens\.json has the checksum of"
+                DataError,
+                match=rf"is damaged: its files are not those that tokens\.json has the checksum of: {path.name};",
             ):
                 TokenFile.open(folder).verify()
         path.write_bytes(whole)
     TokenFile.open(folder).verify()
+
+
+@pytest.mark.parametrize("taught", [(), (0, 1, 1)])
+def test_tokens_of_older_versions_are_read_and_what_cannot_be_compared_is_said(write_tokens, taught):
+    folder = write_tokens([1, 2, 256], taught=taught)
+    sha256 = hashlib.sha256((folder / "tokens.bin").read_bytes() + bytes(taught)).hexdigest()
+    info = json.loads((folder / "tokens.json").read_text()) | {"sha256": sha256}
+    (folder / "tokens.json").write_text(json.dumps(info))
+    tokens = TokenFile.open(folder)
+    assert tokens.tokens.tolist() == [1, 2, 256]
+    assert tokens.fingerprint == sha256  # as checkpoints of that version have it
+    if taught:
+        with pytest.raises(DataError, match=r"cannot be compared: an older version prepared it, .* delete that folder"):
+            tokens.verify()
+    else:
+        tokens.verify()
 
 
 def test_local_files_become_tokens_with_an_end_after_every_document(tmp_path, offline):
@@ -158,7 +175,7 @@ def test_whatever_decides_the_ids_decides_the_folder(tmp_path, serve, write_toke
 
 
 def test_a_changed_or_touched_file_is_prepared_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, split: as_corpus(source, ["x"]))
+    monkeypatch.setattr(dtlayout.data.prepare, "open_corpus", lambda source, files, split: as_corpus(source, ["x"]))
     corpus = tmp_path / "a.txt"
     folders = set()
     for text, time_s in (("one", 1), ("three", 1), ("three", 2)):
@@ -185,8 +202,8 @@ def slow_rows():
         yield {"text": "x" * 10}
 
 prepare.list_files = lambda source: []
-prepare.open_corpus = lambda source, split: Corpus(source, [], slow_rows())
-prepare.PART_TOKENS = documents._BATCH_CHARACTERS = 1
+prepare.open_corpus = lambda source, files, split: Corpus(source, [], slow_rows())
+prepare._PART_TOKENS = documents._BATCH_CHARACTERS = 1
 print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))
 """
 
@@ -254,7 +271,7 @@ def break_after(texts):
 
 
 def test_a_corpus_on_the_hub_that_breaks_off_is_gone_on_with(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a", "b", "c"]))
     with pytest.raises(DataError, match=r"reading 'x/y' broke after 3 rows: OSError: the line is down"):
@@ -266,7 +283,7 @@ def test_a_corpus_on_the_hub_that_breaks_off_is_gone_on_with(tmp_path, serve, mo
 
 
 def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a", "b", "c"]))
     with pytest.raises(DataError):
@@ -278,7 +295,7 @@ def test_parts_that_a_crash_has_torn_are_made_again(tmp_path, serve, monkeypatch
 
 
 def test_a_part_whose_bits_have_flipped_is_an_error(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(dtlayout.data.prepare, "PART_TOKENS", 1)
+    monkeypatch.setattr(dtlayout.data.prepare, "_PART_TOKENS", 1)
     monkeypatch.setattr(dtlayout.data.documents, "_BATCH_CHARACTERS", 1)
     serve(break_after(["a" * 100, "b", "c"]))
     with pytest.raises(DataError):
@@ -314,7 +331,7 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, serve, monkeypatch, capsys
     serve(["abc", "de"])
     prepare("x/y", "bytes", tmp_path, max_tokens=7)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("x/y: 4 tokens of 1 documents, ") and "tokens/s, 57%, 0 min left" in first
+    assert first.startswith("x/y: 4 tokens of 1 document, ") and "tokens/s, 57%, 0 min left" in first
     assert second.startswith("x/y: 7 tokens of 2 documents, ")
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dtlayout.data.samples
 from dtlayout.batch import IGNORED, Batch
 from dtlayout.config import DataConfig, Source
 from dtlayout.data.prepare import prepare_tokens
@@ -32,6 +33,7 @@ from dtlayout.data.samples import (
 )
 from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
+from dtlayout.text import plural
 
 END = 2
 degrees = st.integers(1, 8)
@@ -63,7 +65,7 @@ def test_a_sample_needs_one_token_more_than_its_length(write_tokens, num_tokens,
     if num_samples:
         assert Cut(tokens, 4).num_samples == num_samples
     else:
-        with pytest.raises(DataError, match=f"holds {num_tokens} tokens, one sample of seq_len=4 needs 5"):
+        with pytest.raises(DataError, match=f"holds {plural(num_tokens, 'token')}, one sample of seq_len=4 needs 5"):
             Cut(tokens, 4)
 
 
@@ -220,6 +222,16 @@ def test_only_what_is_taught_is_a_target(write_tokens):
     folder = write_tokens(range(9), taught=[0, 0, 1, 1, 0, 0, 1, 0, 1])
     _, targets, _ = make_samples(folder, 8, 1).batch(0, [0])
     assert targets.tolist() == [[IGNORED, 2, 3, IGNORED, IGNORED, 6, IGNORED, 8]]
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("taught", [(), (1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0), (0,) * 11])
+def test_samples_without_a_target_are_those_that_are_counted(write_tokens, monkeypatch, is_padded, taught):
+    monkeypatch.setattr(dtlayout.data.samples, "_SAMPLES_AT_ONCE", 2)
+    folder = write_tokens(range(11), documents=[3, 6, 1, 1], taught=taught)
+    samples = make_samples(folder, 3, 3 + is_padded, is_padded=is_padded)
+    _, targets, _ = samples.batch(0, range(3 + is_padded))
+    assert samples.cuts[0].count_untaught() == (targets == IGNORED).all(dim=1).sum()
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=2, max_size=5), st.integers(0, 1 << 40))

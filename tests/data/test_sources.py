@@ -6,11 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import dtlayout.data.sources
-from dtlayout.data.sources import STDLIB, list_files, open_corpus
+from dtlayout.data import sources
+from dtlayout.data.sources import STDLIB, Corpus, list_files
 from dtlayout.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("offline")
+
+
+def open_corpus(source, split):
+    return sources.open_corpus(source, list_files(source), split)
 
 
 def read(source, text_field="text", split="train"):
@@ -90,8 +94,16 @@ def test_the_standard_library_skips_what_is_not_utf8(tmp_path, monkeypatch):
     (tmp_path / "b.py").write_bytes(b"# caf\xe9\n")
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "c.py").write_text("c")
-    monkeypatch.setattr(dtlayout.data.sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
     assert read(STDLIB) == ["print('a')\n"]
+
+
+def test_the_standard_library_is_looked_through_once(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("a")
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    first = list_files(STDLIB)
+    monkeypatch.setattr(sources, "_is_utf8", None)
+    assert list_files(STDLIB) == first == [tmp_path / "a.py"]
 
 
 def test_documents_are_streamed(tmp_path):
@@ -133,7 +145,7 @@ def test_mixed_suffixes_are_named(tmp_path):
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     for name in ("a.parquet", "b.parquet"):
         (tmp_path / name).write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' and 1 more files as parquet: Arrow"):
+    with pytest.raises(DataError, match=r"cannot read '.*a\.parquet' and 1 more file as parquet: Arrow"):
         open_corpus(str(tmp_path), "train")
 
 
@@ -153,11 +165,12 @@ def test_a_text_file_that_breaks_is_named(tmp_path):
         ("b.jsonl", '{"text": "x"}\n{"text": "\udcff"}\n', 2),
     ],
 )
-def test_json_that_breaks_is_named_with_its_line(tmp_path, name, broken, line):
+def test_json_that_breaks_is_named_with_its_line(tmp_path, caplog, name, broken, line):
     write_lines(tmp_path / "a.jsonl", [{"text": "fine"}])
     (tmp_path / name).write_bytes(broken.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=rf"broke at line {line} of '.*{name}': "):
         read(str(tmp_path / "*.json*"))
+    assert caplog.messages == []  # no line of `datasets` beside ours
 
 
 def test_a_parquet_file_that_breaks_says_how_far_it_was_read(tmp_path):
@@ -167,6 +180,22 @@ def test_a_parquet_file_that_breaks_says_how_far_it_was_read(tmp_path):
     path.write_bytes(content[:4] + bytes(50) + content[54:])  # the first page, while what describes the file is whole
     with pytest.raises(DataError, match=r"reading '.*a\.parquet' broke after 0 rows of '.*a\.parquet': "):
         read(str(path))
+
+
+def test_a_break_that_comes_once_is_placed_by_what_was_read(tmp_path):
+    class Rows:
+        num_shards = 2
+
+        def __iter__(self):
+            yield from [{"text": "x"}] * 3
+            raise OSError("the disk was away")
+
+        def shard(self, num_shards, index):
+            return [{"text": "x"}] * (4 - index)
+
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    with pytest.raises(DataError, match=r"reading 'both' broke after 3 rows: OSError: the disk was away"):
+        list(Corpus("both", files, Rows()).read())
 
 
 def test_a_row_is_found_in_its_file(tmp_path):

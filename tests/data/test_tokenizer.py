@@ -117,3 +117,12 @@ def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_file_is_read_once_and_again_when_it_has_changed(write_tokenizer):
+    path = str(write_tokenizer())
+    first = load_tokenizer(path)
+    assert load_tokenizer(path) is first
+    assert load_tokenizer(path, end_of_document="not").end_of_document == 5
+    write_tokenizer(words=("<unk>", "</s>", "to"))
+    assert load_tokenizer(path).vocab_size == 3

@@ -77,7 +77,7 @@ def test_validation_of_less_than_a_batch_is_refused(straight, tmp_path):
     (tmp_path / "short.txt").write_text("Seventeen bytes, and some more.")
     overrides = (f"--validation.source={tmp_path / 'short.txt'}", f"--train.run_folder={tmp_path / 'run'}")
     assert launch(1, straight.config, *overrides, log=log) == 2
-    assert "holds 1 samples of seq_len=16, fewer than batch.global_batch=8; use a longer source" in log.read_text()
+    assert "holds 1 sample of seq_len=16, fewer than batch.global_batch=8; use a longer source" in log.read_text()
 
 
 @pytest.fixture
