@@ -16,7 +16,7 @@ import dtlayout
 from benchmarks.gpu.cells import RepeatCheck, ResumeCheck, StepCheck, TrainerCheck
 from benchmarks.gpu.checks import MODELS, build_step, gather_parameters, largest_error, make_batch
 from benchmarks.gpu.rows import Checked
-from dtlayout.checkpoint.sharded import load_checkpoint, save_checkpoint
+from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
 from dtlayout.config import load_config
 from dtlayout.data import prepare
 from dtlayout.data.sources import Corpus
@@ -68,9 +68,8 @@ def check_resume(cell: ResumeCheck, device: Device) -> Checked:
     assembly, step = build_step(cell.step, device)
     with tempfile.TemporaryDirectory() as folder:
         _train(assembly, step, cell.step, device, half)
-        saved = save_checkpoint(
-            Path(folder), half, assembly.modules, step.optimizer, shape, AdamW(), keep=1, group=host
-        )
+        tensors = collect_state(assembly.modules, step.optimizer, shape, AdamW().state)
+        saved = save_checkpoint(Path(folder), half, tensors, shape, AdamW(), keep=1, group=host)
         expected = _train(assembly, step, cell.step, device, NUM_STEPS - half)
         assembly, step = build_step(cell.step, device)
         done = load_checkpoint(saved, assembly.modules, step.optimizer, shape, AdamW(), group=host)

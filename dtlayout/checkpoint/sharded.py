@@ -3,8 +3,8 @@
 RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and the optimizer's state under their names in the whole
 model, so that any layout can load them), `state.json` (step, model, optimizer and origin) and the manifest of both. It
 is written under another name and renamed when it is whole: a folder with that name is a whole checkpoint, and `latest`
-links to the newest. One whose optimizer is null
-holds weights alone, which a run starts from like from weights of its own.
+links to the newest. One whose optimizer is null holds weights alone, which a run starts from like from weights of its
+own.
 """
 
 import json
@@ -58,33 +58,30 @@ _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
+def collect_state(
     modules: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     model: ModelShape,
-    settings: Optimizer,
+    kinds: Collection[str],
     *,
-    keep: int,
-    origin: Mapping[str, Any] | None = None,
-    facts: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Save the state after `step` steps, from all ranks at once; the `keep` newest checkpoints stay.
+    copied: bool = False,
+) -> dict[str, Tensor]:
+    """This rank's shards of parameters and of these kinds of the optimizer's state, under their names in a checkpoint.
 
-    `settings` are those of `optimizer`, `origin` is what else decides how training goes on, for `read_origin`, `facts`
-    what its manifest says beside its files. Ranks agree over `group`, by default the group of all; one of gloo keeps
-    what may take long from under NCCL's watchdog. What failed leaves nothing, and the older ones as they were.
-    CheckpointError on every rank if a file cannot be written.
+    Tied weights are there under their first name, on every stage that has them. `copied` to the host's memory, where
+    training changes nothing.
     """
-    tensors = collect_state(modules, optimizer, model, settings)
-    return write_state(
-        folder, step, tensors, model, settings, keep=keep, origin=origin, facts=facts, group=group
-    )  # fmt: skip
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        for local_name, parameter in module.named_parameters():
+            name = model.aliases.get(local_name, local_name)
+            tensors[f"parameters.{name}"] = parameter.detach()
+            for kind in kinds:
+                tensors[f"{kind}.{name}"] = optimizer.state[parameter][kind]
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()} if copied else tensors
 
 
-def write_state(
+def save_checkpoint(
     folder: Path,
     step: int,
     tensors: Mapping[str, Tensor],
@@ -96,7 +93,13 @@ def write_state(
     facts: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """The same for a state that has been collected, on any thread of each rank."""
+    """Save the state after `step` steps, as `collect_state` gives it, from all ranks at once and on any thread of each.
+
+    The `keep` newest checkpoints stay. `settings` are the optimizer's, `origin` is what else decides how training goes
+    on, for `read_origin`, `facts` what the manifest says beside its files. Ranks agree over `group`, by default the
+    group of all; one of gloo keeps what may take long from under NCCL's watchdog. What failed leaves nothing, and the
+    older ones as they were. CheckpointError on every rank if a file cannot be written.
+    """
     path = _name(folder, step)
     partial = folder / f"partial-{step:08d}"
     is_first = dist.get_rank() == 0
@@ -197,7 +200,7 @@ def _write_state(
     path: Path, step: int, model: ModelShape, optimizer: dict[str, Any] | None, origin: Mapping[str, Any]
 ) -> None:
     state = {"format": FORMAT, "step": step, "model": asdict(model), "optimizer": optimizer, "origin": dict(origin)}
-    (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    (path / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
 def _agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | None) -> list[T]:
@@ -270,14 +273,14 @@ def set_aside(newest: Path) -> None:
 
 def read_origin(path: Path) -> dict[str, Any]:
     """The `origin` that a checkpoint was saved with; empty if it has none."""
-    origin = json.loads((path / "state.json").read_text(encoding="utf-8")).get("origin")
+    origin = json.loads((path / STATE_NAME).read_text(encoding="utf-8")).get("origin")
     return origin if isinstance(origin, dict) else {}
 
 
 def read_model(path: Path) -> ModelShape:
     """The model that a checkpoint is of; CheckpointError if it does not say."""
     try:
-        saved = json.loads((path / "state.json").read_text(encoding="utf-8"))["model"]
+        saved = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))["model"]
         return toml.parse({name: value for name, value in saved.items() if value is not None}, ModelShape, "model")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, InvalidConfig) as error:
         raise _unreadable(path, error) from None
@@ -290,7 +293,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 def find_checkpoint(source: Path) -> Path:
     """A checkpoint, or the newest one of a run folder; CheckpointError if there is none."""
-    if (source / "state.json").is_file():
+    if (source / STATE_NAME).is_file():
         return source
     found = list_checkpoints(source / "checkpoints")
     if not found:
@@ -315,7 +318,7 @@ def load_checkpoint(
     optimizer, or cannot be read.
     """
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
         step, saved_model, saved_optimizer = int(state["step"]), dict(state["model"]), state.get("optimizer", {})
         kept_settings = {} if saved_optimizer is None else dict(saved_optimizer)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -338,7 +341,7 @@ def load_checkpoint(
         for name, number_format in settings.state.items():
             kept[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
     try:
-        tensors = _collect_tensors(modules, optimizer, model, settings.state if has_state else ())
+        tensors = collect_state(modules, optimizer, model, settings.state if has_state else ())
         dcp.load(tensors, storage_reader=_Reader(path / "tensors"), process_group=group)
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
@@ -419,30 +422,3 @@ def _remove(path: Path) -> None:
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
     """What a checkpoint depends on, as JSON gives it back."""
     return {"name": settings.name, "state": list(settings.state)}
-
-
-def collect_state(
-    modules: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    model: ModelShape,
-    settings: Optimizer,
-    *,
-    copied: bool = False,
-) -> dict[str, Tensor]:
-    """This rank's shards of what a checkpoint holds; `copied` to the host's memory, where training changes nothing."""
-    tensors = _collect_tensors(modules, optimizer, model, settings.state)
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()} if copied else tensors
-
-
-def _collect_tensors(
-    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, kinds: Collection[str]
-) -> dict[str, Tensor]:
-    """This rank's shards, with these kinds of state; tied weights under their first name on every stage."""
-    tensors: dict[str, Tensor] = {}
-    for module in modules:
-        for local_name, parameter in module.named_parameters():
-            name = model.aliases.get(local_name, local_name)
-            tensors[f"parameters.{name}"] = parameter.detach()
-            for kept in kinds:
-                tensors[f"{kept}.{name}"] = optimizer.state[parameter][kept]
-    return tensors

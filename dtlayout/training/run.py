@@ -25,8 +25,8 @@ from dtlayout.checkpoint.sharded import (
     find_intact,
     load_checkpoint,
     read_origin,
+    save_checkpoint,
     set_aside,
-    write_state,
 )
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
@@ -363,9 +363,9 @@ class _Run:
         c, settings = self.config, self.config.optimizer
         in_background = self.saves is not None and not is_last
         self._finish_save()
-        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings, copied=in_background)
+        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings.state, copied=in_background)
         write = partial(
-            write_state, self.folder / "checkpoints", done, tensors, c.model, settings, origin=origin, facts=facts,
+            save_checkpoint, self.folder / "checkpoints", done, tensors, c.model, settings, origin=origin, facts=facts,
             keep=c.checkpoint.keep, group=self.saves or self.host,
         )  # fmt: skip
         if in_background:

@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_ranks import ADAMW, State, build, find_newest, load_each, message_of, refusal, train_and_save, update
+from checkpoint_ranks import (
+    ADAMW,
+    State,
+    build,
+    find_newest,
+    load_each,
+    message_of,
+    refusal,
+    save,
+    train_and_save,
+    update,
+)
 from tiny import SHAPE
 
 from dtlayout.checkpoint import sharded
@@ -22,7 +33,6 @@ from dtlayout.checkpoint.sharded import (
     list_checkpoints,
     load_checkpoint,
     read_origin,
-    save_checkpoint,
     set_aside,
 )
 from dtlayout.layout import Layout
@@ -120,7 +130,7 @@ def test_a_run_without_checkpoints_lists_none(tmp_path):
 def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(tmp_path, monkeypatch, moment):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    save(tmp_path, 1, assembly, optimizer, SHAPE, keep=2)
 
     def kill(*_: object, **__: object) -> None:
         raise Killed
@@ -130,9 +140,9 @@ def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_s
             sharded, moment.partition(".")[0], _Stub(getattr(sharded, moment.partition(".")[0]), moment, kill)
         )
         with pytest.raises(Killed):
-            save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+            save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
-    save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2)
     assert names_in(tmp_path) == ["latest", "step-00000001", "step-00000002"]
     assert load_checkpoint(tmp_path / "step-00000002", assembly.modules, optimizer, SHAPE, ADAMW) == 2
 
@@ -151,7 +161,7 @@ class _Stub:
 def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1)
+    save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1)
 
     def remove_half(path: Path, **_: object) -> None:
         if (path / "tensors").exists():
@@ -160,7 +170,7 @@ def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_
 
     monkeypatch.setattr(sharded, "shutil", _Stub(shutil, "shutil.rmtree", remove_half))
     with pytest.raises(Killed):
-        save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=1)
+        save(tmp_path, 2, assembly, optimizer, SHAPE, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
 
 
@@ -338,7 +348,7 @@ def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tm
     """Each of a save's syncs, renames and files in turn."""
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    save(tmp_path, 1, assembly, optimizer, SHAPE, keep=2)
     calls = 0
 
     def fail(function):
@@ -355,13 +365,13 @@ def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tm
         for name in ("fsync", "replace", "mkdir", "rename"):
             patch.setattr(os, name, fail(getattr(os, name)))
         patch.setattr(Path, "write_text", fail(Path.write_text))
-        message = message_of(lambda: save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2))
+        message = message_of(lambda: save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2))
     whole = [path for path in list_checkpoints(tmp_path) if find_damage(path) == []]
     assert whole == list_checkpoints(tmp_path) and whole[0].name == "step-00000001"
     if message is not None:
         assert "No space left on device" in message
         assert not list(tmp_path.glob("partial-*"))
-    save_checkpoint(tmp_path, 3, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    save(tmp_path, 3, assembly, optimizer, SHAPE, keep=2)
     assert find_damage(tmp_path / "step-00000003") == []
 
 
@@ -403,7 +413,7 @@ def test_a_checkpoint_that_cannot_be_written_is_refused(tmp_path):
     update(assembly, optimizer)
     folder = tmp_path / "a file"
     folder.write_text("")
-    message = message_of(lambda: save_checkpoint(folder, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1))
+    message = message_of(lambda: save(folder, 1, assembly, optimizer, SHAPE, keep=1))
     assert message is not None
     assert "cannot be written" in message
 
@@ -416,7 +426,7 @@ def test_a_disk_that_fails_while_tensors_are_written_is_refused(tmp_path, monkey
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
     monkeypatch.setattr("dtlayout.checkpoint.sharded.dcp.save", fail)
-    message = message_of(lambda: save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1))
+    message = message_of(lambda: save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1))
     assert "No space left on device" in message
     assert list_checkpoints(tmp_path) == []
 
@@ -425,7 +435,5 @@ def test_a_disk_that_fails_while_tensors_are_written_is_refused(tmp_path, monkey
 def test_what_changed_since_a_checkpoint_is_found(tmp_path):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    path = save_checkpoint(
-        tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1, origin={"seed": 0, "global_batch": 8}
-    )
+    path = save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1, origin={"seed": 0, "global_batch": 8})
     assert find_changes(read_origin(path), {"seed": 1, "global_batch": 8, "new": 3}) == {"seed": (0, 1)}
