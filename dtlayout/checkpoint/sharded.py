@@ -291,16 +291,6 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     return {name: (saved[name], value) for name, value in now.items() if name in saved and saved[name] != value}
 
 
-def find_checkpoint(source: Path) -> Path:
-    """A checkpoint, or the newest one of a run folder; CheckpointError if there is none."""
-    if (source / STATE_NAME).is_file():
-        return source
-    found = list_checkpoints(source / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
-    return found[-1]
-
-
 def load_checkpoint(
     path: Path,
     modules: Sequence[nn.Module],

@@ -4,6 +4,7 @@ import argparse
 from math import inf
 from pathlib import Path
 
+from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.commands.arguments import show
 from dtlayout.config import load_config
 from dtlayout.errors import CheckpointError, InvalidConfig
@@ -46,7 +47,6 @@ def _import(options: argparse.Namespace) -> int:
             f"checkpoint, and the config of a run names its tokenizer"
         )
     from dtlayout.checkpoint.hf import import_weights  # only now: it imports torch
-    from dtlayout.checkpoint.sharded import find_checkpoint
 
     num_bytes = import_weights(options.source, options.folder)
     checkpoint = find_checkpoint(options.folder)
@@ -60,10 +60,9 @@ def _export(options: argparse.Namespace) -> int:
     file_gib = FILE_BYTES / 2**30 if options.file_gib is None else options.file_gib
     if not 0 < file_gib < inf:
         raise CheckpointError(f"--file-gib {file_gib:g} must be above 0 and finite")
-    from dtlayout.checkpoint.hf import export_weights  # only now: it imports torch
-    from dtlayout.checkpoint.sharded import find_checkpoint
-
     checkpoint = find_checkpoint(options.source.resolve())
+    from dtlayout.checkpoint.hf import export_weights  # only now: it imports torch
+
     tokenizer, end_of_document, chat_template, max_seq_len = options.tokenizer, "", "", None
     try:
         config = load_config(checkpoint.parent.parent / "config.toml")

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.hf import export_weights, load_weights
+from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import (
     clean,
     collect_state,
     find_changes,
-    find_checkpoint,
     find_intact,
     load_checkpoint,
     read_origin,

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.convert import measure
 from dtlayout.checkpoint import hf, sharded
 from dtlayout.checkpoint.hf import export_weights, import_weights
-from dtlayout.checkpoint.sharded import find_checkpoint
+from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.cli import main
 from dtlayout.config import load_config, parse_config
 from dtlayout.errors import CheckpointError, InvalidConfig
