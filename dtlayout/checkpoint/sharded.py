@@ -50,6 +50,7 @@ from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
+from dtlayout.training.optimizer import fill_state
 
 _LATEST = "latest"
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
@@ -324,12 +325,9 @@ def load_checkpoint(
             listed = ", ".join(f"{name}={old} (config: {new})" for name, (old, new) in changed.items())
             raise CheckpointError(f"{path} holds another {what}: {listed}; use another train.run_folder")
     has_state = saved_optimizer is not None
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if has_state):
-        kept = optimizer.state[parameter]
-        if settings.step_bytes:
-            kept["step"] = torch.tensor(float(step), device=parameter.device)
-        for name, number_format in settings.state.items():
-            kept[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
+    if has_state:
+        optimizer.state.clear()
+        fill_state(optimizer, settings, step)
     try:
         tensors = collect_state(modules, optimizer, model, settings.state if has_state else ())
         dcp.load(tensors, storage_reader=_Reader(path / "tensors"), process_group=group)
