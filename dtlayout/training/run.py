@@ -400,9 +400,7 @@ class _Run:
                 self.folder / "hf",
                 number_format=config.precision.compute,
                 max_seq_len=config.batch.seq_len,
-                tokenizer=config.data.tokenizer,
-                end_of_document=config.data.end_of_document,
-                chat_template=config.data.chat_template,
+                data=config.data,
             )
             self.display.say(f"exported {self.folder / 'hf'}")
         except DtlayoutError as error:  # the run is done all the same
