@@ -2,18 +2,15 @@
 
 RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and the optimizer's state under their names in the whole
 model, so that any layout can load them), `state.json` (step, model, optimizer and origin) and the manifest of both. It
-is written under another name and renamed when it is whole: a folder with that name is a whole checkpoint, and `latest`
-links to the newest. One whose optimizer is null holds weights alone, which a run starts from like from weights of its
-own.
+gets its name when it is whole (`folder`). One whose optimizer is null holds weights alone, which a run starts from like
+from weights of its own.
 """
 
 import json
-import os
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from math import prod
 from pathlib import Path
@@ -25,34 +22,27 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dtlayout import toml
+from dtlayout.checkpoint.folder import make_empty, name_checkpoint, name_partial, publish
 from dtlayout.checkpoint.manifest import (
     FORMAT,
-    PREFIX,
     STATE_NAME,
     Files,
     describe_files,
     find_damage,
     list_checkpoints,
-    sync_folder,
     write_manifest,
 )
+from dtlayout.checkpoint.reader import Reader
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
 from dtlayout.training.optimizer import fill_state
 
-_LATEST = "latest"
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
 T = TypeVar("T")
 _PIECE_BYTES = 256 << 20
@@ -101,13 +91,8 @@ def save_checkpoint(
     group of all; one of gloo keeps what may take long from under NCCL's watchdog. What failed leaves nothing, and the
     older ones as they were. CheckpointError on every rank if a file cannot be written.
     """
-    path = _name(folder, step)
-    partial = folder / f"partial-{step:08d}"
+    path, partial = name_checkpoint(folder, step), name_partial(folder, step)
     is_first = dist.get_rank() == 0
-
-    def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
 
     def describe() -> Files:
         """What this rank has written: names begin with the number of the rank that wrote the file."""
@@ -119,16 +104,10 @@ def save_checkpoint(
 
     def finish() -> None:
         write_manifest(partial, {name: each for files in by_rank for name, each in files.items()}, facts or {})
-        if path.exists():  # the same step again, after a resume from an older checkpoint
-            _remove(path)
-        os.replace(partial, path)
-        sync_folder(folder)
-        _point_to(path)
-        for old in list_checkpoints(folder)[:-keep]:
-            _remove(old)
+        publish(partial, path, keep)
 
     try:
-        _agree(begin if is_first else None, path, group)
+        _agree(lambda: make_empty(partial) if is_first else None, path, group)
         try:
             dcp.save(dict(tensors), checkpoint_id=str(partial / "tensors"), process_group=group)
         except (CheckpointException, OSError) as error:
@@ -150,7 +129,7 @@ def save_weights(
     `formats` has each weight's, and `read` gives some of its rows, when they are written; so no more than a piece is in
     memory. The checkpoint is not whole before this returns. CheckpointError if a file cannot be written.
     """
-    path = _name(folder, 0)
+    path = name_checkpoint(folder, 0)
     planner = _PiecePlanner({f"parameters.{name}": (shape, formats[name]) for name, shape in list_weights(model)}, read)
     writer = dcp.FileSystemWriter(path / "tensors", single_file_per_rank=False)  # it keeps what it writes to one file
     try:
@@ -193,10 +172,6 @@ class _PiecePlanner(DefaultSavePlanner):
         return self._read(write_item.index.fqn.removeprefix("parameters."), slice(first, first + num_rows))
 
 
-def _name(folder: Path, step: int) -> Path:
-    return folder / f"{PREFIX}{step:08d}"
-
-
 def _write_state(
     path: Path, step: int, model: ModelShape, optimizer: dict[str, Any] | None, origin: Mapping[str, Any]
 ) -> None:
@@ -217,21 +192,6 @@ def _agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | 
         if problem:
             raise CheckpointError(problem)
     return [each for each, _ in gathered]
-
-
-def _point_to(path: Path) -> None:
-    """Move the link `latest`, for people and scripts; a filesystem without links has none."""
-    link = path.with_name(f".{_LATEST}.new")
-    with suppress(OSError):
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        os.replace(link, path.with_name(_LATEST))
-
-
-def clean(folder: Path) -> None:
-    """Take away what killed saves and removals have left; by one process, while nobody saves there."""
-    for left in [*folder.glob("partial-*"), *folder.glob("removed-*")]:
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def find_intact(
@@ -261,15 +221,6 @@ def find_intact(
             'checkpoint.fallback="previous"'
         )
     return None
-
-
-def set_aside(newest: Path) -> None:
-    """Rename checkpoints newer than the one that is gone on from; they stay, and count as none."""
-    for path in list_checkpoints(newest.parent):
-        if path.name > newest.name:
-            doomed = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.replace(path, doomed)
 
 
 def read_origin(path: Path) -> dict[str, Any]:
@@ -330,7 +281,7 @@ def load_checkpoint(
         fill_state(optimizer, settings, step)
     try:
         tensors = collect_state(modules, optimizer, model, settings.state if has_state else ())
-        dcp.load(tensors, storage_reader=_Reader(path / "tensors"), process_group=group)
+        dcp.load(tensors, storage_reader=Reader(path / "tensors"), process_group=group)
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
     except RuntimeError as error:  # not of the files: a rank is gone, or memory
@@ -347,46 +298,9 @@ def load_parameters(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
-            dcp.load(wanted, storage_reader=_Reader(path / "tensors"), no_dist=alone or not dist.is_initialized())
+            dcp.load(wanted, storage_reader=Reader(path / "tensors"), no_dist=alone or not dist.is_initialized())
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read: {_last_line(error)}") from error
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads without running anything that a file says: tensors by torch's own safe loader, metadata by ours."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        with open(os.path.join(self.path, ".metadata"), "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise ValueError(".metadata is no description of tensors")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the names that DCP writes to its metadata, and no other."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_known = name in _METADATA_NAMES.get(module, ())
-        if not is_known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which is refused")
-        return super().find_class(module, name)
-
-
-_METADATA_NAMES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # Python 3.13
-}  # fmt: skip
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
@@ -397,14 +311,6 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[-1]}"
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint so that a kill leaves nothing that looks like a whole one."""
-    doomed = path.with_name(f"removed-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)  # of an earlier removal that was killed
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
 
 
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:

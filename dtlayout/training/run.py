@@ -16,17 +16,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dtlayout.checkpoint.background import Saving
+from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights, load_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import (
-    clean,
     collect_state,
     find_changes,
     find_intact,
     load_checkpoint,
     read_origin,
     save_checkpoint,
-    set_aside,
 )
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig

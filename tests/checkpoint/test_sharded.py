@@ -25,16 +25,11 @@ from checkpoint_ranks import (
 )
 from tiny import SHAPE
 
+from dtlayout.checkpoint import folder as checkpoint_folder
 from dtlayout.checkpoint import sharded
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, read_manifest
-from dtlayout.checkpoint.sharded import (
-    clean,
-    find_changes,
-    list_checkpoints,
-    load_checkpoint,
-    read_origin,
-    set_aside,
-)
+from dtlayout.checkpoint.folder import clean, set_aside
+from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
+from dtlayout.checkpoint.sharded import find_changes, load_checkpoint, read_origin
 from dtlayout.layout import Layout
 from dtlayout.optimizers import SGD, Optimizer
 
@@ -126,8 +121,14 @@ def test_a_run_without_checkpoints_lists_none(tmp_path):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("moment", ["dcp.save", "json.dumps", "os.replace"])
-def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize(
+    ("where", "moment"),
+    [(sharded, "dcp.save"), (sharded, "json.dumps"), (checkpoint_folder, "os.replace")],
+    ids=["dcp.save", "json.dumps", "os.replace"],
+)
+def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(
+    tmp_path, monkeypatch, where, moment
+):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
     save(tmp_path, 1, assembly, optimizer, SHAPE, keep=2)
@@ -136,9 +137,8 @@ def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_s
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            sharded, moment.partition(".")[0], _Stub(getattr(sharded, moment.partition(".")[0]), moment, kill)
-        )
+        name = moment.partition(".")[0]
+        patch.setattr(where, name, _Stub(getattr(where, name), moment, kill))
         with pytest.raises(Killed):
             save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
@@ -168,7 +168,7 @@ def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_
             shutil.rmtree(path / "tensors")
             raise Killed
 
-    monkeypatch.setattr(sharded, "shutil", _Stub(shutil, "shutil.rmtree", remove_half))
+    monkeypatch.setattr(checkpoint_folder, "shutil", _Stub(shutil, "shutil.rmtree", remove_half))
     with pytest.raises(Killed):
         save(tmp_path, 2, assembly, optimizer, SHAPE, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
