@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dtlayout import toml
+from dtlayout.checkpoint.agreement import RepeatedPlanner, agree, last_line
 from dtlayout.checkpoint.folder import make_empty, name_checkpoint, name_partial, publish
 from dtlayout.checkpoint.manifest import (
     FORMAT,
@@ -44,7 +46,6 @@ from dtlayout.optimizers import Optimizer
 from dtlayout.training.optimizer import fill_state
 
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
-T = TypeVar("T")
 _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
@@ -54,13 +55,10 @@ def collect_state(
     optimizer: torch.optim.Optimizer,
     model: ModelShape,
     kinds: Collection[str],
-    *,
-    copied: bool = False,
 ) -> dict[str, Tensor]:
     """This rank's shards of parameters and of these kinds of the optimizer's state, under their names in a checkpoint.
 
-    Tied weights are there under their first name, on every stage that has them. `copied` to the host's memory, where
-    training changes nothing.
+    Tied weights are there under their first name, on every stage that has them.
     """
     tensors: dict[str, Tensor] = {}
     for module in modules:
@@ -69,7 +67,7 @@ def collect_state(
             tensors[f"parameters.{name}"] = parameter.detach()
             for kind in kinds:
                 tensors[f"{kind}.{name}"] = optimizer.state[parameter][kind]
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()} if copied else tensors
+    return tensors
 
 
 def save_checkpoint(
@@ -83,37 +81,45 @@ def save_checkpoint(
     origin: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    planner: RepeatedPlanner | None = None,
 ) -> Path:
     """Save the state after `step` steps, as `collect_state` gives it, from all ranks at once and on any thread of each.
 
     The `keep` newest checkpoints stay. `settings` are the optimizer's, `origin` is what else decides how training goes
     on, for `read_origin`, `facts` what the manifest says beside its files. Ranks agree over `group`, by default the
-    group of all; one of gloo keeps what may take long from under NCCL's watchdog. What failed leaves nothing, and the
-    older ones as they were. CheckpointError on every rank if a file cannot be written.
+    group of all; one of gloo keeps what may take long from under NCCL's watchdog. With one `planner` for all saves of a
+    run, whose tensors keep names, shapes and places, they are planned once. What failed leaves nothing, and the older
+    ones as they were. CheckpointError on every rank if a file cannot be written.
     """
     path, partial = name_checkpoint(folder, step), name_partial(folder, step)
-    is_first = dist.get_rank() == 0
+    is_first, planner = dist.get_rank(group) == 0, planner or RepeatedPlanner()
+    # Copying ahead, it would wait for the first GPU, which is the one of a new thread, whatever this rank's is.
+    writer = dcp.FileSystemWriter(partial / "tensors", per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(is_first)
 
-    def describe() -> Files:
-        """What this rank has written: names begin with the number of the rank that wrote the file."""
+    def write() -> tuple[list[WriteResult], Files]:
+        """Where this rank's shards are, and its files: names begin with the number of the rank that wrote them."""
+        (partial / "tensors").mkdir(exist_ok=True)
+        written = writer.write_data(planner.plan, planner).value()
         names = [f"tensors/{file.name}" for file in (partial / "tensors").glob(f"__{dist.get_rank(group)}_*")]
         if is_first:
             _write_state(partial, step, model, _describe_optimizer(settings), origin or {})
-            names += ["tensors/.metadata", STATE_NAME]
-        return describe_files(partial, names)
+            names.append(STATE_NAME)
+        return written, describe_files(partial, names)
 
     def finish() -> None:
-        write_manifest(partial, {name: each for files in by_rank for name, each in files.items()}, facts or {})
+        writer.finish(planner.metadata, [written for written, _ in by_rank])
+        files = describe_files(partial, ["tensors/.metadata"])
+        for _, of_rank in by_rank:
+            files |= of_rank
+        write_manifest(partial, files, facts or {})
         publish(partial, path, keep)
 
     try:
-        _agree(lambda: make_empty(partial) if is_first else None, path, group)
-        try:
-            dcp.save(dict(tensors), checkpoint_id=str(partial / "tensors"), process_group=group)
-        except (CheckpointException, OSError) as error:
-            raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
-        by_rank = _agree(describe, path, group)
-        _agree(finish if is_first else None, path, group)
+        agree((lambda: make_empty(partial)) if is_first else None, path, group)
+        planner.plan_writes(tensors, writer, path, group)
+        by_rank = agree(write, path, group)
+        agree(finish if is_first else None, path, group)
     except CheckpointError:
         if is_first:  # what a full disk holds of it is in the way of the next one
             shutil.rmtree(partial, ignore_errors=True)
@@ -137,7 +143,7 @@ def save_weights(
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be written: {last_line(error)}") from error
     _write_state(path, 0, model, None, {})
     names = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
     write_manifest(path, describe_files(path, names), {"step": 0})
@@ -177,21 +183,6 @@ def _write_state(
 ) -> None:
     state = {"format": FORMAT, "step": step, "model": asdict(model), "optimizer": optimizer, "origin": dict(origin)}
     (path / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-
-
-def _agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | None) -> list[T]:
-    """What `work` gives on each rank that has some; CheckpointError on all of them if it fails on one."""
-    done: tuple[T | None, str] = None, ""
-    try:
-        done = (work() if work else None), ""
-    except OSError as error:
-        done = None, f"{path} cannot be written: {_last_line(error)}"
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, done, group=group)
-    for _, problem in gathered:
-        if problem:
-            raise CheckpointError(problem)
-    return [each for each, _ in gathered]
 
 
 def find_intact(
@@ -285,7 +276,7 @@ def load_checkpoint(
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
     except RuntimeError as error:  # not of the files: a rank is gone, or memory
-        raise CheckpointError(f"{path} was not loaded: {_last_line(error)}") from error
+        raise CheckpointError(f"{path} was not loaded: {last_line(error)}") from error
     return step
 
 
@@ -300,17 +291,13 @@ def load_parameters(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = 
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
             dcp.load(wanted, storage_reader=Reader(path / "tensors"), no_dist=alone or not dist.is_initialized())
     except _UNREADABLE as error:
-        raise CheckpointError(f"{path} cannot be read: {_last_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {last_line(error)}") from error
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read: {_last_line(error)}; remove it to resume from an older one or from the start"
+        f"{path} cannot be read: {last_line(error)}; remove it to resume from an older one or from the start"
     )
-
-
-def _last_line(error: BaseException) -> str:
-    return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[-1]}"
 
 
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:

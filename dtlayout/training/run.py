@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
+from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights, load_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
@@ -131,6 +133,7 @@ class _Run:
         is_saving = config.checkpoint.save and config.checkpoint.background and config.checkpoint.every > 0
         self.saves = open_host_group(config.train.timeout_s, config.checkpoint.timeout_s) if is_saving else None
         self.saving: Saving | None = None
+        self.planner = RepeatedPlanner()
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
@@ -147,6 +150,7 @@ class _Run:
             give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
+        self.copies = HostCopies(self.optimizer, device.type)
         self.learning_rate = LearningRate.of(config.optimizer, config.train.steps, {})
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
@@ -362,11 +366,15 @@ class _Run:
         c, settings = self.config, self.config.optimizer
         in_background = self.saves is not None and not is_last
         self._finish_save()
-        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings.state, copied=in_background)
-        write = partial(
-            save_checkpoint, self.folder / "checkpoints", done, tensors, c.model, settings, origin=origin, facts=facts,
-            keep=c.checkpoint.keep, group=self.saves or self.host,
-        )  # fmt: skip
+        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings.state)
+        wait_for_copies = self.copies.take(tensors) if in_background else lambda: tensors
+
+        def write() -> Path:
+            return save_checkpoint(
+                self.folder / "checkpoints", done, wait_for_copies(), c.model, settings, keep=c.checkpoint.keep,
+                origin=origin, facts=facts, group=self.saves or self.host, planner=self.planner,
+            )  # fmt: skip
+
         if in_background:
             self.saving = Saving(done, write)
         elif is_last:

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,12 @@ from checkpoint_ranks import (
     update,
 )
 from tiny import SHAPE
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from dtlayout.checkpoint import folder as checkpoint_folder
 from dtlayout.checkpoint import sharded
+from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
 from dtlayout.checkpoint.sharded import find_changes, load_checkpoint, read_origin
@@ -116,6 +120,14 @@ def test_the_newest_stay_and_are_listed_oldest_first(tmp_path):
     assert (folder / "latest").resolve() == folder / "step-00000011"
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_saves_of_a_run_are_planned_once(tmp_path, monkeypatch):
+    planned, plan = [], DefaultSavePlanner.create_local_plan
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", lambda self: planned.append(self) or plan(self))
+    train_and_save(Layout(), SHAPE, tmp_path, num_steps=3, keep=3)
+    assert len(planned) == 1 and [find_damage(path) for path in list_checkpoints(tmp_path)] == [[]] * 3
+
+
 def test_a_run_without_checkpoints_lists_none(tmp_path):
     assert list_checkpoints(tmp_path / "not there") == []
 
@@ -123,8 +135,13 @@ def test_a_run_without_checkpoints_lists_none(tmp_path):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("where", "moment"),
-    [(sharded, "dcp.save"), (sharded, "json.dumps"), (checkpoint_folder, "os.replace")],
-    ids=["dcp.save", "json.dumps", "os.replace"],
+    [
+        (FileSystemWriter, "write_data"),
+        (FileSystemWriter, "finish"),
+        (sharded, "json.dumps"),
+        (checkpoint_folder, "os.replace"),
+    ],
+    ids=["tensors", "their index", "json.dumps", "os.replace"],
 )
 def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(
     tmp_path, monkeypatch, where, moment
@@ -137,8 +154,8 @@ def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_s
         raise Killed
 
     with monkeypatch.context() as patch:
-        name = moment.partition(".")[0]
-        patch.setattr(where, name, _Stub(getattr(where, name), moment, kill))
+        name, _, of_module = moment.partition(".")
+        patch.setattr(where, name, _Stub(getattr(where, name), moment, kill) if of_module else kill)
         with pytest.raises(Killed):
             save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
@@ -349,7 +366,7 @@ def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tm
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
     save(tmp_path, 1, assembly, optimizer, SHAPE, keep=2)
-    calls = 0
+    calls, planner = 0, RepeatedPlanner()
 
     def fail(function):
         def count(*arguments, **options):
@@ -365,13 +382,13 @@ def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tm
         for name in ("fsync", "replace", "mkdir", "rename"):
             patch.setattr(os, name, fail(getattr(os, name)))
         patch.setattr(Path, "write_text", fail(Path.write_text))
-        message = message_of(lambda: save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2))
+        message = message_of(lambda: save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2, planner=planner))
     whole = [path for path in list_checkpoints(tmp_path) if find_damage(path) == []]
     assert whole == list_checkpoints(tmp_path) and whole[0].name == "step-00000001"
     if message is not None:
         assert "No space left on device" in message
         assert not list(tmp_path.glob("partial-*"))
-    save(tmp_path, 3, assembly, optimizer, SHAPE, keep=2)
+    save(tmp_path, 3, assembly, optimizer, SHAPE, keep=2, planner=planner)
     assert find_damage(tmp_path / "step-00000003") == []
 
 
@@ -419,16 +436,21 @@ def test_a_checkpoint_that_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_disk_that_fails_while_tensors_are_written_is_refused(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
+def test_a_disk_that_is_full_while_tensors_are_written_is_refused(tmp_path, monkeypatch):
+    @contextmanager
+    def open_full(*_):
+        with open("/dev/full", "wb", buffering=0) as file:
+            yield file
 
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    monkeypatch.setattr("dtlayout.checkpoint.sharded.dcp.save", fail)
-    message = message_of(lambda: save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1))
-    assert "No space left on device" in message
-    assert list_checkpoints(tmp_path) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", open_full)
+        message = message_of(lambda: save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1))
+    assert message is not None and message.endswith(
+        "step-00000001 cannot be written: OSError [Errno 28] No space left on device"
+    )
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.usefixtures("one_rank")

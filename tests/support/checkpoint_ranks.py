@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dtlayout.batch import Batch
 from dtlayout.checkpoint import hf
+from dtlayout.checkpoint.agreement import RepeatedPlanner
+from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.hf import load_weights
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, save_checkpoint
 from dtlayout.errors import CheckpointError
@@ -73,11 +75,13 @@ def whole_state(assembly: Assembly, optimizer: torch.optim.Optimizer, model: Mod
 def train_and_save(
     layout: Layout, model: ModelShape, folder: Path, num_steps: int, keep: int, settings: Optimizer = ADAMW
 ) -> tuple[State, State]:
-    """Save after each of `num_steps` updates; the state then, and after one update more."""
+    """Save copies after each of `num_steps` updates, as a run does; the state then, and after one update more."""
     assembly, optimizer = build(layout, model, 1, settings)
+    copies, planner = HostCopies(optimizer, "cpu"), RepeatedPlanner()
     for step in range(1, num_steps + 1):
         update(assembly, optimizer)
-        save(folder, step, assembly, optimizer, model, settings, keep=keep)
+        tensors = copies.take(collect_state(assembly.modules, optimizer, model, settings.state))()
+        save_checkpoint(folder, step, tensors, model, settings, keep=keep, planner=planner)
     saved = whole_state(assembly, optimizer, model)
     update(assembly, optimizer)
     return saved, whole_state(assembly, optimizer, model)
