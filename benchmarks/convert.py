@@ -28,6 +28,7 @@ import numpy as np
 from torch.distributed.checkpoint import filesystem
 
 from dtlayout.checkpoint import hf, sharded
+from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.presets import find_preset
@@ -95,7 +96,7 @@ def convert(folder: Path, way: str, file_bytes: int, piece_bytes: int) -> dict[s
         if way == "in":
             num_bytes = hf.import_weights(folder / "hf", folder / "run")
         else:
-            checkpoint = sharded.find_checkpoint(folder / "run")
+            checkpoint = find_checkpoint(folder / "run")
             num_bytes = hf.export_weights(checkpoint, folder / "out", file_bytes=file_bytes)
             assert replace(find_model(str(folder / "out")), name="") == replace(find_model(str(folder / "hf")), name="")
     took = {"seconds": round(time.perf_counter() - started, 1), "num_bytes": num_bytes}

@@ -16,7 +16,8 @@ import dtlayout
 from benchmarks.gpu.cells import RepeatCheck, ResumeCheck, StepCheck, TrainerCheck
 from benchmarks.gpu.checks import MODELS, build_step, gather_parameters, largest_error, make_batch
 from benchmarks.gpu.rows import Checked
-from dtlayout.checkpoint.sharded import load_checkpoint, save_checkpoint
+from dtlayout.checkpoint.copies import HostCopies
+from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
 from dtlayout.config import load_config
 from dtlayout.data import prepare
 from dtlayout.data.sources import Corpus
@@ -61,17 +62,17 @@ def check_repeat(cell: RepeatCheck, device: Device) -> Checked:
 
 
 def check_resume(cell: ResumeCheck, device: Device) -> Checked:
-    """Train, save halfway and go on; load that into another trainer, and go on there."""
+    """Train, copy the state halfway and go on; save the copies, load them into another trainer, and go on there."""
     refuse_unrepeatable(cell.step, device)
     shape, half = MODELS[cell.step.model], NUM_STEPS // 2
     host = open_host_group(60, 60)
     assembly, step = build_step(cell.step, device)
     with tempfile.TemporaryDirectory() as folder:
         _train(assembly, step, cell.step, device, half)
-        saved = save_checkpoint(
-            Path(folder), half, assembly.modules, step.optimizer, shape, AdamW(), keep=1, group=host
-        )
+        tensors = collect_state(assembly.modules, step.optimizer, shape, AdamW().state)
+        wait_for_copies = HostCopies(step.optimizer, device.type).take(tensors)
         expected = _train(assembly, step, cell.step, device, NUM_STEPS - half)
+        saved = save_checkpoint(Path(folder), half, wait_for_copies(), shape, AdamW(), keep=1, group=host)
         assembly, step = build_step(cell.step, device)
         done = load_checkpoint(saved, assembly.modules, step.optimizer, shape, AdamW(), group=host)
     assert done == half, f"{done} steps were saved"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtlayout.checkpoint.sharded import load_parameters, read_model, save_weights
+from dtlayout.config import DataConfig
 from dtlayout.data.chat import TEMPLATE_NAME
 from dtlayout.data.tokenizer import find_file, load_tokenizer
 from dtlayout.errors import CheckpointError, InvalidConfig
@@ -108,20 +109,17 @@ def export_weights(
     number_format: str = "bfloat16",
     file_bytes: int = FILE_BYTES,
     max_seq_len: int | None = None,
-    tokenizer: str | None = None,
-    end_of_document: str = "",
-    chat_template: str = "",
+    data: DataConfig | None = None,
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder, on one process; the bytes of all tensors.
 
-    `tokenizer` and `end_of_document` are as `load_tokenizer` takes them, None for a tokenizer that is not known: its
-    file goes along with the settings beside it, and the ids with which its texts begin and end; and so does the file
-    `chat_template`, where there is one. The folder is there
-    when it is whole, in the place of what was there. CheckpointError if something cannot be read or written, DataError
-    for the tokenizer, InvalidConfig for a model that no config.json describes.
+    `data` says how the model's texts become ids, None where that is not known: the tokenizer's file goes along with the
+    settings beside it, and the ids with which its texts begin and end; and so does the chat template, where it is a
+    file. The folder is there when it is whole, in the place of what was there. CheckpointError if something cannot be
+    read or written, DataError for the tokenizer, InvalidConfig for a model that no config.json describes.
     """
-    known = None if tokenizer is None else load_tokenizer(tokenizer, end_of_document)
-    file_of_tokenizer = None if tokenizer is None else find_file(tokenizer)
+    known = load_tokenizer(data.tokenizer, data.end_of_document) if data else None
+    file_of_tokenizer = find_file(data.tokenizer) if data else None
     # A chat model's answers end with another id than its documents, which stands beside its tokenizer.
     others = find_ends(file_of_tokenizer.parent) if file_of_tokenizer else []
     stops = list(dict.fromkeys([known.end_of_document, *others])) if known else []
@@ -138,8 +136,8 @@ def export_weights(
         with _made_whole(folder) as partial:
             if file_of_tokenizer is not None:
                 _copy_tokenizer(file_of_tokenizer, partial)
-            if chat_template:
-                shutil.copyfile(expand(chat_template), partial / TEMPLATE_NAME)
+            if data and data.chat_template:
+                shutil.copyfile(expand(data.chat_template), partial / TEMPLATE_NAME)
             for file, names in files.items():
                 tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
                 load_parameters(checkpoint, tensors, alone=True)

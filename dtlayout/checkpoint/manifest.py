@@ -29,6 +29,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{PREFIX}*") if (path / STATE_NAME).is_file())
 
 
+def find_checkpoints(source: Path) -> list[Path]:
+    """A checkpoint, or those of a run folder, oldest first; CheckpointError if there is none."""
+    found = [source] if (source / STATE_NAME).is_file() else list_checkpoints(source / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
+    return found
+
+
+def find_checkpoint(source: Path) -> Path:
+    """A checkpoint, or the newest one of a run folder; CheckpointError if there is none."""
+    return find_checkpoints(source)[-1]
+
+
 def describe_files(folder: Path, names: Iterable[str]) -> Files:
     """Size and hash of files below a folder, as they are on disk; OSError if one cannot be read."""
     return {name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)} for name in names}

@@ -2,22 +2,19 @@
 
 RUN/checkpoints/step-00000070/ holds `tensors/` (parameters and the optimizer's state under their names in the whole
 model, so that any layout can load them), `state.json` (step, model, optimizer and origin) and the manifest of both. It
-is written under another name and renamed when it is whole: a folder with that name is a whole checkpoint, and `latest`
-links to the newest. One whose optimizer is null
-holds weights alone, which a run starts from like from weights of its own.
+gets its name when it is whole (`folder`). One whose optimizer is null holds weights alone, which a run starts from like
+from weights of its own.
 """
 
 import json
-import os
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,66 +22,55 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dtlayout import toml
+from dtlayout.checkpoint.agreement import RepeatedPlanner, agree, last_line
+from dtlayout.checkpoint.folder import make_empty, name_checkpoint, name_partial, publish
 from dtlayout.checkpoint.manifest import (
     FORMAT,
-    PREFIX,
     STATE_NAME,
     Files,
     describe_files,
     find_damage,
     list_checkpoints,
-    sync_folder,
     write_manifest,
 )
+from dtlayout.checkpoint.reader import Reader
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
+from dtlayout.training.optimizer import fill_state
 
-_LATEST = "latest"
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
-T = TypeVar("T")
 _PIECE_BYTES = 256 << 20
 """Most that is in memory of weights that are saved alone, or one row of a matrix."""
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
+def collect_state(
     modules: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     model: ModelShape,
-    settings: Optimizer,
-    *,
-    keep: int,
-    origin: Mapping[str, Any] | None = None,
-    facts: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Save the state after `step` steps, from all ranks at once; the `keep` newest checkpoints stay.
+    kinds: Collection[str],
+) -> dict[str, Tensor]:
+    """This rank's shards of parameters and of these kinds of the optimizer's state, under their names in a checkpoint.
 
-    `settings` are those of `optimizer`, `origin` is what else decides how training goes on, for `read_origin`, `facts`
-    what its manifest says beside its files. Ranks agree over `group`, by default the group of all; one of gloo keeps
-    what may take long from under NCCL's watchdog. What failed leaves nothing, and the older ones as they were.
-    CheckpointError on every rank if a file cannot be written.
+    Tied weights are there under their first name, on every stage that has them.
     """
-    tensors = collect_state(modules, optimizer, model, settings)
-    return write_state(
-        folder, step, tensors, model, settings, keep=keep, origin=origin, facts=facts, group=group
-    )  # fmt: skip
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        for local_name, parameter in module.named_parameters():
+            name = model.aliases.get(local_name, local_name)
+            tensors[f"parameters.{name}"] = parameter.detach()
+            for kind in kinds:
+                tensors[f"{kind}.{name}"] = optimizer.state[parameter][kind]
+    return tensors
 
 
-def write_state(
+def save_checkpoint(
     folder: Path,
     step: int,
     tensors: Mapping[str, Tensor],
@@ -95,42 +81,45 @@ def write_state(
     origin: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    planner: RepeatedPlanner | None = None,
 ) -> Path:
-    """The same for a state that has been collected, on any thread of each rank."""
-    path = _name(folder, step)
-    partial = folder / f"partial-{step:08d}"
-    is_first = dist.get_rank() == 0
+    """Save the state after `step` steps, as `collect_state` gives it, from all ranks at once and on any thread of each.
 
-    def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    The `keep` newest checkpoints stay. `settings` are the optimizer's, `origin` is what else decides how training goes
+    on, for `read_origin`, `facts` what the manifest says beside its files. Ranks agree over `group`, by default the
+    group of all; one of gloo keeps what may take long from under NCCL's watchdog. With one `planner` for all saves of a
+    run, whose tensors keep names, shapes and places, they are planned once. What failed leaves nothing, and the older
+    ones as they were. CheckpointError on every rank if a file cannot be written.
+    """
+    path, partial = name_checkpoint(folder, step), name_partial(folder, step)
+    is_first, planner = dist.get_rank(group) == 0, planner or RepeatedPlanner()
+    # Copying ahead, it would wait for the first GPU, which is the one of a new thread, whatever this rank's is.
+    writer = dcp.FileSystemWriter(partial / "tensors", per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(is_first)
 
-    def describe() -> Files:
-        """What this rank has written: names begin with the number of the rank that wrote the file."""
+    def write() -> tuple[list[WriteResult], Files]:
+        """Where this rank's shards are, and its files: names begin with the number of the rank that wrote them."""
+        (partial / "tensors").mkdir(exist_ok=True)
+        written = writer.write_data(planner.plan, planner).value()
         names = [f"tensors/{file.name}" for file in (partial / "tensors").glob(f"__{dist.get_rank(group)}_*")]
         if is_first:
             _write_state(partial, step, model, _describe_optimizer(settings), origin or {})
-            names += ["tensors/.metadata", STATE_NAME]
-        return describe_files(partial, names)
+            names.append(STATE_NAME)
+        return written, describe_files(partial, names)
 
     def finish() -> None:
-        write_manifest(partial, {name: each for files in by_rank for name, each in files.items()}, facts or {})
-        if path.exists():  # the same step again, after a resume from an older checkpoint
-            _remove(path)
-        os.replace(partial, path)
-        sync_folder(folder)
-        _point_to(path)
-        for old in list_checkpoints(folder)[:-keep]:
-            _remove(old)
+        writer.finish(planner.metadata, [written for written, _ in by_rank])
+        files = describe_files(partial, ["tensors/.metadata"])
+        for _, of_rank in by_rank:
+            files |= of_rank
+        write_manifest(partial, files, facts or {})
+        publish(partial, path, keep)
 
     try:
-        _agree(begin if is_first else None, path, group)
-        try:
-            dcp.save(dict(tensors), checkpoint_id=str(partial / "tensors"), process_group=group)
-        except (CheckpointException, OSError) as error:
-            raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
-        by_rank = _agree(describe, path, group)
-        _agree(finish if is_first else None, path, group)
+        agree((lambda: make_empty(partial)) if is_first else None, path, group)
+        planner.plan_writes(tensors, writer, path, group)
+        by_rank = agree(write, path, group)
+        agree(finish if is_first else None, path, group)
     except CheckpointError:
         if is_first:  # what a full disk holds of it is in the way of the next one
             shutil.rmtree(partial, ignore_errors=True)
@@ -146,7 +135,7 @@ def save_weights(
     `formats` has each weight's, and `read` gives some of its rows, when they are written; so no more than a piece is in
     memory. The checkpoint is not whole before this returns. CheckpointError if a file cannot be written.
     """
-    path = _name(folder, 0)
+    path = name_checkpoint(folder, 0)
     planner = _PiecePlanner({f"parameters.{name}": (shape, formats[name]) for name, shape in list_weights(model)}, read)
     writer = dcp.FileSystemWriter(path / "tensors", single_file_per_rank=False)  # it keeps what it writes to one file
     try:
@@ -154,7 +143,7 @@ def save_weights(
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"{path} cannot be written: {_last_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be written: {last_line(error)}") from error
     _write_state(path, 0, model, None, {})
     names = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
     write_manifest(path, describe_files(path, names), {"step": 0})
@@ -189,45 +178,11 @@ class _PiecePlanner(DefaultSavePlanner):
         return self._read(write_item.index.fqn.removeprefix("parameters."), slice(first, first + num_rows))
 
 
-def _name(folder: Path, step: int) -> Path:
-    return folder / f"{PREFIX}{step:08d}"
-
-
 def _write_state(
     path: Path, step: int, model: ModelShape, optimizer: dict[str, Any] | None, origin: Mapping[str, Any]
 ) -> None:
     state = {"format": FORMAT, "step": step, "model": asdict(model), "optimizer": optimizer, "origin": dict(origin)}
-    (path / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-
-
-def _agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | None) -> list[T]:
-    """What `work` gives on each rank that has some; CheckpointError on all of them if it fails on one."""
-    done: tuple[T | None, str] = None, ""
-    try:
-        done = (work() if work else None), ""
-    except OSError as error:
-        done = None, f"{path} cannot be written: {_last_line(error)}"
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, done, group=group)
-    for _, problem in gathered:
-        if problem:
-            raise CheckpointError(problem)
-    return [each for each, _ in gathered]
-
-
-def _point_to(path: Path) -> None:
-    """Move the link `latest`, for people and scripts; a filesystem without links has none."""
-    link = path.with_name(f".{_LATEST}.new")
-    with suppress(OSError):
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        os.replace(link, path.with_name(_LATEST))
-
-
-def clean(folder: Path) -> None:
-    """Take away what killed saves and removals have left; by one process, while nobody saves there."""
-    for left in [*folder.glob("partial-*"), *folder.glob("removed-*")]:
-        shutil.rmtree(left, ignore_errors=True)
+    (path / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
 def find_intact(
@@ -259,30 +214,16 @@ def find_intact(
     return None
 
 
-def set_aside(newest: Path, mark: str = "damaged") -> list[Path]:
-    """Rename checkpoints newer than the one that is gone on from to `mark`-step-…; they stay, and count as none."""
-    aside = []
-    for path in list_checkpoints(newest.parent):
-        if path.name > newest.name:
-            doomed = path.with_name(f"{mark}-{path.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.replace(path, doomed)
-            aside.append(doomed)
-    if aside:
-        _point_to(newest)
-    return aside
-
-
 def read_origin(path: Path) -> dict[str, Any]:
     """The `origin` that a checkpoint was saved with; empty if it has none."""
-    origin = json.loads((path / "state.json").read_text(encoding="utf-8")).get("origin")
+    origin = json.loads((path / STATE_NAME).read_text(encoding="utf-8")).get("origin")
     return origin if isinstance(origin, dict) else {}
 
 
 def read_model(path: Path) -> ModelShape:
     """The model that a checkpoint is of; CheckpointError if it does not say."""
     try:
-        saved = json.loads((path / "state.json").read_text(encoding="utf-8"))["model"]
+        saved = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))["model"]
         return toml.parse({name: value for name, value in saved.items() if value is not None}, ModelShape, "model")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, InvalidConfig) as error:
         raise _unreadable(path, error) from None
@@ -291,16 +232,6 @@ def read_model(path: Path) -> ModelShape:
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Name → (saved, now) of what differs; what was not saved is not known to differ."""
     return {name: (saved[name], value) for name, value in now.items() if name in saved and saved[name] != value}
-
-
-def find_checkpoint(source: Path) -> Path:
-    """A checkpoint, or the newest one of a run folder; CheckpointError if there is none."""
-    if (source / "state.json").is_file():
-        return source
-    found = list_checkpoints(source / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
-    return found[-1]
 
 
 def load_checkpoint(
@@ -320,7 +251,7 @@ def load_checkpoint(
     optimizer, or cannot be read.
     """
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
         step, saved_model, saved_optimizer = int(state["step"]), dict(state["model"]), state.get("optimizer", {})
         kept_settings = {} if saved_optimizer is None else dict(saved_optimizer)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -336,19 +267,16 @@ def load_checkpoint(
             listed = ", ".join(f"{name}={old} (config: {new})" for name, (old, new) in changed.items())
             raise CheckpointError(f"{path} holds another {what}: {listed}; use another train.run_folder")
     has_state = saved_optimizer is not None
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if has_state):
-        kept = optimizer.state[parameter]
-        if settings.step_bytes:
-            kept["step"] = torch.tensor(float(step), device=parameter.device)
-        for name, number_format in settings.state.items():
-            kept[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
+    if has_state:
+        optimizer.state.clear()
+        fill_state(optimizer, settings, step)
     try:
-        tensors = _collect_tensors(modules, optimizer, model, settings.state if has_state else ())
-        dcp.load(tensors, storage_reader=_Reader(path / "tensors"), process_group=group)
+        tensors = collect_state(modules, optimizer, model, settings.state if has_state else ())
+        dcp.load(tensors, storage_reader=Reader(path / "tensors"), process_group=group)
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
     except RuntimeError as error:  # not of the files: a rank is gone, or memory
-        raise CheckpointError(f"{path} was not loaded: {_last_line(error)}") from error
+        raise CheckpointError(f"{path} was not loaded: {last_line(error)}") from error
     return step
 
 
@@ -361,93 +289,17 @@ def load_parameters(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
-            dcp.load(wanted, storage_reader=_Reader(path / "tensors"), no_dist=alone or not dist.is_initialized())
+            dcp.load(wanted, storage_reader=Reader(path / "tensors"), no_dist=alone or not dist.is_initialized())
     except _UNREADABLE as error:
-        raise CheckpointError(f"{path} cannot be read: {_last_line(error)}") from error
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads without running anything that a file says: tensors by torch's own safe loader, metadata by ours."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        with open(os.path.join(self.path, ".metadata"), "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise ValueError(".metadata is no description of tensors")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the names that DCP writes to its metadata, and no other."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_known = name in _METADATA_NAMES.get(module, ())
-        if not is_known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which is refused")
-        return super().find_class(module, name)
-
-
-_METADATA_NAMES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # Python 3.13
-}  # fmt: skip
+        raise CheckpointError(f"{path} cannot be read: {last_line(error)}") from error
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read: {_last_line(error)}; remove it to resume from an older one or from the start"
+        f"{path} cannot be read: {last_line(error)}; remove it to resume from an older one or from the start"
     )
-
-
-def _last_line(error: BaseException) -> str:
-    return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[-1]}"
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint so that a kill leaves nothing that looks like a whole one."""
-    doomed = path.with_name(f"removed-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)  # of an earlier removal that was killed
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
 
 
 def _describe_optimizer(settings: Optimizer) -> dict[str, Any]:
     """What a checkpoint depends on, as JSON gives it back."""
     return {"name": settings.name, "state": list(settings.state)}
-
-
-def collect_state(
-    modules: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    model: ModelShape,
-    settings: Optimizer,
-    *,
-    copied: bool = False,
-) -> dict[str, Tensor]:
-    """This rank's shards of what a checkpoint holds; `copied` to the host's memory, where training changes nothing."""
-    tensors = _collect_tensors(modules, optimizer, model, settings.state)
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()} if copied else tensors
-
-
-def _collect_tensors(
-    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, kinds: Collection[str]
-) -> dict[str, Tensor]:
-    """This rank's shards, with these kinds of state; tied weights under their first name on every stage."""
-    tensors: dict[str, Tensor] = {}
-    for module in modules:
-        for local_name, parameter in module.named_parameters():
-            name = model.aliases.get(local_name, local_name)
-            tensors[f"parameters.{name}"] = parameter.detach()
-            for kept in kinds:
-                tensors[f"{kept}.{name}"] = optimizer.state[parameter][kept]
-    return tensors

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from dtlayout.cluster import Gpu, find_gpu, known_gpus
 from dtlayout.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from dtlayout.config import Config
+    from dtlayout.config import Config, DataConfig
 
 
 def show(options: argparse.Namespace, document: object, lines: Iterable[str], **style: Any) -> int:
@@ -39,3 +40,22 @@ def choose_gpu(config: "Config", asked: str | None) -> Gpu:
             f"{', '.join(known_gpus())}"
         )
     return find_gpu(name)
+
+
+def find_config(source: Path) -> "Config | None":
+    """The config of a run folder, or of the run that a checkpoint is of; None where there is none that can be read."""
+    from dtlayout.config import load_config  # only now: most commands are given a config or need none
+
+    folder = source.resolve()
+    run = folder if (folder / "config.toml").is_file() else folder.parent.parent
+    try:
+        return load_config(run / "config.toml")
+    except InvalidConfig:  # a checkpoint that lies alone
+        return None
+
+
+def choose_tokenizer(data: "DataConfig | None", asked: str | None) -> "DataConfig | None":
+    """How texts become ids, by the tokenizer that is asked for in the place of a run's; None where neither is known."""
+    from dtlayout.config import DataConfig
+
+    return data if asked is None else replace(data or DataConfig(), tokenizer=asked, end_of_document="")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dtlayout.checkpoint.manifest import STATE_NAME, find_damage, list_checkpoints, read_manifest
+from dtlayout.checkpoint.manifest import find_checkpoints, find_damage, read_manifest
 from dtlayout.commands.arguments import show
 from dtlayout.errors import EXIT_REFUSED, CheckpointError
 from dtlayout.text import align
@@ -27,10 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for each checkpoint, or what one was written by; exit code 2 if one is damaged."""
-    source = options.source.resolve()
-    found = [source] if (source / STATE_NAME).is_file() else list_checkpoints(source / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{options.source} is no checkpoint and no run folder with one")
+    found = find_checkpoints(options.source.resolve())
     if options.action == "show":
         return _show(options, found[-1])
     if options.action == "list":

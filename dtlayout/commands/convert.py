@@ -4,9 +4,9 @@ import argparse
 from math import inf
 from pathlib import Path
 
-from dtlayout.commands.arguments import show
-from dtlayout.config import load_config
-from dtlayout.errors import CheckpointError, InvalidConfig
+from dtlayout.checkpoint.manifest import find_checkpoint
+from dtlayout.commands.arguments import choose_tokenizer, find_config, show
+from dtlayout.errors import CheckpointError
 from dtlayout.models.weights import FILE_BYTES
 
 EXAMPLE = "dtlayout convert runs/debug exported"
@@ -46,7 +46,6 @@ def _import(options: argparse.Namespace) -> int:
             f"checkpoint, and the config of a run names its tokenizer"
         )
     from dtlayout.checkpoint.hf import import_weights  # only now: it imports torch
-    from dtlayout.checkpoint.sharded import find_checkpoint
 
     num_bytes = import_weights(options.source, options.folder)
     checkpoint = find_checkpoint(options.folder)
@@ -60,22 +59,14 @@ def _export(options: argparse.Namespace) -> int:
     file_gib = FILE_BYTES / 2**30 if options.file_gib is None else options.file_gib
     if not 0 < file_gib < inf:
         raise CheckpointError(f"--file-gib {file_gib:g} must be above 0 and finite")
-    from dtlayout.checkpoint.hf import export_weights  # only now: it imports torch
-    from dtlayout.checkpoint.sharded import find_checkpoint
-
     checkpoint = find_checkpoint(options.source.resolve())
-    tokenizer, end_of_document, chat_template, max_seq_len = options.tokenizer, "", "", None
-    try:
-        config = load_config(checkpoint.parent.parent / "config.toml")
-        max_seq_len, chat_template = config.batch.seq_len, config.data.chat_template
-        if tokenizer is None:
-            tokenizer, end_of_document = config.data.tokenizer, config.data.end_of_document
-    except InvalidConfig:  # a checkpoint that lies alone
-        pass
+    from dtlayout.checkpoint.hf import export_weights  # only now: it imports torch
+
+    config = find_config(options.source)
+    data = choose_tokenizer(config.data if config else None, options.tokenizer)
     num_bytes = export_weights(
         checkpoint, options.folder, number_format=number_format, file_bytes=int(file_gib * 2**30),
-        max_seq_len=max_seq_len, tokenizer=tokenizer, end_of_document=end_of_document,
-        chat_template=chat_template,
+        max_seq_len=config.batch.seq_len if config else None, data=data,
     )  # fmt: skip
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}

@@ -5,8 +5,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from dtlayout.commands.arguments import show
-from dtlayout.config import DataConfig, load_config
+from dtlayout.commands.arguments import choose_tokenizer, find_config, show
+from dtlayout.config import DataConfig
 from dtlayout.data.chat import TEMPLATE_NAME, load_template
 from dtlayout.errors import InvalidConfig
 from dtlayout.models.files import find_ends
@@ -76,20 +76,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _find_data(options: argparse.Namespace, *, is_hf: bool) -> DataConfig:
     """How the source's texts become ids, as far as its config says or the command line does."""
-    folder: Path = options.source.resolve()
+    of_source: DataConfig | None
     if is_hf:
-        beside = folder / TEMPLATE_NAME
-        data = DataConfig(tokenizer=str(options.source), chat_template=str(beside) if beside.is_file() else "")
+        beside = options.source.resolve() / TEMPLATE_NAME
+        of_source = DataConfig(tokenizer=str(options.source), chat_template=str(beside) if beside.is_file() else "")
     else:
-        config = folder if (folder / "config.toml").is_file() else folder.parent.parent
-        try:
-            data = load_config(config / "config.toml").data
-        except InvalidConfig as error:
-            if not options.tokenizer:
-                raise InvalidConfig(
-                    f"{options.source} does not say which tokenizer it has; give --tokenizer"
-                ) from error
-            data = DataConfig()
-    if options.tokenizer:
-        data = replace(data, tokenizer=options.tokenizer, end_of_document="")
+        config = find_config(options.source)
+        of_source = config.data if config else None
+    data = choose_tokenizer(of_source, options.tokenizer)
+    if data is None:
+        raise InvalidConfig(f"{options.source} does not say which tokenizer it has; give --tokenizer")
     return replace(data, end_of_document=options.end_of_document or data.end_of_document)

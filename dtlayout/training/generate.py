@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from dtlayout.batch import Batch
 from dtlayout.checkpoint.hf import load_weights
-from dtlayout.checkpoint.sharded import find_checkpoint, load_parameters, read_model
+from dtlayout.checkpoint.manifest import find_checkpoint
+from dtlayout.checkpoint.sharded import load_parameters, read_model
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout

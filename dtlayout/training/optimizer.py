@@ -34,15 +34,14 @@ def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: O
     return built
 
 
-def fill_state(optimizer: torch.optim.Optimizer, settings: Optimizer) -> None:
-    """The state of parameters that no step has updated yet: zeros, from which the first update is the same."""
+def fill_state(optimizer: torch.optim.Optimizer, settings: Optimizer, num_steps: int = 0) -> None:
+    """Give parameters that have no state one of zeros, from which the first update is the same, after `num_steps`."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if not optimizer.state[parameter]:
+        if not (state := optimizer.state[parameter]):
             if settings.step_bytes:
-                optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+                state["step"] = torch.tensor(float(num_steps), device=parameter.device)
             for name, number_format in settings.state.items():
-                kept = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
-                optimizer.state[parameter][name] = kept
+                state[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
 
 
 def set_updates(optimizer: torch.optim.Optimizer, num_updates: int) -> None:

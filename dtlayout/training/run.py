@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
+from dtlayout.checkpoint.copies import HostCopies
+from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights, load_weights
-from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints
+from dtlayout.checkpoint.manifest import PREFIX, find_checkpoint, list_checkpoints
 from dtlayout.checkpoint.sharded import (
-    clean,
     collect_state,
     find_changes,
-    find_checkpoint,
     find_intact,
     load_checkpoint,
     read_origin,
-    set_aside,
-    write_state,
+    save_checkpoint,
 )
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
@@ -156,6 +156,7 @@ class _Run:
         is_saving = config.checkpoint.save and config.checkpoint.background and config.checkpoint.every > 0
         self.saves = open_host_group(*limits) if is_saving else None
         self.saving: Saving | None = None
+        self.planner = RepeatedPlanner()
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
@@ -174,6 +175,7 @@ class _Run:
             give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
+        self.copies = HostCopies(self.optimizer, device.type)
         self.learning_rate = LearningRate.of(config.optimizer, config.train.steps, {})
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.assembly.runtime.before_action = watch.at_action
@@ -461,11 +463,15 @@ class _Run:
         in_background = self.saves is not None and not is_last
         self.watch.at("saving", self.patience_s)
         self._finish_save()
-        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings, copied=in_background)
-        write = partial(
-            write_state, self.folder / folder, done, tensors, c.model, settings, origin=origin, facts=facts,
-            keep=c.checkpoint.keep, group=self.saves or self.host,
-        )  # fmt: skip
+        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings.state)
+        wait_for_copies = self.copies.take(tensors) if in_background else lambda: tensors
+
+        def write() -> Path:
+            return save_checkpoint(
+                self.folder / folder, done, wait_for_copies(), c.model, settings, keep=c.checkpoint.keep,
+                origin=origin, facts=facts, group=self.saves or self.host, planner=self.planner,
+            )  # fmt: skip
+
         if in_background:
             self.saving = Saving(done, write)
         elif is_last:
@@ -499,9 +505,7 @@ class _Run:
                 self.folder / "hf",
                 number_format=config.precision.compute,
                 max_seq_len=config.batch.seq_len,
-                tokenizer=config.data.tokenizer,
-                end_of_document=config.data.end_of_document,
-                chat_template=config.data.chat_template,
+                data=config.data,
             )
             self.display.say(f"exported {self.folder / 'hf'}")
         except DtlayoutError as error:  # the run is done all the same

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.convert import measure
 from dtlayout.checkpoint import hf, sharded
 from dtlayout.checkpoint.hf import export_weights, import_weights
-from dtlayout.checkpoint.sharded import find_checkpoint
+from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.cli import main
-from dtlayout.config import load_config, parse_config
+from dtlayout.config import DataConfig, load_config, parse_config
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -205,11 +205,11 @@ def test_a_failed_export_leaves_what_was_there_and_nothing_else(ranks4, damaged,
     checkpoint, out = tmp_path / "checkpoints" / "step-00000000", tmp_path / "exports" / "out"
     tokenizer = tmp_path / "other.json"
     Tokenizer(WordLevel({"word": 0, "</s>": 7}, unk_token="word")).save(str(tokenizer))
-    export_weights(checkpoint, out, tokenizer=str(tokenizer))
+    export_weights(checkpoint, out, data=DataConfig(tokenizer=str(tokenizer)))
     assert (out / "tokenizer.json").read_text() == tokenizer.read_text()
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 7
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')  # as beside a chat model's
-    export_weights(checkpoint, tmp_path / "chat", tokenizer=str(tokenizer))
+    export_weights(checkpoint, tmp_path / "chat", data=DataConfig(tokenizer=str(tokenizer)))
     assert find_ends(tmp_path / "chat") == [7, 0]
     before = sorted(path.name for path in out.iterdir())
 

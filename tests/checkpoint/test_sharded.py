@@ -5,26 +5,35 @@ import os
 import pickle
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_ranks import ADAMW, State, build, find_newest, load_each, message_of, refusal, train_and_save, update
-from tiny import SHAPE
-
-from dtlayout.checkpoint import sharded
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, read_manifest
-from dtlayout.checkpoint.sharded import (
-    clean,
-    find_changes,
-    list_checkpoints,
-    load_checkpoint,
-    read_origin,
-    save_checkpoint,
-    set_aside,
+from checkpoint_ranks import (
+    ADAMW,
+    State,
+    build,
+    find_newest,
+    load_each,
+    message_of,
+    refusal,
+    save,
+    train_and_save,
+    update,
 )
+from tiny import SHAPE
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from dtlayout.checkpoint import folder as checkpoint_folder
+from dtlayout.checkpoint import sharded
+from dtlayout.checkpoint.agreement import RepeatedPlanner
+from dtlayout.checkpoint.folder import clean, set_aside
+from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
+from dtlayout.checkpoint.sharded import find_changes, load_checkpoint, read_origin
 from dtlayout.layout import Layout
 from dtlayout.optimizers import SGD, Optimizer
 
@@ -111,28 +120,46 @@ def test_the_newest_stay_and_are_listed_oldest_first(tmp_path):
     assert (folder / "latest").resolve() == folder / "step-00000011"
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_saves_of_a_run_are_planned_once(tmp_path, monkeypatch):
+    planned, plan = [], DefaultSavePlanner.create_local_plan
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", lambda self: planned.append(self) or plan(self))
+    train_and_save(Layout(), SHAPE, tmp_path, num_steps=3, keep=3)
+    assert len(planned) == 1 and [find_damage(path) for path in list_checkpoints(tmp_path)] == [[]] * 3
+
+
 def test_a_run_without_checkpoints_lists_none(tmp_path):
     assert list_checkpoints(tmp_path / "not there") == []
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("moment", ["dcp.save", "json.dumps", "os.replace"])
-def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize(
+    ("where", "moment"),
+    [
+        (FileSystemWriter, "write_data"),
+        (FileSystemWriter, "finish"),
+        (sharded, "json.dumps"),
+        (checkpoint_folder, "os.replace"),
+    ],
+    ids=["tensors", "their index", "json.dumps", "os.replace"],
+)
+def test_a_kill_while_saving_leaves_nothing_that_looks_whole_and_the_next_save_succeeds(
+    tmp_path, monkeypatch, where, moment
+):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    save(tmp_path, 1, assembly, optimizer, SHAPE, keep=2)
 
     def kill(*_: object, **__: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            sharded, moment.partition(".")[0], _Stub(getattr(sharded, moment.partition(".")[0]), moment, kill)
-        )
+        name, _, of_module = moment.partition(".")
+        patch.setattr(where, name, _Stub(getattr(where, name), moment, kill) if of_module else kill)
         with pytest.raises(Killed):
-            save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+            save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
-    save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2)
     assert names_in(tmp_path) == ["latest", "step-00000001", "step-00000002"]
     assert load_checkpoint(tmp_path / "step-00000002", assembly.modules, optimizer, SHAPE, ADAMW) == 2
 
@@ -151,16 +178,16 @@ class _Stub:
 def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1)
+    save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1)
 
     def remove_half(path: Path, **_: object) -> None:
         if (path / "tensors").exists():
             shutil.rmtree(path / "tensors")
             raise Killed
 
-    monkeypatch.setattr(sharded, "shutil", _Stub(shutil, "shutil.rmtree", remove_half))
+    monkeypatch.setattr(checkpoint_folder, "shutil", _Stub(shutil, "shutil.rmtree", remove_half))
     with pytest.raises(Killed):
-        save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=1)
+        save(tmp_path, 2, assembly, optimizer, SHAPE, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
 
 
@@ -338,8 +365,8 @@ def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tm
     """Each of a save's syncs, renames and files in turn."""
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
-    calls = 0
+    save(tmp_path, 1, assembly, optimizer, SHAPE, keep=2)
+    calls, planner = 0, RepeatedPlanner()
 
     def fail(function):
         def count(*arguments, **options):
@@ -355,13 +382,13 @@ def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tm
         for name in ("fsync", "replace", "mkdir", "rename"):
             patch.setattr(os, name, fail(getattr(os, name)))
         patch.setattr(Path, "write_text", fail(Path.write_text))
-        message = message_of(lambda: save_checkpoint(tmp_path, 2, assembly.modules, optimizer, SHAPE, ADAMW, keep=2))
+        message = message_of(lambda: save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2, planner=planner))
     whole = [path for path in list_checkpoints(tmp_path) if find_damage(path) == []]
     assert whole == list_checkpoints(tmp_path) and whole[0].name == "step-00000001"
     if message is not None:
         assert "No space left on device" in message
         assert not list(tmp_path.glob("partial-*"))
-    save_checkpoint(tmp_path, 3, assembly.modules, optimizer, SHAPE, ADAMW, keep=2)
+    save(tmp_path, 3, assembly, optimizer, SHAPE, keep=2, planner=planner)
     assert find_damage(tmp_path / "step-00000003") == []
 
 
@@ -403,29 +430,32 @@ def test_a_checkpoint_that_cannot_be_written_is_refused(tmp_path):
     update(assembly, optimizer)
     folder = tmp_path / "a file"
     folder.write_text("")
-    message = message_of(lambda: save_checkpoint(folder, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1))
+    message = message_of(lambda: save(folder, 1, assembly, optimizer, SHAPE, keep=1))
     assert message is not None
     assert "cannot be written" in message
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_disk_that_fails_while_tensors_are_written_is_refused(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
+def test_a_disk_that_is_full_while_tensors_are_written_is_refused(tmp_path, monkeypatch):
+    @contextmanager
+    def open_full(*_):
+        with open("/dev/full", "wb", buffering=0) as file:
+            yield file
 
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    monkeypatch.setattr("dtlayout.checkpoint.sharded.dcp.save", fail)
-    message = message_of(lambda: save_checkpoint(tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1))
-    assert "No space left on device" in message
-    assert list_checkpoints(tmp_path) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", open_full)
+        message = message_of(lambda: save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1))
+    assert message is not None and message.endswith(
+        "step-00000001 cannot be written: OSError [Errno 28] No space left on device"
+    )
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_changed_since_a_checkpoint_is_found(tmp_path):
     assembly, optimizer = build(Layout(), SHAPE, seed=1)
     update(assembly, optimizer)
-    path = save_checkpoint(
-        tmp_path, 1, assembly.modules, optimizer, SHAPE, ADAMW, keep=1, origin={"seed": 0, "global_batch": 8}
-    )
+    path = save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1, origin={"seed": 0, "global_batch": 8})
     assert find_changes(read_origin(path), {"seed": 1, "global_batch": 8, "new": 3}) == {"seed": (0, 1)}

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from dtlayout.batch import Batch
 from dtlayout.checkpoint import hf
+from dtlayout.checkpoint.agreement import RepeatedPlanner
+from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.hf import load_weights
-from dtlayout.checkpoint.sharded import find_intact, load_checkpoint, save_checkpoint
+from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, save_checkpoint
 from dtlayout.errors import CheckpointError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -49,6 +51,15 @@ def update(assembly: Assembly, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def save(
+    folder: Path, step: int, assembly: Assembly, optimizer: torch.optim.Optimizer, model: ModelShape,
+    settings: Optimizer = ADAMW, *, keep: int, **more: Any,
+) -> Path:  # fmt: skip
+    """`save_checkpoint` of what is in these modules and this optimizer."""
+    tensors = collect_state(assembly.modules, optimizer, model, settings.state)
+    return save_checkpoint(folder, step, tensors, model, settings, keep=keep, **more)
+
+
 def whole_state(assembly: Assembly, optimizer: torch.optim.Optimizer, model: ModelShape) -> State:
     """Parameters and optimizer state of this rank's stages, gathered."""
     found: dict[str, Tensor] = {}
@@ -64,11 +75,13 @@ def whole_state(assembly: Assembly, optimizer: torch.optim.Optimizer, model: Mod
 def train_and_save(
     layout: Layout, model: ModelShape, folder: Path, num_steps: int, keep: int, settings: Optimizer = ADAMW
 ) -> tuple[State, State]:
-    """Save after each of `num_steps` updates; the state then, and after one update more."""
+    """Save copies after each of `num_steps` updates, as a run does; the state then, and after one update more."""
     assembly, optimizer = build(layout, model, 1, settings)
+    copies, planner = HostCopies(optimizer, "cpu"), RepeatedPlanner()
     for step in range(1, num_steps + 1):
         update(assembly, optimizer)
-        save_checkpoint(folder, step, assembly.modules, optimizer, model, settings, keep=keep)
+        tensors = copies.take(collect_state(assembly.modules, optimizer, model, settings.state))()
+        save_checkpoint(folder, step, tensors, model, settings, keep=keep, planner=planner)
     saved = whole_state(assembly, optimizer, model)
     update(assembly, optimizer)
     return saved, whole_state(assembly, optimizer, model)
@@ -160,7 +173,7 @@ def start_and_save(layout: Layout, model: ModelShape, folder: Path, into: Path) 
         model, BATCH, layout, Kernels(), FP32, seed=0, device_type="cpu", give_weights=partial(load_weights, folder)
     )
     optimizer = build_optimizer(assembly.modules, model, SGD(momentum=0.0))
-    save_checkpoint(into, 0, assembly.modules, optimizer, model, SGD(momentum=0.0), keep=1)
+    save(into, 0, assembly, optimizer, model, SGD(momentum=0.0), keep=1)
 
 
 def step_from_hf(layouts: list[Layout], model: ModelShape, folder: Path, settings: Optimizer) -> list[State]:

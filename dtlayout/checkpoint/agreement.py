@@ -1,0 +1,74 @@
+"""What ranks that save agree on: who writes what, and whether it is written.
+
+The first rank hears what all have done, the others only whether all went well: of many ranks the former is work, which
+a host that trains at the same time should not do for nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dtlayout.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | None) -> list[T]:
+    """What `work` gives on each rank that has some, on the first rank; CheckpointError on all if it fails on one."""
+    done: tuple[T | None, str] = None, ""
+    try:
+        done = (work() if work else None), ""
+    except Exception as error:  # whatever it is, the others hear of it and don't wait
+        done = None, f"{path} cannot be written: {last_line(error)}"
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    is_first = dist.get_rank(group) == 0
+    dist.gather_object(done, gathered if is_first else None, group=group, group_dst=0)
+    problem = [next((problem for _, problem in gathered if problem), "") if is_first else ""]
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0]:
+        raise CheckpointError(problem[0])
+    return [each for each, _ in gathered] if is_first else []
+
+
+class RepeatedPlanner(DefaultSavePlanner):
+    """Says which rank writes which shard: planned by the first rank, of all that every rank holds, and then kept."""
+
+    plan: SavePlan
+    """What this rank writes."""
+    metadata: Metadata
+    """Of all tensors, on the first rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_agreed = False
+
+    def plan_writes(
+        self, tensors: Mapping[str, Tensor], writer: dcp.FileSystemWriter, path: Path, group: dist.ProcessGroup | None
+    ) -> None:
+        """Plan how `writer` writes tensors to `path`, unless that is known; CheckpointError on every rank if not."""
+        is_first = dist.get_rank(group) == 0
+        self.set_up_planner(dict(tensors), is_coordinator=is_first)
+        if self._is_agreed:
+            return
+        plans = agree(self.create_local_plan, path, group)
+        parts = agree(lambda: self._share_out(plans, writer) if is_first else None, path, group)
+        own: list[SavePlan] = [self.plan]
+        dist.scatter_object_list(own, parts[0] if is_first else None, group=group, group_src=0)
+        self.finish_plan(own[0])
+        self._is_agreed = True
+
+    def _share_out(self, plans: list[SavePlan], writer: dcp.FileSystemWriter) -> list[SavePlan]:
+        parts, _ = self.create_global_plan(plans)
+        return writer.prepare_global_plan(parts)
+
+
+def last_line(error: BaseException) -> str:
+    """An error in a line: of several, the last says what happened."""
+    return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[-1]}"

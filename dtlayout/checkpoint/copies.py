@@ -1,0 +1,63 @@
+"""Copies of a rank's state in the host's memory, which are written while training goes on.
+
+[Note: no update overtakes a copy]
+A GPU copies on a stream of its own, into pinned memory, while the next step's forward and backward run: these read the
+state and change nothing. The update that changes it waits on the device until the copies are made, in a hook of the
+optimizer. The host waits for nothing; who writes the copies does, in a thread of its own.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class HostCopies:
+    """A rank's state, in memory that each save uses again: tensors keep their names, shapes and places."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device_type: str):
+        """`optimizer` is what changes the state."""
+        self._copies: dict[str, Tensor] = {}
+        self._stream = torch.cuda.Stream() if device_type == "cuda" else None
+        self._made: torch.cuda.Event | None = None
+        optimizer.register_step_pre_hook(self._hold_update)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Begin to copy: what waits until the copies are made, and gives them.
+
+        From here on the optimizer may step. Nobody may still read the copies that were taken before.
+        """
+        for name in tensors.keys() - self._copies.keys():
+            self._copies[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=self._stream is not None)
+        if self._stream is None:
+            self._copy(tensors)
+            return lambda: self._copies
+        self._stream.wait_stream(torch.cuda.current_stream())  # of which an update was the last work
+        made = self._made = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        with torch.cuda.stream(self._stream):
+            self._copy(tensors)
+            made.record()
+        return partial(self._wait, made, tensors)
+
+    @torch.no_grad()
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            _local(self._copies[name]).copy_(_local(tensor), non_blocking=True)
+
+    def _wait(self, made: torch.cuda.Event, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        made.synchronize()
+        del tensors  # an optimizer may put others in their place, and the memory of these be used again
+        return self._copies
+
+    def _hold_update(self, *_: Any) -> None:
+        """[Note: no update overtakes a copy]."""
+        if self._made is not None:
+            torch.cuda.current_stream().wait_event(self._made)
+            self._made = None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
