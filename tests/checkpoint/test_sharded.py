@@ -17,6 +17,7 @@ from checkpoint_ranks import (
     build,
     find_newest,
     load_each,
+    merge,
     message_of,
     refusal,
     save,
@@ -66,15 +67,6 @@ def path(whole, tmp_path) -> Path:
 def names_in(folder: Path) -> list[str]:
     """Folders, and links to folders."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
-
-
-def merge(states: list[State]) -> State:
-    """The whole model's state from those of all ranks, which agree where they hold the same."""
-    merged: State = {}
-    for state in states:
-        for name, array in state.items():
-            assert np.array_equal(merged.setdefault(name, array), array), name
-    return merged
 
 
 @pytest.mark.parametrize(
