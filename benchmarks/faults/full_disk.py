@@ -29,6 +29,8 @@ from benchmarks.faults.runs import (
 from dtlayout.checkpoint.manifest import list_checkpoints
 
 OPTIONS = (*PP2_TP2, "--checkpoint.every=3")
+NUM_FAILED = 6
+"""Saves that are due while the disk is full: in that many steps metrics.jsonl would have grown by a page too."""
 SIZE = "24m"
 """Room for several checkpoints."""
 
@@ -56,8 +58,12 @@ def main(folder: Path) -> int:
     try:
         with started(run, *OPTIONS, f"--train.steps={ENDLESS}", log=folder / "run.log") as start:
             wait_until(lambda: "saved" in start.said or start.is_over, "save")
-            fill(ballast)
-            wait_until(lambda: start.said.count("is not saved, training goes on") >= 2 or start.is_over, "failed saves")
+
+            def has_failed() -> bool:
+                fill(ballast)  # what a save has just given back too
+                return start.said.count("is not saved, training goes on") >= NUM_FAILED or start.is_over
+
+            wait_until(has_failed, "failed saves", every_s=0.05)
             damage, num_whole = find_all_damage(run), len(list_checkpoints(run / "checkpoints"))
             ballast.unlink()
             saves = start.said.count("\nsaved")
@@ -65,22 +71,25 @@ def main(folder: Path) -> int:
             problem = say(damage, "" if num_whole else "no checkpoint was left")
             if start.is_over:
                 problem = say(problem, f"the run has ended: {start.said[-600:]}")
-            noted = start.said.count("is not saved, training goes on")
+            facts = {
+                "not saved": start.said.count("is not saved, training goes on"),
+                "metrics waited": "its lines wait" in start.said,
+            }
     except Late as error:
-        problem, noted = str(error), 0
+        problem, facts = str(error), {}
     if not problem:
         num_steps = count_steps(run) + 10
         problem = say(
             finish(run, num_steps, *OPTIONS, log=folder / "run.log"), run_straight(straight, num_steps, *OPTIONS)
         )
         problem = problem or compare(run, straight)
-    print(json.dumps(asdict(Event(kind="full disk", what="tmpfs", problem=problem, facts={"noted": noted}))))
+    print(json.dumps(asdict(Event(kind="full disk", what="tmpfs", problem=problem, facts=facts))))
     return 0
 
 
 def fill(ballast: Path) -> None:
     """Take all the room there is."""
-    with ballast.open("wb", buffering=0) as file:
+    with ballast.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
             try:
                 while file.write(b"x" * size):

@@ -348,7 +348,8 @@ class _Run:
             **self.speed.describe(step_time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
-            self.metrics.append(metrics)
+            if problem := self.metrics.append(metrics):
+                self.display.say(problem)
             self.trackers.write(metrics)
         self.display.show(metrics)
 
