@@ -109,9 +109,9 @@ def describe_kills(own: Sequence[Event]) -> list[str]:
     return [
         "## Kills\n",
         f"Of {moments.total()} kills {moments['start']} came before the first step of a start, {moments['steps']} in",
-        f"later steps, and {moments['save']} left a save unfinished; the run had {steps} steps. Most moments are uniform",
-        "over twice the time that a start takes to its first step; the others were aimed at a save, uniform over its",
-        "length.",
+        f"later steps, and {moments['save']} left a save unfinished; the run had {steps} steps. Most moments are",
+        "uniform over twice the time that a start takes to its first step; the others were aimed at a save, uniform",
+        "over its length.",
     ]
 
 
@@ -120,8 +120,8 @@ def describe_signals(own: Sequence[Event]) -> list[str]:
     phases = dict.fromkeys(event.facts["phase"] for event in own if event.count)
     lines = [
         "## Signals\n",
-        "Two ranks as tp2, without torchrun, whose exit codes are seen so. Half of the signals go to one of them alone,",
-        "but those of the start. The time is from the signal to the end of the last rank;",
+        "Two ranks as tp2, without torchrun, whose exit codes are seen so. Half of the signals go to one of them",
+        "alone, but those of the start. The time is from the signal to the end of the last rank;",
         f"{signals.GRACE_S:.0f} s is what torchrun gives.\n",
         "| phase | SIGTERM | SIGINT | SIGUSR1 | exit codes | longest, s |",
         "|---|--:|--:|--:|---|--:|",

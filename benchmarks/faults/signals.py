@@ -183,7 +183,7 @@ def find_unsaved(run: Path) -> str:
 KIND = Kind(
     name="signals",
     title="SIGTERM, SIGINT and SIGUSR1 in each phase",
-    promise="all ranks end with code 3 in time, all steps are saved, and the run ends with the bits of one without faults",
+    promise="all ranks end with code 3 in time, all steps are saved, the run ends with the bits of one without faults",
     provoke=provoke,
     expected=lambda amounts: len(PHASES) * (amounts.signals + len(OTHERS)),
 )

@@ -1,6 +1,7 @@
 """The device of this rank, as torch finds it."""
 
 import os
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from dtlayout.cluster import Gpu
 from dtlayout.device import Device, describe_cpu, describe_gpu
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
+from dtlayout.signals import Stopped, StopRequest
 
 
 def repeat_bits(wanted: str) -> None:
@@ -65,6 +67,33 @@ def open_store(timeout_s: float) -> dist.Store:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     return store
+
+
+def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
+    """Return once all ranks are here, or raise Stopped on all of them: [Note: signals before the first step].
+
+    DistStoreError if some are not here in time.
+    """
+    stop.is_early = False  # from here on they end together
+    num_here, deadline = store.add("meeting/here", 1), time.monotonic() + timeout_s
+    if num_here == int(os.environ["WORLD_SIZE"]):
+        store.compare_set(_AGREED, "", "go")
+    while True:
+        if stop.is_made:
+            store.compare_set(_AGREED, "", "stop")  # what is there first counts
+        try:
+            store.wait([_AGREED], timedelta(seconds=_LOOK_EVERY_S))
+            break
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                raise
+    if store.get(_AGREED) != b"go":
+        raise Stopped
+
+
+_AGREED = "meeting/agreed"
+_LOOK_EVERY_S = 1.0
+"""While torch waits, Python hears of no signal."""
 
 
 def join_ranks(device: Device, timeout_s: float, store: dist.Store | None = None) -> None:

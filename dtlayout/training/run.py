@@ -68,7 +68,7 @@ from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
-from dtlayout.training.devices import join_ranks, open_device, open_store, repeat_bits
+from dtlayout.training.devices import join_ranks, meet, open_device, open_store, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
@@ -102,6 +102,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     samples = _open_samples(config, config.data, store, "tokens", seed=config.train.seed)
     held_out = _open_held_out(config, store)
     with attention_implementation(kernels.attention):
+        meet(store, stop, config.train.timeout_s)
         join_ranks(device, config.train.timeout_s, store)
         run = _Run(config, layout, chosen, device, samples, held_out, stop)
         try:
@@ -186,7 +187,7 @@ class _Run:
         exit_code = None
         try:
             with self.display:
-                exit_code, done = self._loop(first_step)
+                exit_code, done = (EXIT_STOPPED, first_step) if self._is_stopped() else self._loop(first_step)
                 self._finish_save()
         finally:
             self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
@@ -229,6 +230,12 @@ class _Run:
         for name, (old, new) in find_changes(origin, self.origin).items():
             self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
         return done
+
+    def _is_stopped(self) -> bool:
+        """Whether a signal has come to any rank before the first step, which may take long to compile."""
+        stops = torch.tensor(int(self.stop.is_made))
+        dist.all_reduce(stops, group=self.host)
+        return bool(stops)
 
     def _loop(self, first_step: int) -> tuple[int, int]:
         """Step until the end; the exit code and the steps that are done."""

@@ -1,6 +1,7 @@
 """The device of a rank, and the peak that MFU is measured against."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from dtlayout.cluster import find_gpu, gpu_named, known_gpus
 from dtlayout.device import Device, describe_cpu, describe_gpu, device_of, expect_device
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import find_packages
-from dtlayout.training.devices import join_ranks, open_device, repeat_bits
+from dtlayout.signals import Stopped, StopRequest
+from dtlayout.training import devices
+from dtlayout.training.devices import join_ranks, meet, open_device, repeat_bits
 
 SLICE = replace(find_gpu("a100-40g-sxm"), peak_flops_per_s=120e12)
 """A part of a GPU, as a cluster file describes it."""
@@ -160,3 +163,31 @@ def test_without_torchrun_a_process_is_a_world_of_its_own(monkeypatch):
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     finally:
         dist.destroy_process_group()
+
+
+def meet_as(num_ranks: int, stopped: set[int], timeout_s: float = 20) -> list[str]:
+    """How ranks of two end their meeting."""
+    store, stops = dist.HashStore(), [StopRequest() for _ in range(num_ranks)]
+
+    def come(rank: int) -> str:
+        stops[rank].is_made = rank in stopped
+        try:
+            meet(store, stops[rank], timeout_s)
+        except Stopped:
+            return "stopped"
+        except dist.DistStoreError:
+            return "late"
+        return "went on"
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        return list(ranks.map(come, range(num_ranks)))
+
+
+def test_ranks_that_meet_go_on_together_or_are_stopped_together(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(devices, "_LOOK_EVERY_S", 0.05)
+    assert meet_as(2, set()) == ["went on", "went on"]
+    assert meet_as(1, {0}) == ["stopped"]
+    assert meet_as(1, set(), timeout_s=0.2) == ["late"]
+    for stopped in ({0}, {1}, {0, 1}):
+        assert len(set(meet_as(2, stopped))) == 1

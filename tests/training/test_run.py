@@ -222,3 +222,11 @@ def test_a_step_that_is_skipped_is_not_noted_and_its_checkpoint_is_saved(monkeyp
     assert ended == (0, 3)
     assert [f"note {step + 1}" in clock.done for step in range(3)] == [step != bad for step in range(3)]
     assert [what for what in clock.done if what.startswith("save")] == ["save 1", "save 2", "save 3"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_signal_of_the_start_is_heard_of_before_the_first_step(is_made):
+    stop = StopRequest()
+    stop.is_made = is_made
+    assert run._Run._is_stopped(SimpleNamespace(stop=stop, host=None)) is is_made
