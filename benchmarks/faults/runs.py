@@ -62,8 +62,13 @@ class Start:
             return file.read().decode(errors="replace")
 
     @property
+    def is_ending(self) -> bool:
+        """Whether any process has ended."""
+        return any(process.poll() is not None for process in self.processes)
+
+    @property
     def is_over(self) -> bool:
-        """Whether all processes have ended."""
+        """Whether all have."""
         return all(process.poll() is not None for process in self.processes)
 
     @property

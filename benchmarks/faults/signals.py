@@ -34,7 +34,7 @@ GRACE_S = 30.0
 STOPPED_S = 3.0
 """For how long a rank stands still by SIGSTOP."""
 TP2 = ("--layout.pp=1", "--layout.tp=2")
-HELD_OUT = ("--validation.source=docs/*.md", "--validation.batches=100")
+HELD_OUT = ("--validation.source={folder}/held_out.txt", "--validation.batches=100")
 BEGUN = "predicted: "
 """The last that a run prints before its first step."""
 
@@ -62,31 +62,31 @@ def in_start(start: Start, began: int, chance: random.Random) -> None:
 
 def in_first_step(start: Start, began: int, chance: random.Random) -> None:
     """From the last line before it."""
-    wait_until(lambda: BEGUN in start.said or start.is_over, "beginning")
+    wait_until(lambda: BEGUN in start.said or start.is_ending, "beginning")
     time.sleep(chance.uniform(0, 0.3))
 
 
 def in_compilation(start: Start, began: int, chance: random.Random) -> None:
     """Inductor takes more than this for the first block."""
-    wait_until(lambda: BEGUN in start.said or start.is_over, "beginning")
+    wait_until(lambda: BEGUN in start.said or start.is_ending, "beginning")
     time.sleep(chance.uniform(0.3, 6))
 
 
 def in_steps(start: Start, began: int, chance: random.Random) -> None:
     """After the first ones."""
-    wait_until(lambda: count_steps(start.run) >= began + 2 or start.is_over, "steps")
+    wait_until(lambda: count_steps(start.run) >= began + 2 or start.is_ending, "steps")
     time.sleep(chance.uniform(0, 0.3))
 
 
 def in_evaluation(start: Start, began: int, chance: random.Random) -> None:
     """A step is noted when its evaluation is over, and the next one's takes many times what a step does."""
-    wait_until(lambda: count_steps(start.run) >= began + 1 or start.is_over, "step")
+    wait_until(lambda: count_steps(start.run) >= began + 1 or start.is_ending, "step")
     time.sleep(chance.uniform(0.5, 2))
 
 
 def in_save(start: Start, began: int, chance: random.Random) -> None:
     """While a thread writes, or the run does at its end."""
-    wait_until(lambda: (count_steps(start.run) > began and is_saving(start.run)) or start.is_over, "save")
+    wait_until(lambda: (count_steps(start.run) > began and is_saving(start.run)) or start.is_ending, "save")
     time.sleep(chance.uniform(0, 0.05))
 
 
@@ -94,7 +94,7 @@ def in_save_of_stop(start: Start, began: int, chance: random.Random) -> None:
     """A second signal, while what the first one asked for is saved."""
     in_steps(start, began, chance)
     start.send(signal.SIGTERM, start.ranks)
-    wait_until(lambda: is_saving(start.run) or start.is_over, "save")
+    wait_until(lambda: is_saving(start.run) or start.is_ending, "save")
 
 
 SELDOM = "--checkpoint.every=1000"
@@ -117,6 +117,8 @@ OTHERS = (signal.SIGINT, signal.SIGUSR1)
 def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[Event]:
     """SIGTERMs and one of each other signal in every phase, and the comparison of bits."""
     known = {event.what for event in done}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "held_out.txt").write_text("".join(f"{i} plus {i} is {i + i}. " for i in range(2000)))
     for compiles in (False, True):
         name = "compiled" if compiles else "eager"
         run, straight = folder / name, folder / f"straight-{name}"
@@ -139,7 +141,7 @@ def stop(run: Path, phase: Phase, which: signal.Signals, what: str) -> Event:
     cache = run.with_name("inductor")
     shutil.rmtree(cache, ignore_errors=True)  # so that each start compiles
     last = began + 2 if phase.code == EXIT_DONE else ENDLESS
-    options = (*TP2, *phase.options, f"--train.steps={last}")
+    options = (*TP2, *(option.format(folder=run.parent) for option in phase.options), f"--train.steps={last}")
     facts = {"phase": phase.name, "signal": which.name, "codes": [], "seconds": 0.0}
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     with started(run, *options, num_ranks=2, apart=True, environment=environment) as start:
