@@ -2,12 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dtlayout.checkpoint import manifest, sharded
+from dtlayout.checkpoint import folder, manifest, sharded
 
 
 def copy_in_place() -> None:
@@ -20,7 +20,7 @@ def copy_in_place() -> None:
             shutil.copytree(source, target)
             shutil.rmtree(source)
 
-    _replace_in("os", replace=copy)
+    _rename_by(copy)
 
 
 def name_before_manifest() -> None:
@@ -34,17 +34,17 @@ def name_before_manifest() -> None:
             files, facts = later.pop()
             write(target, files, facts)
 
-    def postpone(folder: Path, files: Any, facts: Mapping[str, Any]) -> None:
+    def postpone(partial: Path, files: Any, facts: Mapping[str, Any]) -> None:
         later.append((files, facts))
 
     sharded.write_manifest = postpone
-    _replace_in("os", replace=rename)
+    _rename_by(rename)
 
 
 def manifest_before_sync() -> None:
     """The manifest is written before what it lists has reached the disk."""
     manifest.sync = lambda path: None
-    sharded.sync = lambda path: None
+    folder.sync = lambda path: None
 
 
 def removal_before_name() -> None:
@@ -56,12 +56,12 @@ def removal_before_name() -> None:
                 shutil.rmtree(old)
         os.replace(source, target)
 
-    _replace_in("os", replace=remove_and_rename)
+    _rename_by(remove_and_rename)
 
 
-def _replace_in(module: str, **functions: Any) -> None:
-    """Give sharded.py a module with other functions."""
-    setattr(sharded, module, SimpleNamespace(**{**vars(getattr(sharded, module)), **functions}))
+def _rename_by(replace: Callable[[Path, Path], None]) -> None:
+    """Give folder.py another os.replace."""
+    folder.os = SimpleNamespace(**{**vars(os), "replace": replace})
 
 
 BREAKS = {

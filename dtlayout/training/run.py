@@ -259,9 +259,11 @@ class _Run:
             is_broken = not result.is_finite and not self._skip(index + 1, result)
             is_over = is_broken or result.stop_requested or index + 1 == num_steps
             is_saved = self.config.checkpoint.save and (is_over or _is_due(self.config.checkpoint.every, index + 1))
+            is_stopped = result.stop_requested
             is_validated = (
                 bool(self.held_out)
                 and result.is_finite
+                and not is_stopped
                 and (is_over or _is_due(self.config.validation.every, index + 1))
             )
             if is_over or is_saved or is_validated:
@@ -273,6 +275,9 @@ class _Run:
             if is_broken:
                 return EXIT_NON_FINITE, index
             validated = self._validate() if is_validated else None
+            if is_validated and validated is None:
+                is_stopped = is_over = True
+                is_saved = self.config.checkpoint.save
             if result.is_finite:
                 self._note(
                     index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
@@ -284,7 +289,7 @@ class _Run:
                 saved = index + 1
             if is_saved or is_validated:
                 started = time.perf_counter()
-            if result.stop_requested and index + 1 < num_steps:
+            if is_stopped and index + 1 < num_steps:
                 return EXIT_STOPPED, saved
         return EXIT_DONE, max(first_step, num_steps)
 
@@ -329,13 +334,19 @@ class _Run:
         if problems:
             raise KernelError(problem or f"kernels.attention={attention!r} did not run on another rank")
 
-    def _validate(self) -> float:
-        """The mean loss of the first batches that are held out, the same ones each time."""
+    def _validate(self) -> float | None:
+        """The mean loss of the first batches that are held out, the same ones each time; None if a signal comes."""
         assert self.held_out is not None, "somebody asked whether there are any"
         num_batches = min(self.config.validation.batches, self.held_out.samples.num_batches)
-        batches = (self.held_out.fetch(number) for number in range(num_batches))
-        measured = [self.step.evaluate(batch.tokens, batch.targets, batch.starts) for batch in batches]
-        return sum(loss * count for loss, count in measured) / max(1, sum(count for _, count in measured))
+        total, num_targets = 0.0, 0
+        for batch in map(self.held_out.fetch, range(num_batches)):
+            loss, count, is_stopped = self.step.evaluate(
+                batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made
+            )
+            if is_stopped:
+                return None
+            total, num_targets = total + loss * count, num_targets + count
+        return total / max(1, num_targets)
 
     def _note(
         self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float, is_measured: bool,

@@ -117,7 +117,13 @@ FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S, VALIDATE_S = 1.0, 2.0, 4.0,
 
 
 def play(
-    monkeypatch, results: list[StepResult], *, every: int = 0, validated: int = 0, skips: bool = False
+    monkeypatch,
+    results: list[StepResult],
+    *,
+    every: int = 0,
+    validated: int = 0,
+    skips: bool = False,
+    stops_in_validation: bool = False,
 ) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps, all of whose parts take seconds of their own."""
     clock, times_s = Clock(), list[float]()
@@ -149,7 +155,7 @@ def play(
 
     def validate():
         clock.work("validate", VALIDATE_S)
-        return 1.0
+        return None if stops_in_validation else 1.0
 
     config = SimpleNamespace(
         validation=SimpleNamespace(every=validated),
@@ -198,6 +204,18 @@ def test_validation_waits_for_the_update_and_counts_for_no_step(monkeypatch):
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
     assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s - FETCH_S + UPDATE_S]
+
+
+def test_a_signal_during_validation_ends_that_and_the_state_is_saved_at_once(monkeypatch):
+    clock, ended, _ = play(monkeypatch, [FINE] * 3, every=9, validated=2, stops_in_validation=True)
+    assert clock.done[7:] == ["wait", "update", "validate", "note 2", "save 2"]
+    assert ended == (3, 2)
+
+
+def test_a_step_that_is_the_last_because_of_a_signal_is_not_validated(monkeypatch):
+    clock, ended, _ = play(monkeypatch, [FINE, replace(FINE, stop_requested=True)], every=9, validated=1)
+    assert clock.done[-4:] == ["wait", "update", "note 2", "save 2"]
+    assert ended == (3, 2)
 
 
 @pytest.mark.parametrize(
