@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-convert bench-saving docs-config clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-convert bench-saving bench-faults docs-config clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -72,6 +72,10 @@ bench-convert: .venv/.installed
 # What checkpoints cost a run on this CPU: ten minutes of nothing else.
 bench-saving: .venv/.installed
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.saving > benchmarks/saving.md
+
+# Kills, changed bytes, failing writes, a full disk, signals: an hour and a half of nothing else, and again, it goes on.
+bench-faults: .venv/.installed-test
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --page benchmarks/faults.md $(ARGS)
 
 # What docs/config.md says of each key, out of the sentences below the fields of the sections.
 docs-config: .venv/.installed

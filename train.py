@@ -1,7 +1,7 @@
 """Train a Llama: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=value …]
 
 Reads the config, checks it before torch is imported, trains, and returns the exit code: 0 done, 2 refused, 3 stopped by
-a signal with a checkpoint saved, 4 non-finite loss.
+a signal with all its steps saved, 4 non-finite loss.
 """
 
 import sys

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.config import Config, check_layout, load_config
-from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, DtlayoutError, InvalidConfig
+from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.lease import hold
-from dtlayout.signals import note_signals
+from dtlayout.signals import Stopped, StopRequest, note_signals
 from dtlayout.text import plural
 from dtlayout.training.metrics import Summary, read_summary, write_summary
 
@@ -38,8 +38,14 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0 if arguments else EXIT_REFUSED
     try:
-        refuse_separate_worlds()
-        return _run(load_config(arguments[0], arguments[1:]))
+        with note_signals() as stop:
+            stop.is_early = True
+            refuse_separate_worlds()
+            return _run(load_config(arguments[0], arguments[1:]), stop)
+    except Stopped:
+        if _says_why():
+            print("stopped before the first step: all is as it was", file=sys.stderr, flush=True)
+        return EXIT_STOPPED
     except DtlayoutError as error:
         if _says_why():
             print(error, file=sys.stderr, flush=True)
@@ -82,7 +88,7 @@ def _count(variable: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def _run(config: Config) -> int:
+def _run(config: Config, stop: StopRequest) -> int:
     folder, is_writer = Path(config.train.run_folder), os.environ.get("RANK", "0") == "0"
     summary = read_summary(folder)
     reached = {**summary, "refused": []} if summary.get("steps") else {}
@@ -103,7 +109,7 @@ def _run(config: Config) -> int:
                 f"or use another train.run_folder"
             )
         return EXIT_DONE
-    with hold(folder) if is_writer else nullcontext(), note_signals() as stop:
+    with hold(folder) if is_writer else nullcontext():
         if is_writer and not _is_restart():
             running = Summary(outcome="running").to_dict()
             _write({**running, **reached, "outcome": "running", "exit_code": None}, folder)
@@ -115,6 +121,11 @@ def _run(config: Config) -> int:
             from dtlayout.training.run import train  # only now: it imports torch
 
             return train(config, layout, stop)
+        except Stopped:
+            if is_writer:
+                stopped = Summary(outcome="stopped").to_dict()
+                _write({**stopped, **reached, "outcome": "stopped", "exit_code": EXIT_STOPPED}, folder)
+            raise
         except DtlayoutError as error:
             if is_writer:
                 _write_refusal(error, folder, reached)

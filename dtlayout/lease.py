@@ -86,20 +86,23 @@ def hold(folder: Path) -> Iterator[None]:
     """
     path, here, is_over = folder / LEASE_NAME, Holder.here(), threading.Event()
     text = json.dumps(asdict(here), indent=2) + "\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _take(path, here, text)
-    except OSError as error:
-        raise DtlayoutError(f"train.run_folder={str(folder)!r} cannot be written: {error.strerror}") from None
     heart = threading.Thread(target=_beat, args=(path, text, is_over), name="lease", daemon=True)
-    heart.start()
+    is_taken = False
     try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _take(path, here, text)
+            is_taken = True
+        except OSError as error:
+            raise DtlayoutError(f"train.run_folder={str(folder)!r} cannot be written: {error.strerror}") from None
+        heart.start()
         yield
-    finally:
+    finally:  # a signal may end the block before it has begun
         is_over.set()
-        heart.join()
+        if heart.ident is not None:
+            heart.join()
         with suppress(OSError):
-            if path.read_text(encoding="utf-8") == text:
+            if is_taken and path.read_text(encoding="utf-8") == text:
                 path.unlink()
 
 

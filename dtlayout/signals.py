@@ -1,4 +1,11 @@
-"""Signals as a wish to stop after the step, noted from before torch is imported until the run has ended."""
+"""Signals as a wish to stop after the step, noted from before torch is imported until the run has ended.
+
+[Note: signals before the first step]
+Start-up can take longer than the grace time: torch is imported, tokens are prepared, others are waited for. Until all
+ranks have met, a signal raises Stopped, and the process ends; launchers signal all of them. Where they meet
+(`training.rendezvous.meet`) they agree whether one was asked to stop, so that none goes on alone into collectives. From
+there on a signal is a wish, which all hear of before the first step and with each step's numbers.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -8,10 +15,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is what Slurm is asked to send before a job's time is over (sbatch --signal)."""
 
 
+class Stopped(BaseException):
+    """A signal came before anything was begun that has to be finished."""
+
+
 class StopRequest:
     """Whether a signal has asked this process to stop."""
 
     is_made = False
+    is_early = False
+    """Whether nothing has begun that has to be finished: then the signal raises Stopped where the process is."""
 
 
 @contextmanager
@@ -20,7 +33,9 @@ def note_signals() -> Iterator[StopRequest]:
     request = StopRequest()
 
     def note(*_: object) -> None:
-        request.is_made = True
+        is_first, request.is_made = not request.is_made, True
+        if request.is_early and is_first:
+            raise Stopped
 
     handlers = {number: signal.signal(number, note) for number in SIGNALS}
     try:

@@ -26,7 +26,9 @@ def agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | N
     try:
         done = (work() if work else None), ""
     except Exception as error:  # whatever it is, the others hear of it and don't wait
-        done = None, f"{path} cannot be written: {last_line(error)}"
+        # Of a write that failed torch's archive says less than the system has said.
+        told = error.__context__ if isinstance(error.__context__, OSError) else error
+        done = None, f"{path} cannot be written: {last_line(told)}"
     gathered: list[Any] = [None] * dist.get_world_size(group)
     is_first = dist.get_rank(group) == 0
     dist.gather_object(done, gathered if is_first else None, group=group, group_dst=0)

@@ -15,7 +15,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints, sync_folder
+from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints, sync
 
 _LATEST = "latest"
 
@@ -41,10 +41,11 @@ def publish(partial: Path, path: Path, keep: int) -> None:
     if path.exists():  # the same step again, after a resume from an older checkpoint
         _remove(path)
     os.replace(partial, path)
-    sync_folder(path.parent)
+    sync(path.parent)
     _point_to(path)
     for old in list_checkpoints(path.parent)[:-keep]:
-        _remove(old)
+        with suppress(OSError):  # it goes with the next one's
+            _remove(old)
 
 
 def clean(folder: Path) -> None:

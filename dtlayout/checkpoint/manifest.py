@@ -43,8 +43,12 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> Files:
-    """Size and hash of files below a folder, as they are on disk; OSError if one cannot be read."""
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)} for name in names}
+    """Size and hash of files below a folder, which are on the disk when this returns; OSError if that fails."""
+    paths = {name: folder / name for name in names}
+    # Whoever wrote them may have synced before the last buffer was written, as DCP does.
+    for path in {*paths.values(), *(path.parent for path in paths.values())}:
+        sync(path)
+    return {name: {"bytes": path.stat().st_size, "sha256": hash_file(path)} for name, path in paths.items()}
 
 
 def write_manifest(folder: Path, files: Files, facts: Mapping[str, Any]) -> None:
@@ -55,12 +59,12 @@ def write_manifest(folder: Path, files: Files, facts: Mapping[str, Any]) -> None
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(folder)
+    sync(folder)
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have what is in a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

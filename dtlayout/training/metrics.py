@@ -1,6 +1,7 @@
 """What a run writes down: metrics.jsonl, one object a step; summary.json, one a run; memory.json, the first steps'."""
 
 import json
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -201,6 +202,8 @@ class MetricsFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self.unwritten: list[str] = []
+        """Lines for which there was no room yet."""
 
     def keep_until(self, step: int) -> int:
         """Drop the lines after `step`, and a torn one: a resumed run writes them again. The last step there was."""
@@ -209,10 +212,23 @@ class MetricsFile:
             write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in lines if line["step"] <= step))
         return lines[-1]["step"] if lines else 0
 
-    def append(self, metrics: StepMetrics) -> None:
-        """Add a line; it is on its way to disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(metrics)) + "\n")
+    def append(self, metrics: StepMetrics) -> str:
+        """Add a line; it is on its way to disk when this returns, or waits for the next one where there is no room.
+
+        What to say about that, when it begins; else nothing.
+        """
+        self.unwritten.append(json.dumps(asdict(metrics)) + "\n")
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(self.unwritten))
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.path, size)  # what there was room for may end within a line
+            is_first = len(self.unwritten) == 1
+            return f"note: {self.path} cannot be written, its lines wait: {error.strerror}" if is_first else ""
+        self.unwritten.clear()
+        return ""
 
     def read(self) -> list[dict[str, Any]]:
         """All lines, but for one that a kill tore; none if there is no file yet."""

@@ -16,8 +16,12 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from dtlayout.device import Device
+from dtlayout.signals import Stopped, StopRequest
 
 _LOOK_EVERY_S = 0.05
+_AGREED = "meeting/agreed"
+_HEAR_EVERY_S = 1.0
+"""While torch waits, Python hears of no signal."""
 
 
 def open_store(timeout_s: float) -> dist.Store:
@@ -53,6 +57,28 @@ def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) 
             answered.add(other)
         time.sleep(_LOOK_EVERY_S)
     return fresh
+
+
+def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
+    """Return once all ranks are here, or raise Stopped on all of them: [Note: signals before the first step].
+
+    DistStoreError if some are not here in time.
+    """
+    stop.is_early = False  # from here on they end together
+    num_here, deadline = store.add("meeting/here", 1), time.monotonic() + timeout_s
+    if num_here == int(os.environ["WORLD_SIZE"]):
+        store.compare_set(_AGREED, "", "go")
+    while True:
+        if stop.is_made:
+            store.compare_set(_AGREED, "", "stop")  # what is there first counts
+        try:
+            store.wait([_AGREED], timedelta(seconds=_HEAR_EVERY_S))
+            break
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                raise
+    if store.get(_AGREED) != b"go":
+        raise Stopped
 
 
 def join_ranks(device: Device, timeout_s: float, store: dist.Store | None = None) -> None:

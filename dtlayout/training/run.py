@@ -86,7 +86,7 @@ from dtlayout.training.metrics import (
     time_steps,
 )
 from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate, set_updates
-from dtlayout.training.rendezvous import join_ranks, open_store
+from dtlayout.training.rendezvous import join_ranks, meet, open_store
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.trackers import Start, Trackers
@@ -117,6 +117,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     samples = _open_samples(config, config.data, store, "tokens", seed=config.train.seed)
     held_out = _open_held_out(config, store)
     folder = Path(config.train.run_folder)
+    meet(store, stop, config.train.timeout_s)
     watch = Watch(store, config.train.timeout_s, note=partial(note_crash, folder), flight=folder / "flight")
     with watch, attention_implementation(kernels.attention):
         watch.at("joining the other ranks")
@@ -213,7 +214,7 @@ class _Run:
         exit_code = None
         try:
             with self.display:
-                exit_code, done = self._loop(first_step)
+                exit_code, done = (EXIT_STOPPED, first_step) if self._is_stopped() else self._loop(first_step)
                 self._finish_save()
                 if exit_code == EXIT_NON_FINITE and self.is_writer:
                     self._go_back(done)
@@ -267,6 +268,12 @@ class _Run:
             self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
         return done
 
+    def _is_stopped(self) -> bool:
+        """Whether a signal has come to any rank before the first step, which may take long to compile."""
+        stops = torch.tensor(int(self.stop.is_made))
+        dist.all_reduce(stops, group=self.host)
+        return bool(stops)
+
     def _loop(self, first_step: int) -> tuple[int, int]:
         """Step until the end; the exit code and the steps that are done."""
         num_steps = self.config.train.steps
@@ -291,6 +298,7 @@ class _Run:
                 self._check_attention()
             is_broken = not result.is_finite and not self._skip(index + 1, result)
             is_over = is_broken or result.stop_requested or index + 1 == num_steps
+            is_stopped = result.stop_requested
             is_spike, is_kept = self.spikes.is_spike(result), self.spikes.keeps_state(index + 1, result)
             if is_spike:
                 self._say_spike(index + 1, result)
@@ -300,6 +308,7 @@ class _Run:
             is_validated = (
                 bool(self.held_out)
                 and result.is_finite
+                and not is_stopped
                 and (is_over or _is_due(self.config.validation.every, index + 1))
             )
             if is_over or is_saved or is_validated or is_kept:
@@ -311,6 +320,9 @@ class _Run:
             if is_broken:
                 return EXIT_NON_FINITE, index
             validated = self._validate() if is_validated else None
+            if is_validated and validated is None:
+                is_stopped = is_over = True
+                is_saved = self.config.checkpoint.save
             if result.is_finite:
                 self._note(
                     index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
@@ -325,7 +337,7 @@ class _Run:
                 saved, is_save_due = index + 1, False
             if is_saved or is_validated or is_kept:
                 started = time.perf_counter()
-            if result.stop_requested and index + 1 < num_steps:
+            if is_stopped and index + 1 < num_steps:
                 return EXIT_STOPPED, saved
         return EXIT_DONE, max(first_step, num_steps)
 
@@ -411,16 +423,21 @@ class _Run:
         if problems:
             raise KernelError(problem or f"kernels.attention={attention!r} did not run on another rank")
 
-    def _validate(self) -> float:
-        """The mean loss of the first batches that are held out, the same ones each time."""
+    def _validate(self) -> float | None:
+        """The mean loss of the first batches that are held out, the same ones each time; None if a signal comes."""
         assert self.held_out is not None, "somebody asked whether there are any"
         num_batches = min(self.config.validation.batches, self.held_out.samples.num_batches)
-        measured = []
+        total, num_targets = 0.0, 0
         for number in range(num_batches):
             self.watch.at(f"validation, batch {number + 1}")
             batch = self.held_out.fetch(number)
-            measured.append(self.step.evaluate(batch.tokens, batch.targets, batch.starts))
-        return sum(loss * count for loss, count in measured) / max(1, sum(count for _, count in measured))
+            loss, count, is_stopped = self.step.evaluate(
+                batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made
+            )
+            if is_stopped:
+                return None
+            total, num_targets = total + loss * count, num_targets + count
+        return total / max(1, num_targets)
 
     def _note(
         self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float, is_measured: bool,
@@ -441,7 +458,8 @@ class _Run:
             **self.speed.describe(step_time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
-            self.metrics.append(metrics)
+            if problem := self.metrics.append(metrics):
+                self.display.say(problem)
             self.trackers.write(metrics)
         self.display.show(metrics)
 

@@ -131,11 +131,17 @@ class TrainStep:
         elif not self.reads_numbers or ((found := launched.wait()).is_finite and not found.exceeds(limits)):
             self.optimizer.step()
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> tuple[float, int]:
-        """The loss a target of such rows, which nothing is trained on, and their targets; the same on every rank."""
+    def evaluate(
+        self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
+    ) -> tuple[float, int, bool]:
+        """The loss a target of such rows, which nothing is trained on, their targets, and whether any rank has `stop`.
+
+        The same on every rank.
+        """
         documents, count = self._split_documents(starts), self._count_targets(targets)
         loss = self.runtime.evaluate(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
-        return float(self._sum_numbers(loss, 0.0, stop=False)[0]), round(float(count))
+        loss_of_all, _, stops = self._sum_numbers(loss, 0.0, stop).tolist()
+        return loss_of_all, round(float(count)), stops > 0
 
     def _split_documents(self, starts: Tensor | None) -> list[Documents]:
         """Those of each microbatch; none where documents see each other."""

@@ -1,7 +1,6 @@
 """Sharded checkpoints: every layout reads every other's to the bit, and what is not whole is not taken for one."""
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -18,6 +17,7 @@ from checkpoint_ranks import (
     build,
     find_newest,
     load_each,
+    merge,
     message_of,
     refusal,
     save,
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from dtlayout.checkpoint import folder as checkpoint_folder
 from dtlayout.checkpoint import sharded
-from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
 from dtlayout.checkpoint.sharded import find_changes, load_checkpoint, read_origin
@@ -68,15 +67,6 @@ def path(whole, tmp_path) -> Path:
 def names_in(folder: Path) -> list[str]:
     """Folders, and links to folders."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
-
-
-def merge(states: list[State]) -> State:
-    """The whole model's state from those of all ranks, which agree where they hold the same."""
-    merged: State = {}
-    for state in states:
-        for name, array in state.items():
-            assert np.array_equal(merged.setdefault(name, array), array), name
-    return merged
 
 
 @pytest.mark.parametrize(
@@ -357,39 +347,6 @@ def test_nothing_that_a_checkpoint_says_is_executed(path, tmp_path):
     message = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW))
     assert re.search(r"cannot be read: .*\.metadata asks for pathlib\S*Path\.write_text, which is refused", message)
     assert not proof.exists()
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("number", range(1, 12))
-def test_whichever_write_fails_the_older_ones_stay_and_the_next_save_succeeds(tmp_path, monkeypatch, number):
-    """Each of a save's syncs, renames and files in turn."""
-    assembly, optimizer = build(Layout(), SHAPE, seed=1)
-    update(assembly, optimizer)
-    save(tmp_path, 1, assembly, optimizer, SHAPE, keep=2)
-    calls, planner = 0, RepeatedPlanner()
-
-    def fail(function):
-        def count(*arguments, **options):
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                raise OSError(28, "No space left on device")
-            return function(*arguments, **options)
-
-        return count
-
-    with monkeypatch.context() as patch:
-        for name in ("fsync", "replace", "mkdir", "rename"):
-            patch.setattr(os, name, fail(getattr(os, name)))
-        patch.setattr(Path, "write_text", fail(Path.write_text))
-        message = message_of(lambda: save(tmp_path, 2, assembly, optimizer, SHAPE, keep=2, planner=planner))
-    whole = [path for path in list_checkpoints(tmp_path) if find_damage(path) == []]
-    assert whole == list_checkpoints(tmp_path) and whole[0].name == "step-00000001"
-    if message is not None:
-        assert "No space left on device" in message
-        assert not list(tmp_path.glob("partial-*"))
-    save(tmp_path, 3, assembly, optimizer, SHAPE, keep=2, planner=planner)
-    assert find_damage(tmp_path / "step-00000003") == []
 
 
 def spoil(path: Path, how: str) -> None:

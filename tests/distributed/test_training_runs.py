@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from launching import finish, launch, losses, read_lines, read_summary, started, wait_for_steps
+from launching import finish, launch, losses, read_lines, read_summary, started, wait_for_lease, wait_for_steps
 from planted import plant_noise
 from tiny import SHAPE, TinyFiles, write_tiny
 from tracked import read_tensorboard, read_wandb
@@ -20,6 +20,7 @@ from dtlayout.config import load_config
 from dtlayout.device import Device
 from dtlayout.kernel import Need
 from dtlayout.kernels import Kernels, OpenKernels
+from dtlayout.lease import LEASE_NAME
 from dtlayout.models.counting import count_parameters
 from dtlayout.planner.runs import Run
 
@@ -195,7 +196,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_el
 
 
 def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
-    """SIGTERM to torchrun on two ranks, then SIGINT to the same command on one, then nothing."""
+    """SIGTERM to torchrun on two ranks, then on one SIGINT, SIGUSR1 before the first step, and nothing."""
     files, log, steps_done = write_tiny(tmp_path, steps=30, num_layers=1), tmp_path / "log", 0
     for num_ranks, number in ((2, signal.SIGTERM), (1, signal.SIGINT)):
         with started(num_ranks, files.config, "--checkpoint.keep=9", log=log) as process:
@@ -208,6 +209,16 @@ def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
         assert steps_done + 2 <= summary["steps"] == len(lines) < 30
         steps_done = summary["steps"]
         assert (files.run / "checkpoints" / f"step-{steps_done:08d}" / "state.json").exists()
+    with started(1, files.config, log=log) as process:
+        wait_for_lease(process, files.run, log)  # and torch is not imported yet
+        process.send_signal(signal.SIGUSR1)
+        assert finish(process, log) == 3, log.read_text()
+    summary = read_summary(files.run)
+    assert (summary["outcome"], summary["exit_code"], summary["steps"]) == ("stopped", 3, steps_done)
+    assert (
+        "stopped before the first step" in log.read_text() and "Traceback" not in log.read_text().split("resumed")[-1]
+    )
+    assert not (files.run / LEASE_NAME).exists()
     assert launch(1, files.config, log=log) == 0, log.read_text()
     assert (read_summary(files.run)["outcome"], read_summary(files.run)["steps"]) == ("done", 30)
     assert [line["step"] for line in read_lines(files.run)] == list(range(1, 31))

@@ -87,6 +87,15 @@ def train_and_save(
     return saved, whole_state(assembly, optimizer, model)
 
 
+def merge(states: list[State]) -> State:
+    """The whole model's state from those of all ranks, which agree where they hold the same."""
+    merged: State = {}
+    for state in states:
+        for name, array in state.items():
+            assert np.array_equal(merged.setdefault(name, array), array), name
+    return merged
+
+
 def find_newest(folder: Path, falls_back: bool) -> tuple[Path | None, list[str]] | str:
     """What this rank would go on from, and what was said; or why not."""
     said: list[str] = []

@@ -14,6 +14,8 @@ from typing import Any
 
 from tiny import ROOT
 
+from dtlayout.lease import LEASE_NAME
+
 TIME_LIMIT_S = 150
 """For one launch; a few seconds to half a minute is what it needs."""
 
@@ -66,6 +68,15 @@ def wait_for_steps(process: subprocess.Popen, run: Path, num_steps: int, log: Pa
         if process.poll() is not None or time.monotonic() > deadline:
             raise AssertionError(f"{num_steps} steps were not seen:\n{log.read_text()[-3000:]}")
         time.sleep(0.02)
+
+
+def wait_for_lease(process: subprocess.Popen, run: Path, log: Path) -> None:
+    """Return as soon as the run folder is the process's."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while not (run / LEASE_NAME).exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"no lease was seen:\n{log.read_text()[-3000:]}")
+        time.sleep(0.002)
 
 
 def read_lines(run: Path) -> list[dict[str, Any]]:

@@ -143,8 +143,8 @@ def evaluate_around_steps(case: Case) -> list[float]:
     rows, targets = local_rows(case)
     losses = []
     for _ in range(2):
-        loss, count = step.evaluate(rows, targets, make_starts(case, rows))
-        assert count == (make_tokens(case.batch, case.model.vocab_size)[1] != IGNORED).sum()
+        loss, count, is_stopped = step.evaluate(rows, targets, make_starts(case, rows))
+        assert not is_stopped and count == (make_tokens(case.batch, case.model.vocab_size)[1] != IGNORED).sum()
         losses.append(loss)
         losses.append(step(rows, targets, make_starts(case, rows)).loss)
     return losses

@@ -1,6 +1,7 @@
 """What a run writes down: exactly the promised keys, MFU by the study's formula, files that survive a kill."""
 
 import json
+import resource
 from dataclasses import fields
 
 import pytest
@@ -81,6 +82,21 @@ def test_a_resumed_run_keeps_the_whole_lines_up_to_its_step(tmp_path_factory, do
     assert [entry["step"] for entry in file.read()] == list(range(1, min(done, 6) + 1))
     file.append(line(done + 1))
     assert file.read()[-1]["step"] == done + 1
+
+
+def test_lines_for_which_there_is_no_room_come_with_the_next_one_for_which_there_is(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    assert file.append(line(1)) == ""
+    whole, (soft, hard) = file.path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, hard))  # room for a part of a line, as on a full disk
+    try:
+        said = [file.append(line(2)), file.append(line(3))]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said == [f"note: {file.path} cannot be written, its lines wait: File too large", ""]
+    assert file.path.read_bytes() == whole
+    assert file.append(line(4)) == ""
+    assert [entry["step"] for entry in file.read()] == [1, 2, 3, 4]
 
 
 def test_a_file_that_is_not_there_yet_has_no_lines_and_is_not_made(tmp_path):

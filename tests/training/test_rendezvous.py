@@ -1,11 +1,13 @@
-"""Ranks that are started again over a store that is not empty."""
+"""Ranks that find each other, over a store that is not empty, and a signal that comes meanwhile."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from dtlayout.training.rendezvous import find_fresh
+from dtlayout.signals import Stopped, StopRequest
+from dtlayout.training import rendezvous
+from dtlayout.training.rendezvous import find_fresh, meet
 
 TIMEOUT_S = 20
 
@@ -31,3 +33,31 @@ def test_a_rank_that_does_not_come_is_missed():
     find_all(store, 2)  # so that the missing rank's word of an earlier start is there
     with pytest.raises(dist.DistStoreError, match=r"1 of 2 ranks have come within 0 s"):
         find_fresh(store, 0, 2, 0.3)
+
+
+def meet_as(num_ranks: int, stopped: set[int], timeout_s: float = 20) -> list[str]:
+    """How ranks of two end their meeting."""
+    store, stops = dist.HashStore(), [StopRequest() for _ in range(num_ranks)]
+
+    def come(rank: int) -> str:
+        stops[rank].is_made = rank in stopped
+        try:
+            meet(store, stops[rank], timeout_s)
+        except Stopped:
+            return "stopped"
+        except dist.DistStoreError:
+            return "late"
+        return "went on"
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        return list(ranks.map(come, range(num_ranks)))
+
+
+def test_ranks_that_meet_go_on_together_or_are_stopped_together(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rendezvous, "_HEAR_EVERY_S", 0.05)
+    assert meet_as(2, set()) == ["went on", "went on"]
+    assert meet_as(1, {0}) == ["stopped"]
+    assert meet_as(1, set(), timeout_s=0.2) == ["late"]
+    for stopped in ({0}, {1}, {0, 1}):
+        assert len(set(meet_as(2, stopped))) == 1

@@ -128,6 +128,7 @@ def play(
     validated: int = 0,
     skips: bool = False,
     spikes: SpikesConfig = USUAL,
+    stops_in_validation: bool = False,
 ) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps, all of whose parts take seconds of their own."""
     clock, times_s = Clock(), list[float]()
@@ -159,7 +160,7 @@ def play(
 
     def validate():
         clock.work("validate", VALIDATE_S)
-        return 1.0
+        return None if stops_in_validation else 1.0
 
     config = SimpleNamespace(
         validation=SimpleNamespace(every=validated),
@@ -211,6 +212,18 @@ def test_validation_waits_for_the_update_and_counts_for_no_step(monkeypatch):
     assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s - FETCH_S + UPDATE_S]
 
 
+def test_a_signal_during_validation_ends_that_and_the_state_is_saved_at_once(monkeypatch):
+    clock, ended, _ = play(monkeypatch, [FINE] * 3, every=9, validated=2, stops_in_validation=True)
+    assert clock.done[7:] == ["wait", "update", "validate", "note 2", "save 2"]
+    assert ended == (3, 2)
+
+
+def test_a_step_that_is_the_last_because_of_a_signal_is_not_validated(monkeypatch):
+    clock, ended, _ = play(monkeypatch, [FINE, replace(FINE, stop_requested=True)], every=9, validated=1)
+    assert clock.done[-4:] == ["wait", "update", "note 2", "save 2"]
+    assert ended == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("last", "end", "ended"),
     [
@@ -253,3 +266,11 @@ def test_the_state_that_met_a_spike_is_kept_once_and_counts_for_no_step(monkeypa
         "update", "note 3", "save 3",
     ]  # fmt: skip
     assert times_s[2] == LAUNCH_S + WAIT_S + UPDATE_S
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_signal_of_the_start_is_heard_of_before_the_first_step(is_made):
+    stop = StopRequest()
+    stop.is_made = is_made
+    assert run._Run._is_stopped(SimpleNamespace(stop=stop, host=None)) is is_made

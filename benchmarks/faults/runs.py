@@ -1,0 +1,196 @@
+"""Small runs of train.py that are to be disturbed: started, watched, ended, and compared to the bit."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtlayout.checkpoint.manifest import find_damage, list_checkpoints, read_manifest
+from dtlayout.sweep import processes
+from dtlayout.training.metrics import MetricsFile, read_summary
+
+CONFIG = "configs/debug.toml"
+OPTIONS = (
+    "--model.hidden_size=64", "--model.ffn_size=96", "--batch.seq_len=32", "--batch.global_batch=8",
+    "--layout.micro_batch=2", "--data.max_tokens=100000", "--optimizer.warmup_steps=2", "--optimizer.decay_steps=400",
+    "--metrics.log_every=1", "--metrics.memory_every=1000",
+)  # fmt: skip
+"""A small model, whose learning rate does not depend on how long the run is: nobody knows that before the faults."""
+PP2_TP2 = ("--layout.pp=2", "--layout.tp=2")
+ENDLESS = 10**6
+LIMIT_S = 300.0
+"""Longest wait for anything; what is later has failed."""
+
+
+class Late(Exception):
+    """Something that was waited for did not come."""
+
+
+def wait_until(holds: Callable[[], object], what: str, limit_s: float = LIMIT_S, every_s: float = 0.002) -> None:
+    """Return when it holds; Late, with `what` it is, if it does not for too long."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise Late(f"no {what} within {limit_s:.0f} s")
+        time.sleep(every_s)
+
+
+@dataclass
+class Start:
+    """One start of train.py, whose processes are torchrun, or the ranks themselves."""
+
+    run: Path
+    log: Path
+    mark: str
+    processes: list[subprocess.Popen[bytes]]
+    log_began: int
+
+    @property
+    def said(self) -> str:
+        """What it has printed."""
+        with self.log.open("rb") as file:
+            file.seek(self.log_began)
+            return file.read().decode(errors="replace")
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether any process has ended."""
+        return any(process.poll() is not None for process in self.processes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have."""
+        return all(process.poll() is not None for process in self.processes)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that live."""
+        if len(self.processes) > 1:
+            return [process.pid for process in self.processes if process.poll() is None]
+        agent = self.processes[0].pid
+        with suppress(OSError):
+            children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+            return [int(pid) for pid in children if "train.py" in _read_command(int(pid))]
+        return []
+
+    def wait(self, limit_s: float = LIMIT_S) -> list[int | None]:
+        """The exit codes; Late if it takes longer."""
+        wait_until(lambda: self.is_over, "end", limit_s, every_s=0.01)
+        return [process.poll() for process in self.processes]
+
+    def send(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        """Signal some of the ranks."""
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _read_command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+@contextmanager
+def started(
+    run: Path, *options: str, num_ranks: int = 4, restarts: int = 0, apart: bool = False,
+    environment: dict[str, str] | None = None, log: Path | None = None,
+) -> Iterator[Start]:  # fmt: skip
+    """train.py under torchrun, or with `apart` as ranks that nothing watches; none of it is left afterwards."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    log, mark = log or run.with_name(f"{run.name}.log"), f"faults {os.getpid()} {run}"
+    log.touch()
+    folders = (f"--train.run_folder={run}", f"--data.folder={log.with_name('tokens')}")
+    program = ["train.py", CONFIG, *OPTIONS, *folders, *options]
+    common = ["env", "OMP_NUM_THREADS=1", *(f"{name}={value}" for name, value in (environment or {}).items())]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    if apart:
+        port = f"MASTER_PORT={_find_port()}"
+        place = ["MASTER_ADDR=127.0.0.1", port, f"WORLD_SIZE={num_ranks}", f"LOCAL_WORLD_SIZE={num_ranks}"]
+        commands = [
+            [*common, *place, f"RANK={i}", f"LOCAL_RANK={i}", sys.executable, *program] for i in range(num_ranks)
+        ]
+    else:
+        commands = [[*common, sys.executable, *torchrun, "--max-restarts", str(restarts), *program]]
+    start = Start(run, log, mark, [], log.stat().st_size)
+    with log.open("ab") as file:
+        try:
+            for command in commands:
+                start.processes.append(processes.start(command, file, mark))
+            yield start
+        finally:
+            for process in start.processes:
+                processes.end(mark, process, grace_s=0.0)
+
+
+def _find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def finish(run: Path, num_steps: int, *options: str, **how: Any) -> str:
+    """Train until a step, from wherever it is; what is wrong with how it ended, empty if nothing is."""
+    with started(run, *options, f"--train.steps={num_steps}", **how) as start:
+        codes = start.wait(2 * LIMIT_S)
+        return "" if set(codes) == {0} else f"{run.name} ended with {codes}: {start.said[-300:]}"
+
+
+def run_straight(run: Path, num_steps: int, *options: str, **how: Any) -> str:
+    """A run that nothing interrupts; what is wrong with how it ended. One that has been whole stays."""
+    if read_summary(run).get("steps") == num_steps and read_summary(run).get("outcome") == "done":
+        return ""
+    shutil.rmtree(run, ignore_errors=True)
+    return finish(run, num_steps, *options, **how)
+
+
+def count_steps(run: Path) -> int:
+    """Steps that metrics.jsonl has."""
+    return len(MetricsFile(run / "metrics.jsonl").read())
+
+
+def is_saving(run: Path) -> bool:
+    """Whether a checkpoint is being written, or was when all ranks died."""
+    return any((run / "checkpoints").glob("partial-*"))
+
+
+def find_all_damage(run: Path) -> str:
+    """What is wrong with any checkpoint that looks whole."""
+    return "; ".join(
+        f"{path.name}: {each}" for path in list_checkpoints(run / "checkpoints") for each in find_damage(path)
+    )
+
+
+def compare(run: Path, straight: Path) -> str:
+    """The first difference of losses, or of hashes of the last checkpoint's tensors; empty if there is none."""
+    losses = [[line["loss"] for line in MetricsFile(each / "metrics.jsonl").read()] for each in (run, straight)]
+    for step, (one, other) in enumerate(zip(*losses, strict=False), start=1):
+        if one != other:
+            return f"the loss of step {step} is {one}, without faults {other}"
+    if len(losses[0]) != len(losses[1]):
+        return f"there are {len(losses[0])} losses, without faults {len(losses[1])}"
+    newest = [list_checkpoints(each / "checkpoints")[-1] for each in (run, straight)]
+    hashes = [_hash_tensors(path) for path in newest]
+    return "" if hashes[0] == hashes[1] else f"the tensors of {newest[0].name} differ"
+
+
+def _hash_tensors(checkpoint: Path) -> dict[str, str]:
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None, "this version writes one"
+    return {name: file["sha256"] for name, file in manifest["files"].items() if re.fullmatch(r".*\.distcp", name)} | {
+        "step": checkpoint.name
+    }
+
+
+def say(*problems: str) -> str:
+    """Those of several that are some."""
+    return "; ".join(filter(None, problems))
