@@ -110,10 +110,10 @@ def _run(config: Config, stop: StopRequest) -> int:
             )
         return EXIT_DONE
     with hold(folder) if is_writer else nullcontext():
-        if is_writer and not _is_restart():
-            running = Summary(outcome="running").to_dict()
-            _write({**running, **reached, "outcome": "running", "exit_code": None}, folder)
         try:
+            if is_writer and not _is_restart():
+                running = Summary(outcome="running").to_dict()
+                _write({**running, **reached, "outcome": "running", "exit_code": None}, folder)
             if is_writer:  # the others hear of what is wrong on their nodes: `data.nodes`
                 from dtlayout.data.check import check_data  # only now: it imports numpy
 
