@@ -3,11 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -16,20 +14,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dtlayout.checkpoint.agreement import RepeatedPlanner
-from dtlayout.checkpoint.background import Saving
-from dtlayout.checkpoint.copies import HostCopies
-from dtlayout.checkpoint.folder import clean, set_aside
-from dtlayout.checkpoint.hf import export_weights, load_weights
-from dtlayout.checkpoint.manifest import PREFIX, find_checkpoint, list_checkpoints
-from dtlayout.checkpoint.sharded import (
-    collect_state,
-    find_changes,
-    find_intact,
-    load_checkpoint,
-    read_origin,
-    save_checkpoint,
-)
+from dtlayout.checkpoint.hf import load_weights
+from dtlayout.checkpoint.sharded import find_changes
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
 from dtlayout.data.nodes import prepare_on_node
@@ -40,7 +26,6 @@ from dtlayout.errors import (
     EXIT_DONE,
     EXIT_NON_FINITE,
     EXIT_STOPPED,
-    CheckpointError,
     DataError,
     DtlayoutError,
     InvalidConfig,
@@ -51,7 +36,6 @@ from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
-from dtlayout.mesh.build import open_host_group
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.weights import find_other_positions
 from dtlayout.ops.attention import attention_implementation
@@ -71,6 +55,7 @@ from dtlayout.signals import StopRequest
 from dtlayout.text import plural
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
+from dtlayout.training.checkpoints import CHECKPOINTS, SPIKES, Checkpoints
 from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.kernels import find_other_attention, first_forward
@@ -118,7 +103,8 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     held_out = _open_held_out(config, store)
     folder = Path(config.train.run_folder)
     meet(store, stop, config.train.timeout_s)
-    watch = Watch(store, config.train.timeout_s, note=partial(note_crash, folder), flight=folder / "flight")
+    patience_s = max(config.train.timeout_s, config.checkpoint.timeout_s)
+    watch = Watch(store, config.train.timeout_s, patience_s, note=partial(note_crash, folder), flight=folder / "flight")
     with watch, attention_implementation(kernels.attention):
         watch.at("joining the other ranks")
         join_ranks(device, config.train.timeout_s + SPARE_S, store)
@@ -131,7 +117,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
             raise
         dist.destroy_process_group()  # not after a failure: NCCL would wait for ranks that do not come
     if exit_code == EXIT_DONE and config.checkpoint.export and run.is_writer:
-        run.export()
+        run.checkpoints.export()
     return exit_code
 
 
@@ -151,13 +137,6 @@ class _Run:
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
         self.watch = watch
-        self.patience_s = max(config.train.timeout_s, config.checkpoint.timeout_s)  # of what reads or writes much
-        limits = config.train.timeout_s + SPARE_S, config.checkpoint.timeout_s + SPARE_S
-        self.host = open_host_group(*limits)
-        is_saving = config.checkpoint.save and config.checkpoint.background and config.checkpoint.every > 0
-        self.saves = open_host_group(*limits) if is_saving else None
-        self.saving: Saving | None = None
-        self.planner = RepeatedPlanner()
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
         self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
@@ -167,16 +146,16 @@ class _Run:
         values = model, config.batch, layout, kernels, config.precision
         console = Console(quiet=not self.is_writer)
         self.display = Display(console, config.train.steps, config.metrics.log_every)
-        watch.at("looking for a checkpoint", self.patience_s)
-        self.newest = self._find_newest()
-        watch.at("building the model", self.patience_s)
-        is_loaded = config.train.init_from and self.newest is None
+        self.checkpoints = Checkpoints(config, self.display.say, watch)
+        self.host = self.checkpoints.host
+        watch.at("building the model", is_long=True)
+        is_loaded = config.train.init_from and self.checkpoints.newest is None
         self.assembly = assemble(
-            *values, seed=config.train.seed, device_type=device.type, timeout_s=limits[0],
+            *values, seed=config.train.seed, device_type=device.type, timeout_s=config.train.timeout_s + SPARE_S,
             give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
-        self.copies = HostCopies(self.optimizer, device.type)
+        self.checkpoints.serve(self.assembly.modules, self.optimizer, device.type)
         self.learning_rate = LearningRate.of(config.optimizer, config.train.steps, {})
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.assembly.runtime.before_action = watch.at_action
@@ -215,14 +194,14 @@ class _Run:
         try:
             with self.display:
                 exit_code, done = (EXIT_STOPPED, first_step) if self._is_stopped() else self._loop(first_step)
-                self._finish_save()
+                self.checkpoints.finish()
                 if exit_code == EXIT_NON_FINITE and self.is_writer:
-                    self._go_back(done)
+                    self.checkpoints.go_back(done, {*self.skipped, *self.spikes.found})
         finally:
             self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self._report(exit_code, done)
         # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
-        self.watch.at("waiting for the others to end", self.patience_s)
+        self.watch.at("waiting for the others to end", is_long=True)
         dist.barrier(group=self.host)
         return exit_code
 
@@ -237,32 +216,16 @@ class _Run:
         optimizer = replace(self.config.optimizer, decay_steps=0 if length == steps else length)
         return replace(self.config, layout=OpenLayout(**asdict(self.layout)), optimizer=optimizer)
 
-    def _find_newest(self) -> Path | None:
-        """The newest checkpoint of the run folder that is intact, if there is any; others go out of its way."""
-        folder, falls_back = self.folder / "checkpoints", self.config.checkpoint.fallback == "previous"
-        newest = find_intact(folder, self.display.say, falls_back=falls_back, group=self.host)
-        if self.is_writer:
-            clean(folder)
-            clean(self.folder / "spikes")
-            if newest is not None:
-                set_aside(newest)
-        return newest
-
     def _resume(self) -> int:
-        """Load the newest checkpoint, if there is one; the steps that are done."""
-        if self.newest is None:
+        """Go on from the newest checkpoint, if there is one; the steps that are done."""
+        if self.checkpoints.newest is None:
             return 0
-        model, settings = self.config.model, self.config.optimizer
-        self.watch.at("loading a checkpoint", self.patience_s)
-        done = load_checkpoint(self.newest, self.assembly.modules, self.optimizer, model, settings, group=self.host)
-        check_steps_left(self.newest, done, self.config.train.steps)
-        self.display.say(f"resumed from {self.newest} after {plural(done, 'step')}")
-        origin = read_origin(self.newest)
+        done, origin = self.checkpoints.load()
         self.spikes.restore(origin.get("spikes", {}))
         set_updates(self.optimizer, done - self.spikes.num_left_out)
-        saved = origin.get("learning_rate", {})
-        self.learning_rate = LearningRate.of(settings, self.config.train.steps, saved)
-        for line in self.learning_rate.describe_resume(saved, done, self.config.train.steps):
+        saved, num_steps = origin.get("learning_rate", {}), self.config.train.steps
+        self.learning_rate = LearningRate.of(self.config.optimizer, num_steps, saved)
+        for line in self.learning_rate.describe_resume(saved, done, num_steps):
             self.display.say(f"note: {line}")
         for name, (old, new) in find_changes(origin, self.origin).items():
             self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
@@ -328,12 +291,12 @@ class _Run:
                     index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
                     validation_loss=validated, is_spike=is_spike,
                 )  # fmt: skip
-            self._finish_save(waits=False)
+            self.checkpoints.finish(waits=False)
             if is_kept:
-                self._save(index, "spikes", is_last=False)
+                self._save(index, SPIKES, is_last=False)
             self.spikes.add(index + 1, result)
             if is_saved:
-                self._save(index + 1, "checkpoints", is_last=is_over)
+                self._save(index + 1, CHECKPOINTS, is_last=is_over)
                 saved, is_save_due = index + 1, False
             if is_saved or is_validated or is_kept:
                 started = time.perf_counter()
@@ -384,30 +347,6 @@ class _Run:
             return f"dtlayout data show {suspects.write(self.folder, kind)} has its samples"
         except OSError as error:
             return f"its samples were not noted: {error.strerror}"
-
-    def _go_back(self, done: int) -> None:
-        """Set checkpoints aside from which no step was fine: the next start would end like this one.
-
-        Their last update may be the reason, which no number before it tells. One of them stays if there is no other.
-        """
-        while done in self.skipped or done in self.spikes.found:
-            done -= 1
-        found = list_checkpoints(self.folder / "checkpoints")
-        fine = [path for path in found if path.name < f"{PREFIX}{done:08d}"]
-        if len(fine) == len(found):
-            return
-        problem = f"note: no step after {found[len(fine)]} was fine"
-        try:
-            aside = ", ".join(path.name for path in set_aside(fine[-1], "nonfinite")) if fine else ""
-        except OSError as error:
-            self.display.say(f"{problem}, and it cannot be set aside: {error.strerror}")
-        else:
-            advice = (
-                f"it is set aside as {aside}, and {fine[-1]} is the newest"
-                if fine
-                else ("there is no older checkpoint to go back to: move it away to begin anew")
-            )
-            self.display.say(f"{problem}: {advice}")
 
     def _wait_for_update(self) -> None:
         """So that it counts as part of its step, where another one does not come next."""
@@ -464,70 +403,8 @@ class _Run:
         self.display.show(metrics)
 
     def _save(self, done: int, folder: str, *, is_last: bool) -> None:
-        """Save the state to a folder of the run, in the background if that is asked for.
-
-        CheckpointError if the `is_last` is not saved.
-        """
-        facts = {
-            "step": done,
-            "samples": done * self.config.batch.global_batch,
-            "layout": str(self.layout),
-            "ranks": self.layout.world_size,
-            "versions": {"dtlayout": version("dtlayout"), "torch": torch.__version__},
-            "config": self._resolve().to_toml(),
-        }
         origin = {**self.origin, "learning_rate": asdict(self.learning_rate), "spikes": self.spikes.to_dict()}
-        c, settings = self.config, self.config.optimizer
-        in_background = self.saves is not None and not is_last
-        self.watch.at("saving", self.patience_s)
-        self._finish_save()
-        tensors = collect_state(self.assembly.modules, self.optimizer, c.model, settings.state)
-        wait_for_copies = self.copies.take(tensors) if in_background else lambda: tensors
-
-        def write() -> Path:
-            return save_checkpoint(
-                self.folder / folder, done, wait_for_copies(), c.model, settings, keep=c.checkpoint.keep,
-                origin=origin, facts=facts, group=self.saves or self.host, planner=self.planner,
-            )  # fmt: skip
-
-        if in_background:
-            self.saving = Saving(done, write)
-        elif is_last:
-            self.display.say(f"saved {write()}")
-        else:
-            self._say_saved(done, write)
-
-    def _finish_save(self, *, waits: bool = True) -> None:
-        """Say how the save that is under way has ended; wait for it, or look only whether it has."""
-        if self.saving is None or not (waits or self.saving.is_done):
-            return
-        saving, self.saving = self.saving, None
-        self.watch.at("waiting for a save", self.patience_s)
-        if not saving.is_done:
-            self.display.say(f"waiting for the save of step {saving.step}, which is still being written")
-        self._say_saved(saving.step, saving.wait)
-
-    def _say_saved(self, step: int, wait: Callable[[], Path]) -> None:
-        """The checkpoint of a step, or why there is none; a run goes on without."""
-        try:
-            self.display.say(f"saved {wait()}")
-        except CheckpointError as error:
-            self.display.say(f"note: step {step} is not saved, training goes on and the next save tries again: {error}")
-
-    def export(self) -> None:
-        """The weights as they were saved last, in the format that was computed in."""
-        config = self.config
-        try:
-            export_weights(
-                find_checkpoint(self.folder),
-                self.folder / "hf",
-                number_format=config.precision.compute,
-                max_seq_len=config.batch.seq_len,
-                data=config.data,
-            )
-            self.display.say(f"exported {self.folder / 'hf'}")
-        except DtlayoutError as error:  # the run is done all the same
-            self.display.say(f"not exported: {error}; dtlayout convert {self.folder} FOLDER tries again")
+        self.checkpoints.save(done, folder, resolved=self._resolve(), origin=origin, is_last=is_last)
 
     def _write_curves(self, num_steps: int) -> None:
         """memory.json; no curves from here on."""
@@ -547,7 +424,7 @@ class _Run:
         )
         for line in self.chosen.describe():
             self.display.say(line)
-        if self.config.train.init_from and self.newest is None:
+        if self.config.train.init_from and self.checkpoints.newest is None:
             self.display.say(f"weights of {self.config.train.init_from}")
             for line in find_other_positions(self.config.train.init_from, model):
                 self.display.say(f"note: {line}")
@@ -629,12 +506,3 @@ def _open_held_out(config: Config, store: dist.Store) -> Samples | None:
             f"use a longer source"
         )
     return samples
-
-
-def check_steps_left(checkpoint: Path, done: int, num_steps: int) -> None:
-    """CheckpointError if a checkpoint is further than the run wants to go."""
-    if done > num_steps:
-        raise CheckpointError(
-            f"{checkpoint} has done {plural(done, 'step')}, more than train.steps={num_steps}; raise train.steps, or "
-            f"use another train.run_folder"
-        )

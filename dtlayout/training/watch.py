@@ -101,9 +101,12 @@ def _name_others(node: Node, found: Record) -> str:
 class Watch:
     """What this rank does, for all to see, and what becomes of the others."""
 
-    def __init__(self, store: dist.Store, timeout_s: float, *, note: Callable[[str], None], flight: Path):
-        """All ranks make one, over a store that is this start's alone; a rank that stands still for `timeout_s` ends.
+    def __init__(
+        self, store: dist.Store, timeout_s: float, patience_s: float, *, note: Callable[[str], None], flight: Path
+    ):
+        """All ranks make one, over a store that is this start's alone.
 
+        A rank that stands still for `timeout_s` ends, or for `patience_s` where it reads or writes much.
         `note` gets the line that says whose fault it is, on one rank; `flight` is the folder for NCCL's flight records.
         """
         e = os.environ
@@ -116,7 +119,8 @@ class Watch:
         self._is_alone = world_size == 1
         own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, on which nobody else waits
         self._store = dist.PrefixStore("watch", own)
-        self._timeout_s = self._limit_s = timeout_s
+        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._limit_s = timeout_s
         self._note, self._flight = note, flight
         self._board = self._open_board(rank, num_local)
         self._is_over = threading.Event()
@@ -133,10 +137,10 @@ class Watch:
             path.unlink()  # all have it open: nothing is left of it, however they end
         return board
 
-    def at(self, doing: str, limit_s: float | None = None) -> None:
-        """From now on this rank does this, for `limit_s` at most instead of the watch's `timeout_s`."""
+    def at(self, doing: str, *, is_long: bool = False) -> None:
+        """From now on this rank does this, which may take long or not."""
         self._board.write(doing)
-        self._limit_s = limit_s or self._timeout_s
+        self._limit_s = self._patience_s if is_long else self._timeout_s
 
     def begin_step(self, step: int) -> None:
         """What follows is part of a step, from 1."""

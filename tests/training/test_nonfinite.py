@@ -10,7 +10,7 @@ from launching import read_lines, read_summary
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
-from dtlayout.training import run
+from dtlayout.training import checkpoints
 from dtlayout.training.optimizer import LearningRate
 from dtlayout.training.run import MAX_SKIPPED
 from dtlayout.training.step import TrainStep
@@ -142,7 +142,7 @@ def test_a_disk_on_which_nothing_can_be_noted_or_renamed_is_said(files, leap, ca
     def refuse(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(run, "set_aside", refuse)
+    monkeypatch.setattr(checkpoints, "set_aside", refuse)
     leap({4: 1e30})
     (files.run / "nonfinite-step-00000005.json").mkdir(parents=True)
     assert launch.main([str(files.config), "--checkpoint.every=2", "--checkpoint.keep=9"]) == 4

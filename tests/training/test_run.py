@@ -18,8 +18,8 @@ from dtlayout.layout import Layout
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.signals import StopRequest
 from dtlayout.training import run
+from dtlayout.training.checkpoints import Checkpoints, check_steps_left
 from dtlayout.training.kernels import find_other_attention, first_forward
-from dtlayout.training.run import check_steps_left
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import StepResult
 from dtlayout.training.watch import Watch
@@ -174,7 +174,7 @@ def play(
         batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,
-        _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, _finish_save=lambda *, waits: None,
+        _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, checkpoints=mock.Mock(spec=Checkpoints),
     )  # fmt: skip
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now_s)
     return clock, run._Run._loop(loop, 0), times_s

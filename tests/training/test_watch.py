@@ -117,7 +117,7 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "POLL_S", 0.02)
     monkeypatch.setattr(module, "SETTLE_S", 0.02)
     monkeypatch.setattr(module.os, "_exit", lambda code: (ended.append(code), sys.exit()))
-    watch = Watch(dist.HashStore(), 60.0, note=noted.append, flight=tmp_path / "flight")
+    watch = Watch(dist.HashStore(), 60.0, 0.2, note=noted.append, flight=tmp_path / "flight")
     return watch, noted, ended
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_gets_on_is_left_alone_and_one_that_does_not_is_ended_with_w
     with watch:
         watch.begin_step(3)
         for _ in range(30):
-            watch.at("reading a batch", 0.2)
+            watch.at("reading a batch", is_long=True)
             time.sleep(0.02)
         assert not ended
         wait_for(lambda: ended)
