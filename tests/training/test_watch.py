@@ -149,3 +149,16 @@ def test_a_refusal_is_raised_for_whoever_says_it(alone):
         raise CheckpointError("damaged")
     assert not noted and not ended
     assert watch._board.read()[0].state == "refused"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_under_nccl_a_rank_that_ends_leaves_its_flight_record(alone, monkeypatch, tmp_path):
+    watch, _, ended = alone
+    monkeypatch.setattr(watch, "_is_alone", False)
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(module.torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
+    with pytest.raises(SystemExit), watch:
+        raise RuntimeError("Connection closed by peer")
+    assert ended == [1]
+    assert (tmp_path / "flight" / "rank_0").read_bytes() == b"trace"
