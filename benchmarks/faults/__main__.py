@@ -122,7 +122,8 @@ def describe_signals(own: Sequence[Event]) -> list[str]:
         "## Signals\n",
         "Two ranks as tp2, without torchrun, whose exit codes are seen so. Half of the signals go to one of them",
         "alone, but those of the start. The time is from the signal to the end of the last rank;",
-        f"{signals.GRACE_S:.0f} s is what torchrun gives.\n",
+        f"{signals.GRACE_S:.0f} s is what torchrun gives. A compilation is waited for, and --shutdown-timeout gives it",
+        "time.\n",
         "| phase | SIGTERM | SIGINT | SIGUSR1 | exit codes | longest, s |",
         "|---|--:|--:|--:|---|--:|",
     ]

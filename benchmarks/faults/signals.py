@@ -31,6 +31,7 @@ from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.errors import EXIT_DONE, EXIT_STOPPED
 
 GRACE_S = 30.0
+"""What torchrun gives. A compilation is waited for, for which its --shutdown-timeout is to be longer."""
 STOPPED_S = 3.0
 """For how long a rank stands still by SIGSTOP."""
 TP2 = ("--layout.pp=1", "--layout.tp=2")
@@ -53,6 +54,7 @@ class Phase:
     stops_one: bool = False
     """Whether one rank stands still meanwhile."""
     compiles: bool = False
+    grace_s: float = GRACE_S
 
 
 def in_start(start: Start, began: int, chance: random.Random) -> None:
@@ -103,7 +105,7 @@ START_UP_S = 6.0
 PHASES = (
     Phase("start", in_start, takes_all=True),
     Phase("first step", in_first_step),
-    Phase("compilation", in_compilation, ("--kernels.compile=blocks",), compiles=True),
+    Phase("compilation", in_compilation, ("--kernels.compile=blocks",), compiles=True, grace_s=150.0),
     Phase("later steps", in_steps, (SELDOM,)),
     Phase("evaluation", in_evaluation, (SELDOM, *HELD_OUT, "--validation.every=1")),
     Phase("saving in the background", in_save, ("--checkpoint.every=1",)),
@@ -158,10 +160,10 @@ def stop(run: Path, phase: Phase, which: signal.Signals, what: str) -> Event:
             if stopped is not None:
                 time.sleep(STOPPED_S)
                 start.send(signal.SIGCONT, [stopped])
-            codes = start.wait(GRACE_S)
+            codes = start.wait(phase.grace_s)
             facts |= {"codes": codes, "seconds": round(time.monotonic() - sent, 2)}
         except (Late, IndexError) as error:
-            facts["seconds"] = GRACE_S
+            facts["seconds"] = phase.grace_s
             problem = f"{type(error).__name__} {error}: {start.said[-300:]}"
             return Event(kind="signals", what=what, problem=problem, facts=facts)
         said = start.said

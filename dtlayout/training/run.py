@@ -161,6 +161,8 @@ class _Run:
         self.assembly.runtime.before_action = watch.at_action
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
+        # On a CPU a step whose storages are tracked runs uncompiled, with other bits and another peak.
+        self.has_peaks = device.type == "cuda" or kernels.compile == "none"
         self.recorder = KernelRecorder()
         self.speed = Speed(model, config.batch, layout.world_size, device.peak_flops_per_s)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -248,7 +250,7 @@ class _Run:
             assert batch is not None, "there is one for each step"
             # The first step makes the optimizer's state, so it is not like the others.
             is_due = index % self.config.metrics.memory_every == 0 or index + 1 == num_steps
-            is_measured = index == first_step + 1 or (index > first_step and is_due)
+            is_measured = self.has_peaks and (index == first_step + 1 or (index > first_step and is_due))
             is_drawn = index < self.num_drawn
             self.watch.begin_step(index + 1)
             with self.memory.watch() if is_measured or is_drawn else nullcontext():

@@ -110,6 +110,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s, self.done = 0.0, list[str]()
+        self.measured: list[int] = []
+        """Steps of which the peak of memory is noted."""
 
     def work(self, what: str, seconds: float) -> None:
         self.done.append(what)
@@ -129,6 +131,7 @@ def play(
     skips: bool = False,
     spikes: SpikesConfig = USUAL,
     stops_in_validation: bool = False,
+    has_peaks: bool = True,
 ) -> tuple[Clock, tuple[int, int], list[float]]:
     """The loop of a run of three steps, all of whose parts take seconds of their own."""
     clock, times_s = Clock(), list[float]()
@@ -154,6 +157,7 @@ def play(
         assert data_wait_s == FETCH_S
         clock.work(f"note {done}", NOTE_S)
         times_s.append(step_time_s)
+        clock.measured += [done] * is_measured
 
     def save(done, folder, *, is_last):
         clock.work(f"save {done}" if folder == "checkpoints" else f"keep {done}", SAVE_S)
@@ -169,7 +173,7 @@ def play(
         checkpoint=SimpleNamespace(every=every, save=bool(every)),
     )
     loop = SimpleNamespace(
-        config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0,
+        config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0, has_peaks=has_peaks,
         memory=SimpleNamespace(watch=nullcontext), watch=mock.Mock(spec=Watch), _launch=launch, _note=note,
         batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
@@ -193,6 +197,11 @@ def test_the_next_batch_is_asked_for_while_the_device_works_and_each_second_coun
     step_s = FETCH_S + LAUNCH_S + WAIT_S
     assert times_s == [FETCH_S + step_s, step_s + NOTE_S, step_s - FETCH_S + NOTE_S + UPDATE_S]
     assert sum(times_s) == clock.now_s - NOTE_S  # the last one's, after all steps
+
+
+def test_no_step_is_measured_where_that_would_change_its_bits(monkeypatch):
+    assert play(monkeypatch, [FINE] * 3)[0].measured == [2, 3]
+    assert play(monkeypatch, [FINE] * 3, has_peaks=False)[0].measured == []
 
 
 def test_a_checkpoint_waits_for_the_update_and_counts_for_no_step(monkeypatch):
