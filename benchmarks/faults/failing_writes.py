@@ -36,4 +36,5 @@ class _Failing:
 
 
 if os.environ.get("RANK") == os.environ["FAULT_RANK"]:
-    watched_disk(_Failing(Path(os.environ["FAULT_LOG"]))).__enter__()  # as long as the process lives
+    _watched = watched_disk(_Failing(Path(os.environ["FAULT_LOG"])))  # kept: it ends when nothing refers to it
+    _watched.__enter__()

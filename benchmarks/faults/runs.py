@@ -1,20 +1,25 @@
 """Small runs of train.py that are to be disturbed: started, watched, ended, and compared to the bit."""
 
+import hashlib
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtlayout.checkpoint.manifest import find_damage, list_checkpoints, read_manifest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dtlayout.checkpoint.manifest import find_damage, list_checkpoints
+from dtlayout.checkpoint.reader import Reader
 from dtlayout.sweep import processes
 from dtlayout.training.metrics import MetricsFile, read_summary
 
@@ -164,10 +169,9 @@ def is_saving(run: Path) -> bool:
 
 
 def find_all_damage(run: Path) -> str:
-    """What is wrong with any checkpoint that looks whole."""
-    return "; ".join(
-        f"{path.name}: {each}" for path in list_checkpoints(run / "checkpoints") for each in find_damage(path)
-    )
+    """What is wrong with any checkpoint that looks whole, and is not removed meanwhile."""
+    damage = [(path, find_damage(path)) for path in list_checkpoints(run / "checkpoints")]
+    return "; ".join(f"{path.name}: {each}" for path, found in damage for each in found if path.exists())
 
 
 def compare(run: Path, straight: Path) -> str:
@@ -179,16 +183,20 @@ def compare(run: Path, straight: Path) -> str:
     if len(losses[0]) != len(losses[1]):
         return f"there are {len(losses[0])} losses, without faults {len(losses[1])}"
     newest = [list_checkpoints(each / "checkpoints")[-1] for each in (run, straight)]
+    if newest[0].name != newest[1].name:
+        return f"the last checkpoint is {newest[0].name}, without faults {newest[1].name}"
     hashes = [_hash_tensors(path) for path in newest]
     return "" if hashes[0] == hashes[1] else f"the tensors of {newest[0].name} differ"
 
 
 def _hash_tensors(checkpoint: Path) -> dict[str, str]:
-    manifest = read_manifest(checkpoint)
-    assert manifest is not None, "this version writes one"
-    return {name: file["sha256"] for name, file in manifest["files"].items() if re.fullmatch(r".*\.distcp", name)} | {
-        "step": checkpoint.name
-    }
+    """Name → SHA-256 of each whole tensor; which rank writes those that several hold is another one in each start."""
+    described = Reader(checkpoint / "tensors").read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in described.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+        dcp.load(tensors, storage_reader=Reader(checkpoint / "tensors"), no_dist=True)
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
 
 def say(*problems: str) -> str:
