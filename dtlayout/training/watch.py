@@ -159,10 +159,11 @@ class Watch:
         """An error that other ranks may have caused ends this process, with the traceback only if it is its own."""
         if isinstance(error, DtlayoutError):
             self._board.fail("refused", str(error).splitlines()[0])
+            if _is_about_another(error.__cause__) and self._settle():  # torchrun may start it again
+                self._end()
         elif isinstance(error, Exception) and not self._is_alone:
-            is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
             name, (first, *_) = type(error).__name__, str(error).splitlines() or [""]
-            self._board.fail("cut off" if is_lost else "failed", f"{name}: {first}")
+            self._board.fail("cut off" if _is_about_another(error) else "failed", f"{name}: {first}")
             self._end(error)
         else:
             self._board.leave()
@@ -186,6 +187,13 @@ class Watch:
 
     def _sees_a_loss(self) -> bool:
         return any(record.state in _PLAIN for record in self._board.read())
+
+    def _settle(self) -> bool:
+        """Whether a loss is seen, now or soon."""
+        deadline = time.monotonic() + SETTLE_S
+        while not (is_seen := self._sees_a_loss()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return is_seen
 
     def _beat(self) -> bool:
         """Leave a word of this node; whether another one has asked what is wrong."""
@@ -213,9 +221,7 @@ class Watch:
 
     def _speak(self) -> int:
         """Find the rank that is at fault, say so, and end it where it is here and cannot end itself."""
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and not self._sees_a_loss():
-            time.sleep(0.05)
+        self._settle()
         own = self._read_node()
         if self._num_nodes == 1:
             culprit, line = judge([own])
@@ -263,6 +269,11 @@ class Watch:
             (self._flight / f"rank_{self._board.rank}").write_bytes(trace)
 
         _within(BEAT_S, write)
+
+
+def _is_about_another(error: BaseException | None) -> bool:
+    """Whether an error says that another rank is gone or does not answer."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
 
 
 def _within(limit_s: float, ask: Callable[[], _T]) -> _T | None:
