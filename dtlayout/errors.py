@@ -48,6 +48,12 @@ class KernelError(DtlayoutError):
     """A kernel that is not available here, or that silently gave way to another one."""
 
 
+class LostRanks(DtlayoutError):
+    """Some ranks of a start are not there; another start may have them."""
+
+    exit_code = EXIT_CRASHED
+
+
 class NonFiniteLoss(DtlayoutError):
     """The loss or the gradient norm became NaN or infinite."""
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.config import Config, check_layout, load_config
-from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig
+from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig, LostRanks
 from dtlayout.lease import hold
 from dtlayout.signals import Stopped, StopRequest, note_signals
 from dtlayout.text import plural
-from dtlayout.training.metrics import Summary, read_summary, write_summary
+from dtlayout.training.metrics import Summary, note_crash, read_summary, write_summary
 
 SECONDS_TO_SAY_WHY = 5.0
 _LAUNCHERS = (  # how many processes it started, which of them this one is
@@ -115,16 +115,21 @@ def _run(config: Config, stop: StopRequest) -> int:
                 running = Summary(outcome="running").to_dict()
                 _write({**running, **reached, "outcome": "running", "exit_code": None}, folder)
             if is_writer:  # the others hear of what is wrong on their nodes: `data.nodes`
-                from dtlayout.data.check import check_data  # only now: it imports numpy
-
+                with stop.held_back():
+                    from dtlayout.data.check import check_data  # only now: it imports numpy
                 check_data(config)
-            from dtlayout.training.run import train  # only now: it imports torch
+            with stop.held_back():
+                from dtlayout.training.run import train  # only now: it imports torch
 
             return train(config, layout, stop)
         except Stopped:
             if is_writer:
                 stopped = Summary(outcome="stopped").to_dict()
                 _write({**stopped, **reached, "outcome": "stopped", "exit_code": EXIT_STOPPED}, folder)
+            raise
+        except LostRanks as error:
+            if is_writer:
+                note_crash(folder, str(error), is_refusal=False)
             raise
         except DtlayoutError as error:
             if is_writer:

@@ -1,6 +1,7 @@
 """Other processes of this machine, as /proc tells of them; where there is none, nothing is known."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 HAS_PROC = Path("/proc/self/stat").exists()
@@ -9,9 +10,12 @@ _GONE = "ZX"
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended."""
+    """Whether a process has ended, as far as can be seen."""
     if HAS_PROC:
-        return not _read(pid)
+        try:
+            return not _read(pid)
+        except OSError:  # this process may have too many files open
+            return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -23,7 +27,9 @@ def is_gone(pid: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is held by a signal or a debugger, and may go on later."""
-    return _read(pid)[:1] in (["T"], ["t"])
+    with suppress(OSError):
+        return _read(pid)[:1] in (["T"], ["t"])
+    return False
 
 
 def find_birth(pid: int) -> str:
@@ -32,9 +38,9 @@ def find_birth(pid: int) -> str:
 
 
 def _read(pid: int) -> list[str]:
-    """The fields of a process from its state on; none of one that is gone."""
+    """The fields of a process from its state on; none of one that is gone. OSError if nobody can tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     return [] if fields[0] in _GONE else fields

@@ -5,6 +5,8 @@ Start-up can take longer than the grace time: torch is imported, tokens are prep
 ranks have met, a signal raises Stopped, and the process ends; launchers signal all of them. Where they meet
 (`training.rendezvous.meet`) they agree whether one was asked to stop, so that none goes on alone into collectives. From
 there on a signal is a wish, which all hear of before the first step and with each step's numbers.
+
+Modules in C++ abort the process if anything is raised while they are imported, so a signal waits for an import.
 """
 
 import signal
@@ -25,6 +27,17 @@ class StopRequest:
     is_made = False
     is_early = False
     """Whether nothing has begun that has to be finished: then the signal raises Stopped where the process is."""
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """A block at whose end an early signal raises Stopped, and not within."""
+        was_early, self.is_early = self.is_early, False
+        try:
+            yield
+        finally:
+            self.is_early = was_early
+        if was_early and self.is_made:
+            raise Stopped
 
 
 @contextmanager

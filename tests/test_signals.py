@@ -27,3 +27,14 @@ def test_before_anything_has_begun_the_first_signal_ends_the_block_and_a_second_
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
     assert stop.is_made
+
+
+def test_a_signal_within_an_import_waits_for_its_end() -> None:
+    reached = []
+    with pytest.raises(Stopped), note_signals() as stop:
+        stop.is_early = True
+        with stop.held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("the end")
+        pytest.fail("the block went on")
+    assert reached == ["the end"]

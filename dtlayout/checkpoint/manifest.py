@@ -9,6 +9,7 @@ reading everything once, which many may share.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,24 @@ Files = dict[str, dict[str, Any]]
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(path for path in folder.glob(f"{PREFIX}*") if (path / STATE_NAME).is_file())
+    """Checkpoints, oldest first, none where there is no such folder; OSError if it cannot be read.
+
+    Their names are enough: a folder has such a name when it is whole, and one that lacks a file since is damaged.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(folder / name for name in names if re.fullmatch(rf"{PREFIX}\d{{8,}}", name))
 
 
 def find_checkpoints(source: Path) -> list[Path]:
     """A checkpoint, or those of a run folder, oldest first; CheckpointError if there is none."""
-    found = [source] if (source / STATE_NAME).is_file() else list_checkpoints(source / "checkpoints")
+    is_one = any((source / name).is_file() for name in (MANIFEST_NAME, STATE_NAME))
+    try:
+        found = [source] if is_one else list_checkpoints(source / "checkpoints")
+    except OSError as error:
+        raise CheckpointError(f"{source / 'checkpoints'} cannot be read: {error.strerror}") from None
     if not found:
         raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
     return found

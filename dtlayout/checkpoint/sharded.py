@@ -193,8 +193,14 @@ def find_intact(
     Damaged ones are said and set aside as `damaged-step-…`, if `falls_back`. CheckpointError if not, or if all are
     damaged: a run never starts anew without being told to. None if there is none.
     """
-    listed: list[Any] = [list_checkpoints(folder)]  # a shared filesystem may not show every node the same at once
-    dist.broadcast_object_list(listed, group=group)
+    listed: list[Any] = [[], ""]
+    try:
+        listed[0] = list_checkpoints(folder)
+    except OSError as error:
+        listed[1] = f"{folder} cannot be read: {error.strerror}"
+    dist.broadcast_object_list(listed, group=group)  # a shared filesystem may not show every node the same at once
+    if listed[1]:
+        raise CheckpointError(listed[1])
     first_problem = ""
     for path in reversed(listed[0]):
         found: list[Any] = [None] * dist.get_world_size(group)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dtlayout.batch import Batch
 from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints
-from dtlayout.errors import DtlayoutError
+from dtlayout.errors import EXIT_REFUSED, DtlayoutError
 from dtlayout.files import write_whole
 from dtlayout.measure.ledger import Highest
 from dtlayout.model_shape import ModelShape
@@ -253,12 +253,19 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def note_crash(folder: Path, line: str) -> None:
-    """Note in RUN/summary.json that and why a run has crashed, and the steps that its newest checkpoint has."""
-    newest = [int(path.name.removeprefix(PREFIX)) for path in list_checkpoints(folder / "checkpoints")][-1:]
-    reached = {"outcome": "crashed", "exit_code": None, "steps": (newest or [0])[0], "problems": [line]}
-    with suppress(OSError):  # the disk may be what it crashed for
-        write_summary({**Summary(outcome="crashed").to_dict(), **read_summary(folder), **reached}, folder)
+def note_crash(folder: Path, line: str, is_refusal: bool) -> None:
+    """Note in RUN/summary.json why a rank has ended all of them, and the steps that the newest checkpoint has.
+
+    A run that has crashed may go on; one in which a rank refuses to will come to the same again. Nothing is raised: the
+    disk may be what it crashed for.
+    """
+    with suppress(OSError):
+        newest = [int(path.name.removeprefix(PREFIX)) for path in list_checkpoints(folder / "checkpoints")][-1:]
+        outcome, code = ("refused", EXIT_REFUSED) if is_refusal else ("crashed", None)
+        reached = {"outcome": outcome, "exit_code": code, "steps": (newest or [0])[0], "problems": [line]}
+        summary = read_summary(folder)
+        if summary.get("outcome") == "running":  # and the rank that writes it has not said itself what it refuses
+            write_summary({**Summary(outcome=outcome).to_dict(), **summary, **reached}, folder)
 
 
 def time_steps(times_s: Sequence[float], num_slow: int = 2) -> tuple[float | None, float | None]:

@@ -78,7 +78,8 @@ class Board:
 
     def _write(self, pid: int, state: str = "", reason: str = "") -> None:
         values = self.rank, pid, self.step, self.since, state.encode(), self._doing, reason.encode()[:160]
-        _FORM.pack_into(self._memory, self._own, *values)
+        # In one go: `pack_into` would empty the record first, and who is killed then would be missed by nobody.
+        self._memory[self._own : self._own + _FORM.size] = _FORM.pack(*values)
 
     def read(self) -> list[Record]:
         """The records of all ranks of the node that have begun and have not ended well."""

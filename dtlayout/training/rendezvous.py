@@ -16,7 +16,9 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from dtlayout.device import Device
+from dtlayout.errors import LostRanks
 from dtlayout.signals import Stopped, StopRequest
+from dtlayout.text import plural
 
 _LOOK_EVERY_S = 0.05
 _AGREED = "meeting/agreed"
@@ -27,11 +29,14 @@ _HEAR_EVERY_S = 1.0
 def open_store(timeout_s: float) -> dist.Store:
     """Where the ranks of torchrun's environment leave words for each other; alone, of a world of one rank.
 
-    It holds nothing that an earlier start of the same job has left. DistStoreError if not all ranks come in time.
+    It holds nothing that an earlier start of the same job has left. LostRanks if not all ranks come in time.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as error:
+        raise LostRanks(f"the host of rank 0 does not answer: {str(error).splitlines()[0]}") from error
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store  # rank 0 has just made it
     return find_fresh(dist.PrefixStore("dtlayout", store), rank, world_size, timeout_s)
@@ -42,16 +47,16 @@ def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) 
     word, words = uuid4().hex, [f"word/{each}" for each in range(world_size)]
     store.set(words[rank], word)
     if rank != 0:
-        store.wait([word], timedelta(seconds=timeout_s))
+        wait_for(store, [word], timeout_s, "rank 0 has not answered")
         fresh = dist.PrefixStore(store.get(word).decode(), store)
         fresh.add("ranks", 1)
         return fresh
     answered: set[bytes] = set()
     fresh, deadline = dist.PrefixStore(word, store), time.monotonic() + timeout_s
-    store.wait(words, timedelta(seconds=timeout_s))
+    wait_for(store, words, timeout_s, f"some of {world_size} ranks have not come")
     while (found := 1 + fresh.add("ranks", 0)) < world_size:
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"{found} of {world_size} ranks have come within {timeout_s:.0f} s")
+            raise LostRanks(f"only {found} of {plural(world_size, 'rank')} have come within {timeout_s:.0f} s")
         for other in set(store.multi_get(words)) - answered:
             store.set(other.decode(), word)
             answered.add(other)
@@ -59,22 +64,34 @@ def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) 
     return fresh
 
 
+def wait_for(store: dist.Store, keys: list[str], timeout_s: float, problem: str) -> None:
+    """Return once keys are there, hearing signals; LostRanks, with the `problem`, if they are not in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=min(_HEAR_EVERY_S, timeout_s)))
+            return
+        except dist.DistStoreError as error:
+            if time.monotonic() > deadline:
+                raise LostRanks(f"{problem} within {timeout_s:.0f} s") from error
+
+
 def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
     """Return once all ranks are here, or raise Stopped on all of them: [Note: signals before the first step].
 
-    DistStoreError if some are not here in time.
+    LostRanks if some are not here in time.
     """
     stop.is_early = False  # from here on they end together
-    num_here, deadline = store.add("meeting/here", 1), time.monotonic() + timeout_s
-    if num_here == int(os.environ["WORLD_SIZE"]):
+    world_size, deadline = int(os.environ["WORLD_SIZE"]), time.monotonic() + timeout_s
+    if store.add("meeting/here", 1) == world_size:
         store.compare_set(_AGREED, "", "go")
     while True:
         if stop.is_made:
             store.compare_set(_AGREED, "", "stop")  # what is there first counts
         try:
-            store.wait([_AGREED], timedelta(seconds=_HEAR_EVERY_S))
+            wait_for(store, [_AGREED], _HEAR_EVERY_S, f"not all of {plural(world_size, 'rank')} have met")
             break
-        except dist.DistStoreError:
+        except LostRanks:
             if time.monotonic() > deadline:
                 raise
     if store.get(_AGREED) != b"go":

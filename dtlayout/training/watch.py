@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ GRACE_S = 2 * BEAT_S
 """For nodes to say what their ranks do; each hears within a beat that it is asked."""
 SETTLE_S = 2.0
 """Between a connection that is lost and a process that is seen to be gone."""
+ASLEEP_S = 5.0
+"""By which a look may be late; more, and the process that looks was itself stopped."""
 SPARE_S = 20.0
 """By which the limits of process groups are longer than a watch's, so that it speaks first."""
 
@@ -72,14 +74,24 @@ class Node:
         return cls(host=value["host"], records=[Record(**each) for each in value["records"]], is_silent=is_silent)
 
 
-def judge(nodes: Sequence[Node]) -> tuple[int, str]:
-    """The rank that is at fault, and the line that says so: [Note: who is at fault]."""
+class Verdict(NamedTuple):
+    """Which rank is at fault, and how."""
+
+    rank: int
+    state: str
+    """Of `_GUILT`."""
+    line: str
+    """For people."""
+
+
+def judge(nodes: Sequence[Node]) -> Verdict:
+    """Find the rank that is at fault: [Note: who is at fault]."""
     all_ranks = [
         (node, replace(record, state="silent") if node.is_silent else record)
         for node in nodes for record in node.records
     ]  # fmt: skip
     if not all_ranks:
-        return -1, "no rank is left"
+        return Verdict(-1, "running", "no rank is left")
     node, found = min(all_ranks, key=lambda pair: (_GUILT.index(pair[1].state), -pair[1].age_s, pair[1].rank))
     what = {
         "gone": f"is gone: its process ended without a word, killed perhaps; it was in {found.where}",
@@ -90,7 +102,7 @@ def judge(nodes: Sequence[Node]) -> tuple[int, str]:
         "cut off": f"lost a connection in {found.where}: {found.reason}",
         "running": f"stood still first, for {found.age_s:.0f} s, in {found.where}",
     }
-    return found.rank, f"rank {found.rank} on {node.host} {what[found.state]}"
+    return Verdict(found.rank, found.state, f"rank {found.rank} on {node.host} {what[found.state]}")
 
 
 def _name_others(node: Node, found: Record) -> str:
@@ -102,37 +114,39 @@ class Watch:
     """What this rank does, for all to see, and what becomes of the others."""
 
     def __init__(
-        self, store: dist.Store, timeout_s: float, patience_s: float, *, note: Callable[[str], None], flight: Path
+        self, store: dist.Store, timeout_s: float, patience_s: float, *, note: Callable[[str, bool], None], flight: Path
     ):
         """All ranks make one, over a store that is this start's alone.
 
         A rank that stands still for `timeout_s` ends, or for `patience_s` where it reads or writes much.
-        `note` gets the line that says whose fault it is, on one rank; `flight` is the folder for NCCL's flight records.
+        `note` gets the line about the rank at fault, and whether that refused to go on, on one rank; `flight` is the
+        folder for NCCL's flight records.
         """
         e = os.environ
         rank, world_size = int(e["RANK"]), int(e["WORLD_SIZE"])
-        # Ranks that no torchrun has started know of no node: each is its own.
-        num_local = int(e["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in e else 1
-        self._node = int(e["GROUP_RANK"]) if "GROUP_RANK" in e else rank
-        self._num_nodes = int(e["GROUP_WORLD_SIZE"]) if "GROUP_WORLD_SIZE" in e else world_size
-        self._is_first = num_local == 1 or e.get("LOCAL_RANK", "0") == "0"
+        # Ranks that no torchrun has started may know of no node: each is its own.
+        num_local = int(e.get("LOCAL_WORLD_SIZE", "1"))
+        local_rank = int(e.get("LOCAL_RANK", "0")) % num_local
+        self._node = int(e.get("GROUP_RANK", rank // num_local))
+        self._num_nodes = int(e.get("GROUP_WORLD_SIZE", -(-world_size // num_local)))
+        self._is_first = local_rank == 0
         self._is_alone = world_size == 1
         own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, on which nobody else waits
         self._store = dist.PrefixStore("watch", own)
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._limit_s = timeout_s
         self._note, self._flight = note, flight
-        self._board = self._open_board(rank, num_local)
+        self._board = self._open_board(rank, local_rank, num_local)
         self._is_over = threading.Event()
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
-    def _open_board(self, rank: int, num_local: int) -> Board:
+    def _open_board(self, rank: int, local_rank: int, num_local: int) -> Board:
         key = f"board/{self._node}"
         if self._is_first:
             self._store.set(key, str(new_path()))
         path = Path(self._store.get(key).decode())
-        board = Board(path, num_local, local_rank=int(os.environ.get("LOCAL_RANK", "0")) % num_local, rank=rank)
+        board = Board(path, num_local, local_rank=local_rank, rank=rank)
         if self._store.add(f"{key}/open", 1) == num_local:
             path.unlink()  # all have it open: nothing is left of it, however they end
         return board
@@ -161,10 +175,12 @@ class Watch:
             self._board.fail("refused", str(error).splitlines()[0])
             if _is_about_another(error.__cause__) and self._settle():  # torchrun may start it again
                 self._end()
-        elif isinstance(error, Exception) and not self._is_alone:
+        elif isinstance(error, Exception):
             name, (first, *_) = type(error).__name__, str(error).splitlines() or [""]
             self._board.fail("cut off" if _is_about_another(error) else "failed", f"{name}: {first}")
-            self._end(error)
+            if not self._is_alone:
+                self._end(error)
+            self._note(judge([self._read_node()]).line, False)
         else:
             self._board.leave()
         self._is_over.set()
@@ -175,7 +191,7 @@ class Watch:
         looked = next_beat = awake = time.monotonic()
         while not self._is_over.wait(POLL_S):
             now = time.monotonic()
-            awake = now if now - looked > self._limit_s / 2 else awake  # the process itself was stopped for a while
+            awake = now if now - looked > POLL_S + ASLEEP_S else awake  # the process itself was stopped for a while
             is_stuck = now - max(self._board.since, awake) > self._limit_s
             if is_stuck or self._board.culprit is not None or self._sees_a_loss():
                 self._end()
@@ -206,44 +222,54 @@ class Watch:
     def _end(self, error: Exception | None = None) -> None:
         """Say whose fault it is, once a node, and end this process; its error is shown if it is its own."""
         with self._ending:  # for ever, if the other thread is at it
-            self._write_flight_record()
-            deadline = time.monotonic() + SETTLE_S + GRACE_S + 2 * BEAT_S
-            while (culprit := self._board.culprit) is None and time.monotonic() < deadline:
-                if self._board.claim():
-                    culprit = self._speak()
-                    break
-                time.sleep(0.05)
-            if error is not None and culprit == self._board.rank:
-                traceback.print_exception(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_CRASHED)  # NCCL, and threads that save, would wait for ranks that do not come
+            try:
+                culprit = self._find_culprit()
+                self._write_flight_record()
+                if error is not None and culprit == self._board.rank:
+                    traceback.print_exception(error)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(EXIT_CRASHED)  # NCCL, and threads that save, would wait for ranks that do not come
+
+    def _find_culprit(self) -> int | None:
+        """The rank that is at fault, as one of the node has found; that one says so. None if nobody did in time."""
+        deadline = time.monotonic() + SETTLE_S + GRACE_S + 2 * BEAT_S
+        while (culprit := self._board.culprit) is None and time.monotonic() < deadline:
+            if self._board.claim():
+                return self._speak()
+            time.sleep(0.05)
+        return culprit
 
     def _speak(self) -> int:
         """Find the rank that is at fault, say so, and end it where it is here and cannot end itself."""
         self._settle()
         own = self._read_node()
-        if self._num_nodes == 1:
-            culprit, line = judge([own])
-            self._note(line)
-        else:
-            limit_s = GRACE_S + BEAT_S
-            found = _within(limit_s, lambda: self._hear(own))
-            culprit, line = found or judge([own])
-            line += "" if found else f"; nothing was heard of other nodes within {limit_s:.0f} s"
-        print(line, file=sys.stderr, flush=True)
-        is_stuck = any(each.rank == culprit and each.state in ("stopped", "running") for each in own.records)
-        self._board.culprit = culprit
-        if is_stuck and culprit != self._board.rank and (process := self._board.find_process(culprit)):
+        limit_s = GRACE_S + BEAT_S
+        verdict, is_judge = judge([own]), True
+        if self._num_nodes > 1:
+            heard = _within(limit_s, lambda: self._hear(own))
+            if heard is None:
+                line = f"{verdict.line}; nothing was heard of other nodes within {limit_s:.0f} s"
+                verdict, is_judge = verdict._replace(line=line), False
+            else:
+                verdict, is_judge = heard
+        print(verdict.line, file=sys.stderr, flush=True)
+        self._board.culprit = verdict.rank
+        is_stuck = any(each.rank == verdict.rank and each.state in ("stopped", "running") for each in own.records)
+        if is_stuck and verdict.rank != self._board.rank and (process := self._board.find_process(verdict.rank)):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        return culprit
+        if is_judge:  # last, for the disk may be what hangs
+            _within(BEAT_S, lambda: self._note(verdict.line, verdict.state == "refused"))
+        return verdict.rank
 
-    def _hear(self, own: Node) -> tuple[int, str]:
-        """What the first node that asks has judged, after all have said what their ranks do."""
+    def _hear(self, own: Node) -> tuple[Verdict, bool]:
+        """What the first node that asks has judged, after all have said what their ranks do; whether it is this one."""
         self._store.set(f"said/{self._node}", own.to_json())
         self._store.set("asked", "1")
-        if self._store.add("judges", 1) == 1:
+        is_judge = self._store.add("judges", 1) == 1
+        if is_judge:
             if not any(record.state in _PLAIN for record in own.records):
                 time.sleep(GRACE_S)
             nodes = []
@@ -252,11 +278,8 @@ class Watch:
                     if self._store.check([key]):
                         nodes.append(Node.parse(self._store.get(key), is_silent=is_silent))
                         break
-            culprit, line = judge(nodes)
-            self._store.set("verdict", json.dumps([culprit, line]))
-            self._note(line)
-        culprit, line = json.loads(self._store.get("verdict"))
-        return culprit, line
+            self._store.set("verdict", json.dumps(judge(nodes)))
+        return Verdict(*json.loads(self._store.get("verdict"))), is_judge
 
     def _write_flight_record(self) -> None:
         """What NCCL has sent and waits for, for torch's `torchfrtrace`."""

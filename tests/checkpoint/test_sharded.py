@@ -1,5 +1,6 @@
 """Sharded checkpoints: every layout reads every other's to the bit, and what is not whole is not taken for one."""
 
+import errno
 import json
 import pickle
 import re
@@ -29,10 +30,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from dtlayout.checkpoint import folder as checkpoint_folder
-from dtlayout.checkpoint import sharded
+from dtlayout.checkpoint import manifest, sharded
 from dtlayout.checkpoint.folder import clean, set_aside
-from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
-from dtlayout.checkpoint.sharded import find_changes, load_checkpoint, read_origin
+from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, find_damage, list_checkpoints, read_manifest
+from dtlayout.checkpoint.sharded import find_changes, find_intact, load_checkpoint, read_origin
+from dtlayout.errors import CheckpointError
 from dtlayout.layout import Layout
 from dtlayout.optimizers import SGD, Optimizer
 
@@ -181,9 +183,29 @@ def test_a_kill_while_an_old_one_is_removed_leaves_nothing_that_looks_whole(tmp_
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
 
 
-def test_a_folder_without_its_state_is_no_checkpoint(path):
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_that_lacks_a_file_since_it_was_whole_is_a_damaged_checkpoint_and_not_none(path):
     (path / "state.json").unlink()
-    assert list_checkpoints(path.parent) == []
+    assert list_checkpoints(path.parent) == [path]
+    assert find_damage(path) == ["state.json is missing"]
+    (path / MANIFEST_NAME).unlink()
+    assert find_damage(path)[0].startswith("manifest.json cannot be read: FileNotFoundError")
+    with pytest.raises(CheckpointError, match=r"damaged: manifest.json cannot be read.*remove it"):
+        find_intact(path.parent, print, falls_back=True)  # there is no other, and a run never begins anew by itself
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(manifest.os, "listdir", refuse)
+    for ask in (
+        lambda: find_intact(tmp_path / "checkpoints", print, falls_back=True),
+        lambda: find_checkpoint(tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match="checkpoints cannot be read: Permission denied"):
+            ask()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -35,7 +35,7 @@ def node(host: str, *records: Record, is_silent: bool = False) -> Node:
 )
 def test_a_rank_that_did_something_is_to_blame_before_those_that_wait(state, reason, said):
     other = replace(WAITS, rank=3, age_s=2.0, state=state, reason=reason)
-    culprit, line = judge([node("a", WAITS, replace(WAITS, rank=1)), node("b", replace(WAITS, rank=2), other)])
+    culprit, _, line = judge([node("a", WAITS, replace(WAITS, rank=1)), node("b", replace(WAITS, rank=2), other)])
     assert culprit == 3
     assert line.startswith(f"rank 3 on b {said}")
 
@@ -48,7 +48,7 @@ def test_the_state_that_explains_the_others_is_the_one_to_blame():
 
 
 def test_where_all_wait_the_one_that_stood_still_first_is_named():
-    culprit, line = judge([node("a", WAITS, replace(WAITS, rank=1, doing="reading the next batch", age_s=62.5))])
+    culprit, _, line = judge([node("a", WAITS, replace(WAITS, rank=1, doing="reading the next batch", age_s=62.5))])
     assert (culprit, line) == (1, "rank 1 on a stood still first, for 62 s, in step 17, reading the next batch")
 
 
@@ -56,8 +56,8 @@ def test_a_node_of_which_nothing_is_heard_is_named_with_its_ranks():
     silent = node("b", *(replace(WAITS, rank=rank, step=0, doing="building the model") for rank in (4, 5, 6)),
                   is_silent=True)  # fmt: skip
     line = "rank 4 on b is out of reach, with 5, 6 of the same node; last heard of in building the model"
-    assert judge([node("a", replace(WAITS, state="cut off")), silent]) == (4, line)
-    assert judge([])[1] == "no rank is left"
+    assert judge([node("a", replace(WAITS, state="cut off")), silent])[::2] == (4, line)
+    assert judge([]).line == "no rank is left"
 
 
 @pytest.fixture
@@ -108,6 +108,18 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("has_local_size", [False, True])
+def test_ranks_that_no_torchrun_has_started_watch_too(monkeypatch, tmp_path, has_local_size):
+    store, nodes = dist.HashStore(), []
+    for rank in (0, 1):
+        values = {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}"}
+        for name, value in (values | {"LOCAL_WORLD_SIZE": "2"} if has_local_size else values).items():
+            monkeypatch.setenv(name, value)
+        nodes.append(Watch(store, 60.0, 60.0, note=lambda *said: None, flight=tmp_path))
+    known = [sorted(record.rank for record in each._read_node().records) for each in nodes]
+    assert known == ([[0, 1], [0, 1]] if has_local_size else [[0], [1]])
+
+
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
     """A watch of one rank, and the lines that were noted; ending is an exception."""
@@ -117,8 +129,11 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "POLL_S", 0.02)
     monkeypatch.setattr(module, "SETTLE_S", 0.02)
     monkeypatch.setattr(module.os, "_exit", lambda code: (ended.append(code), sys.exit()))
-    watch = Watch(dist.HashStore(), 60.0, 0.2, note=noted.append, flight=tmp_path / "flight")
-    return watch, noted, ended
+    watch = Watch(dist.HashStore(), 60.0, 0.2, note=lambda *said: noted.append(said), flight=tmp_path / "flight")
+    yield watch, noted, ended
+    watch._is_over.set()
+    if watch._thread.ident is not None:  # or it would end this process, once `_exit` is the real one again
+        watch._thread.join()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -132,15 +147,17 @@ def test_a_rank_that_gets_on_is_left_alone_and_one_that_does_not_is_ended_with_w
         assert not ended
         wait_for(lambda: ended)
     assert ended == [1]
-    assert noted == [capsys.readouterr().err.strip()]
-    assert noted[0].endswith("stood still first, for 0 s, in step 3, reading a batch")
+    assert noted == [(capsys.readouterr().err.strip(), False)]
+    assert noted[0][0].endswith("stood still first, for 0 s, in step 3, reading a batch")
 
 
-def test_errors_of_a_single_rank_are_its_own(alone):
+def test_an_error_of_a_single_rank_is_noted_and_raised(alone):
     watch, noted, ended = alone
     with pytest.raises(ValueError, match="mine"), watch:
+        watch.begin_step(4)
         raise ValueError("mine")
-    assert not noted and not ended
+    assert not ended and len(noted) == 1
+    assert noted[0][0].endswith("failed in step 4, beginning: ValueError: mine")
 
 
 def test_a_refusal_is_raised_for_whoever_says_it(alone):
