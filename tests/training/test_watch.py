@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,13 @@ def test_under_nccl_a_rank_that_ends_leaves_its_flight_record(alone, monkeypatch
         raise RuntimeError("Connection closed by peer")
     assert ended == [1]
     assert (tmp_path / "flight" / "rank_0").read_bytes() == b"trace"
+
+
+def test_a_rank_that_knows_its_host_but_of_no_node_waits_for_nobody(monkeypatch, tmp_path):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GROUP_RANK", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.5))
+    Watch(store, 60.0, 0.2, note=print, flight=tmp_path / "flight")
