@@ -64,7 +64,7 @@ def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
 
     DistStoreError if some are not here in time.
     """
-    stop.is_early = False  # from here on they end together
+    stop.begin()  # from here on they end together
     num_here, deadline = store.add("meeting/here", 1), time.monotonic() + timeout_s
     if num_here == int(os.environ["WORLD_SIZE"]):
         store.compare_set(_AGREED, "", "go")
