@@ -73,7 +73,7 @@ bench-convert: .venv/.installed
 bench-saving: .venv/.installed
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.saving > benchmarks/saving.md
 
-# Kills, changed bytes, failing writes, a full disk, signals: an hour and a half of nothing else, and again, it goes on.
+# Kills, changed bytes, failing writes, a full disk, signals: an hour of nothing else, and again, it goes on.
 bench-faults: .venv/.installed-test
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --page benchmarks/faults.md $(ARGS)
 

@@ -10,11 +10,12 @@ refused adds why, under "refused", and changes nothing else.
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig, LostRanks
@@ -39,12 +40,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else EXIT_REFUSED
     try:
         with note_signals() as stop:
-            stop.is_early = True
+            stop.early_end = _leave
             refuse_separate_worlds()
             return _run(load_config(arguments[0], arguments[1:]), stop)
     except Stopped:
-        if _says_why():
-            print("stopped before the first step: all is as it was", file=sys.stderr, flush=True)
+        _say_stopped()
         return EXIT_STOPPED
     except DtlayoutError as error:
         if _says_why():
@@ -109,23 +109,23 @@ def _run(config: Config, stop: StopRequest) -> int:
                 f"or use another train.run_folder"
             )
         return EXIT_DONE
-    with hold(folder) if is_writer else nullcontext():
+    with hold(folder) if is_writer else nullcontext() as release:
         try:
-            if is_writer and not _is_restart():
-                running = Summary(outcome="running").to_dict()
-                _write({**running, **reached, "outcome": "running", "exit_code": None}, folder)
-            if is_writer:  # the others hear of what is wrong on their nodes: `data.nodes`
-                with stop.held_back():
-                    from dtlayout.data.check import check_data  # only now: it imports numpy
+            if is_writer:
+                with stop.changing:
+                    if not _is_restart():
+                        _write_outcome("running", None, folder, reached)
+                    stop.early_end = partial(_leave, folder, reached, release)
+                # The others hear of what is wrong on their nodes: `data.nodes`.
+                from dtlayout.data.check import check_data  # only now: it imports numpy
+
                 check_data(config)
-            with stop.held_back():
-                from dtlayout.training.run import train  # only now: it imports torch
+            from dtlayout.training.run import train  # only now: it imports torch
 
             return train(config, layout, stop)
         except Stopped:
             if is_writer:
-                stopped = Summary(outcome="stopped").to_dict()
-                _write({**stopped, **reached, "outcome": "stopped", "exit_code": EXIT_STOPPED}, folder)
+                _write_stopped(folder, reached)
             raise
         except LostRanks as error:
             if is_writer:
@@ -135,6 +135,35 @@ def _run(config: Config, stop: StopRequest) -> int:
             if is_writer:
                 _write_refusal(error, folder, reached)
             raise
+
+
+def _leave(
+    folder: Path | None = None, reached: dict[str, Any] | None = None, release: Callable[[], None] | None = None
+) -> NoReturn:
+    """End this process, which has begun nothing; where it has begun to write a run folder, say so there."""
+    try:
+        if folder is not None and release is not None:
+            _write_stopped(folder, reached or {})
+            release()
+        _say_stopped()
+    finally:
+        os._exit(EXIT_STOPPED)  # the main thread may be anywhere
+
+
+def _say_stopped() -> None:
+    if _says_why():
+        print("stopped before the first step: all is as it was", file=sys.stderr, flush=True)
+
+
+def _write_stopped(folder: Path, reached: dict[str, Any]) -> None:
+    # torchrun ends ranks in this way too where another one has died, and starts them again.
+    code = None if "TORCHELASTIC_RUN_ID" in os.environ else EXIT_STOPPED
+    _write_outcome("stopped", code, folder, reached)
+
+
+def _write_outcome(outcome: str, exit_code: int | None, folder: Path, reached: dict[str, Any]) -> None:
+    """Say how it is, beside what an earlier run reached."""
+    _write({**Summary(outcome=outcome).to_dict(), **reached, "outcome": outcome, "exit_code": exit_code}, folder)
 
 
 def _find_end(summary: dict[str, Any], world_size: int) -> int | None:

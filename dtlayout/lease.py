@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -78,32 +78,33 @@ class Holder:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """A block in which a run folder, made if there is none, belongs to this process.
+def hold(folder: Path) -> Iterator[Callable[[], None]]:
+    """A block in which a run folder, made if there is none, belongs to this process; it gives what ends that earlier.
 
     InvalidConfig, with who has it, if another run does. Should one take the folder over during the block, after this
     process stood still for longer than a lease lasts, the process ends with a line.
     """
     path, here, is_over = folder / LEASE_NAME, Holder.here(), threading.Event()
     text = json.dumps(asdict(here), indent=2) + "\n"
-    heart = threading.Thread(target=_beat, args=(path, text, is_over), name="lease", daemon=True)
-    is_taken = False
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _take(path, here, text)
-            is_taken = True
-        except OSError as error:
-            raise DtlayoutError(f"train.run_folder={str(folder)!r} cannot be written: {error.strerror}") from None
-        heart.start()
-        yield
-    finally:  # a signal may end the block before it has begun
+        folder.mkdir(parents=True, exist_ok=True)
+        _take(path, here, text)
+    except OSError as error:
+        raise DtlayoutError(f"train.run_folder={str(folder)!r} cannot be written: {error.strerror}") from None
+    heart = threading.Thread(target=_beat, args=(path, text, is_over), name="lease", daemon=True)
+    heart.start()
+
+    def release() -> None:
         is_over.set()
-        if heart.ident is not None:
-            heart.join()
+        heart.join()
         with suppress(OSError):
-            if is_taken and path.read_text(encoding="utf-8") == text:
+            if path.read_text(encoding="utf-8") == text:
                 path.unlink()
+
+    try:
+        yield release
+    finally:
+        release()
 
 
 def _take(path: Path, here: Holder, text: str) -> None:

@@ -16,6 +16,7 @@ from dtlayout.device import device_of
 from dtlayout.errors import DataError
 from dtlayout.launch import USAGE, main
 from dtlayout.lease import LEASE_NAME, hold
+from dtlayout.training.metrics import read_summary
 
 
 @pytest.fixture
@@ -300,3 +301,16 @@ def test_a_rank_that_says_nothing_leaves_last(files, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main([str(files.config), "--layout.tp=3"]) == 2
     assert len(waited) == 1
+
+
+@pytest.mark.parametrize(("is_torchrun", "ended"), [(True, None), (False, 3)])
+def test_a_start_that_was_stopped_early_is_over_but_where_torchrun_may_start_it_again(
+    tmp_path, monkeypatch, is_torchrun, ended
+):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if is_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    launch._write_stopped(tmp_path, {"steps": 5, "world_size": 4, "exit_code": 0})
+    summary = read_summary(tmp_path)
+    assert (summary["outcome"], summary["steps"]) == ("stopped", 5)
+    assert launch._find_end(summary, 4) == ended

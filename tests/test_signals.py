@@ -2,10 +2,11 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
-from dtlayout.signals import SIGNALS, Stopped, note_signals
+from dtlayout.signals import SIGNALS, note_signals
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -18,23 +19,15 @@ def test_a_signal_is_noted_and_what_handled_it_before_comes_back(number: signal.
     assert signal.getsignal(number) is before
 
 
-def test_before_anything_has_begun_the_first_signal_ends_the_block_and_a_second_does_not_disturb_that() -> None:
-    with pytest.raises(Stopped), note_signals() as stop:
-        stop.is_early = True
-        try:
+def test_until_something_has_begun_a_signal_is_heard_of_beside_whatever_the_main_thread_does() -> None:
+    ended = threading.Event()
+    with note_signals() as stop:
+        stop.early_end = ended.set
+        with stop.changing:
             os.kill(os.getpid(), signal.SIGTERM)
-            pytest.fail("the block went on")
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.is_made
-
-
-def test_a_signal_within_an_import_waits_for_its_end() -> None:
-    reached = []
-    with pytest.raises(Stopped), note_signals() as stop:
-        stop.is_early = True
-        with stop.held_back():
-            os.kill(os.getpid(), signal.SIGTERM)
-            reached.append("the end")
-        pytest.fail("the block went on")
-    assert reached == ["the end"]
+            assert not ended.wait(0.05)
+        assert ended.wait(10) and stop.is_made
+        ended.clear()
+        stop.begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not ended.is_set()

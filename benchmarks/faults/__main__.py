@@ -1,6 +1,6 @@
 """Faults that a run has to survive, provoked one after another, and a page of what came of each.
 
-    make bench-faults            an hour and a half of nothing else; again, it goes on where it broke off
+    make bench-faults            an hour of nothing else; again, it goes on where it broke off
     python -m benchmarks.faults [--quick] [--only KIND[,KIND]] [--out FOLDER] [--page FILE]
 
 events.py says what is noted, runs.py starts and compares small runs of train.py, and each other file is a kind of

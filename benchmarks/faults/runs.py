@@ -121,6 +121,7 @@ def started(
     if apart:
         port = f"MASTER_PORT={_find_port()}"
         place = ["MASTER_ADDR=127.0.0.1", port, f"WORLD_SIZE={num_ranks}", f"LOCAL_WORLD_SIZE={num_ranks}"]
+        place += ["GROUP_RANK=0", "GROUP_WORLD_SIZE=1"]
         commands = [
             [*common, *place, f"RANK={i}", f"LOCAL_RANK={i}", sys.executable, *program] for i in range(num_ranks)
         ]

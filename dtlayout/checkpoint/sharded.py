@@ -279,7 +279,7 @@ def load_checkpoint(
     try:
         tensors = collect_state(modules, optimizer, model, settings.state if has_state else ())
         dcp.load(tensors, storage_reader=Reader(path / "tensors"), process_group=group)
-    except _UNREADABLE as error:
+    except _UNREADABLE as error:  # and not a rank that is gone, which is no reason against another start
         raise _unreadable(path, error) from error
     return step
 

@@ -10,18 +10,19 @@ belongs to this start of the run alone, and is there before any process group.
 import json
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtlayout.config import DataConfig
 from dtlayout.data.prepare import INFO_NAME, prepare_tokens
-from dtlayout.errors import DataError, DtlayoutError, LostRanks
+from dtlayout.errors import DataError, DtlayoutError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-PATIENCE_S = 86400.0
+PATIENCE = timedelta(days=1)
 """How long others wait for tokens; a process that fails says so, and torchrun ends who waits for one that died."""
 
 
@@ -85,12 +86,10 @@ def _hear(data: DataConfig, store: "dist.Store", key: str) -> dict[str, str]:
     """An answer, once it is there; DataError if it is that something failed."""
     import torch.distributed as dist
 
-    from dtlayout.training.rendezvous import wait_for
-
     try:
-        wait_for(store, [key], PATIENCE_S, "nothing was said")
+        store.wait([key], PATIENCE)
         answer: dict[str, str] = json.loads(store.get(key))
-    except (dist.DistError, LostRanks) as error:
+    except dist.DistError as error:
         raise DataError(
             f"a node did not say where the tokens of data.source={data.source!r} lie "
             f"({str(error).splitlines()[0]}); prepare them beforehand with dtlayout prepare"

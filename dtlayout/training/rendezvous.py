@@ -47,13 +47,13 @@ def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) 
     word, words = uuid4().hex, [f"word/{each}" for each in range(world_size)]
     store.set(words[rank], word)
     if rank != 0:
-        wait_for(store, [word], timeout_s, "rank 0 has not answered")
+        _wait(store, [word], timeout_s, "rank 0 has not answered")
         fresh = dist.PrefixStore(store.get(word).decode(), store)
         fresh.add("ranks", 1)
         return fresh
     answered: set[bytes] = set()
     fresh, deadline = dist.PrefixStore(word, store), time.monotonic() + timeout_s
-    wait_for(store, words, timeout_s, f"some of {world_size} ranks have not come")
+    _wait(store, words, timeout_s, f"some of {world_size} ranks have not come")
     while (found := 1 + fresh.add("ranks", 0)) < world_size:
         if time.monotonic() > deadline:
             raise LostRanks(f"only {found} of {plural(world_size, 'rank')} have come within {timeout_s:.0f} s")
@@ -64,16 +64,12 @@ def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) 
     return fresh
 
 
-def wait_for(store: dist.Store, keys: list[str], timeout_s: float, problem: str) -> None:
-    """Return once keys are there, hearing signals; LostRanks, with the `problem`, if they are not in time."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            store.wait(keys, timedelta(seconds=min(_HEAR_EVERY_S, timeout_s)))
-            return
-        except dist.DistStoreError as error:
-            if time.monotonic() > deadline:
-                raise LostRanks(f"{problem} within {timeout_s:.0f} s") from error
+def _wait(store: dist.Store, keys: list[str], timeout_s: float, problem: str) -> None:
+    """Return once keys are there; LostRanks, with the `problem`, if they are not in time."""
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        raise LostRanks(f"{problem} within {timeout_s:.0f} s") from error
 
 
 def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
@@ -81,7 +77,7 @@ def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
 
     LostRanks if some are not here in time.
     """
-    stop.is_early = False  # from here on they end together
+    stop.begin()  # from here on they end together
     world_size, deadline = int(os.environ["WORLD_SIZE"]), time.monotonic() + timeout_s
     if store.add("meeting/here", 1) == world_size:
         store.compare_set(_AGREED, "", "go")
@@ -89,7 +85,7 @@ def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
         if stop.is_made:
             store.compare_set(_AGREED, "", "stop")  # what is there first counts
         try:
-            wait_for(store, [_AGREED], _HEAR_EVERY_S, f"not all of {plural(world_size, 'rank')} have met")
+            _wait(store, [_AGREED], _HEAR_EVERY_S, f"not all of {plural(world_size, 'rank')} have met")
             break
         except LostRanks:
             if time.monotonic() > deadline:

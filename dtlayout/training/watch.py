@@ -124,11 +124,11 @@ class Watch:
         """
         e = os.environ
         rank, world_size = int(e["RANK"]), int(e["WORLD_SIZE"])
-        # Ranks that no torchrun has started may know of no node: each is its own.
-        num_local = int(e.get("LOCAL_WORLD_SIZE", "1"))
-        local_rank = int(e.get("LOCAL_RANK", "0")) % num_local
-        self._node = int(e.get("GROUP_RANK", rank // num_local))
-        self._num_nodes = int(e.get("GROUP_WORLD_SIZE", -(-world_size // num_local)))
+        # Ranks that no torchrun has started know of no node, whatever else they are told: each is its own.
+        knows_nodes = all(name in e for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"))
+        num_local, local_rank = (int(e["LOCAL_WORLD_SIZE"]), int(e["LOCAL_RANK"])) if knows_nodes else (1, 0)
+        self._node = int(e["GROUP_RANK"]) if knows_nodes else rank
+        self._num_nodes = int(e["GROUP_WORLD_SIZE"]) if knows_nodes else world_size
         self._is_first = local_rank == 0
         self._is_alone = world_size == 1
         own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, on which nobody else waits

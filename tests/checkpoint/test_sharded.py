@@ -438,3 +438,14 @@ def test_what_changed_since_a_checkpoint_is_found(tmp_path):
     update(assembly, optimizer)
     path = save(tmp_path, 1, assembly, optimizer, SHAPE, keep=1, origin={"seed": 0, "global_batch": 8})
     assert find_changes(read_origin(path), {"seed": 1, "global_batch": 8, "new": 3}) == {"seed": (0, 1)}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_that_is_gone_while_all_load_is_no_refusal(path, monkeypatch):
+    def lose(*_, **__):
+        raise RuntimeError("Connection reset by peer")
+
+    assembly, optimizer = build(Layout(), SHAPE, seed=2)
+    monkeypatch.setattr("dtlayout.checkpoint.sharded.dcp.load", lose)
+    with pytest.raises(RuntimeError, match="Connection reset"):  # a crash, after which torchrun starts again
+        load_checkpoint(path, assembly.modules, optimizer, SHAPE, ADAMW)

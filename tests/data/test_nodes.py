@@ -61,7 +61,7 @@ def test_a_node_takes_what_the_first_one_left_where_it_sees_it(call, tmp_path, m
 
 def test_a_node_with_other_tokens_ends_all(call, tmp_path, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
-    monkeypatch.setattr(nodes, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(nodes, "PATIENCE", timedelta(seconds=0.1))
     store = dist.HashStore()
     with pytest.raises(DataError, match="did not say"):
         call(0, store, write_tokens(tmp_path / "a"))
@@ -114,7 +114,7 @@ def test_all_ranks_of_all_nodes_end_with_the_reason_of_the_first(call, error, sa
 
 def test_all_nodes_wait_for_the_slowest_and_end_with_its_reason(call, monkeypatch, tmp_path):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    monkeypatch.setattr(nodes, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(nodes, "PATIENCE", timedelta(seconds=0.1))
     a, b = write_tokens(tmp_path / "a"), write_tokens(tmp_path / "b")
     store = dist.HashStore()
     missing = r"a node did not say where the tokens of data.source='x/y' lie .*dtlayout prepare"

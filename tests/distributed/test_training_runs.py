@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from launching import finish, launch, losses, read_lines, read_summary, started, wait_for_lease, wait_for_steps
+from launching import finish, launch, losses, read_lines, read_summary, started, wait_for_start, wait_for_steps
 from planted import plant_noise
 from tiny import SHAPE, TinyFiles, write_tiny
 from tracked import read_tensorboard, read_wandb
@@ -210,7 +210,7 @@ def test_a_stopped_run_saves_says_so_and_goes_on_where_it_stopped(tmp_path):
         steps_done = summary["steps"]
         assert (files.run / "checkpoints" / f"step-{steps_done:08d}" / "state.json").exists()
     with started(1, files.config, log=log) as process:
-        wait_for_lease(process, files.run, log)  # and torch is not imported yet
+        wait_for_start(process, files.run, log)  # and torch is not imported yet
         process.send_signal(signal.SIGUSR1)
         assert finish(process, log) == 3, log.read_text()
     summary = read_summary(files.run)

@@ -14,8 +14,6 @@ from typing import Any
 
 from tiny import ROOT
 
-from dtlayout.lease import LEASE_NAME
-
 TIME_LIMIT_S = 150
 """For one launch; a few seconds to half a minute is what it needs."""
 
@@ -70,12 +68,12 @@ def wait_for_steps(process: subprocess.Popen, run: Path, num_steps: int, log: Pa
         time.sleep(0.02)
 
 
-def wait_for_lease(process: subprocess.Popen, run: Path, log: Path) -> None:
-    """Return as soon as the run folder is the process's."""
+def wait_for_start(process: subprocess.Popen, run: Path, log: Path) -> None:
+    """Return as soon as the process says in a run folder that has a summary that it runs."""
     deadline = time.monotonic() + TIME_LIMIT_S
-    while not (run / LEASE_NAME).exists():
+    while read_summary(run)["outcome"] != "running":
         if process.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(f"no lease was seen:\n{log.read_text()[-3000:]}")
+            raise AssertionError(f"no start was seen:\n{log.read_text()[-3000:]}")
         time.sleep(0.002)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -108,18 +109,6 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("has_local_size", [False, True])
-def test_ranks_that_no_torchrun_has_started_watch_too(monkeypatch, tmp_path, has_local_size):
-    store, nodes = dist.HashStore(), []
-    for rank in (0, 1):
-        values = {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}"}
-        for name, value in (values | {"LOCAL_WORLD_SIZE": "2"} if has_local_size else values).items():
-            monkeypatch.setenv(name, value)
-        nodes.append(Watch(store, 60.0, 60.0, note=lambda *said: None, flight=tmp_path))
-    known = [sorted(record.rank for record in each._read_node().records) for each in nodes]
-    assert known == ([[0, 1], [0, 1]] if has_local_size else [[0], [1]])
-
-
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
     """A watch of one rank, and the lines that were noted; ending is an exception."""
@@ -179,3 +168,13 @@ def test_under_nccl_a_rank_that_ends_leaves_its_flight_record(alone, monkeypatch
         raise RuntimeError("Connection closed by peer")
     assert ended == [1]
     assert (tmp_path / "flight" / "rank_0").read_bytes() == b"trace"
+
+
+def test_a_rank_that_knows_its_host_but_of_no_node_waits_for_nobody(monkeypatch, tmp_path):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GROUP_RANK", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.5))
+    Watch(store, 60.0, 0.2, note=print, flight=tmp_path / "flight")
