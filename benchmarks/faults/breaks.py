@@ -26,16 +26,20 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
                 kind="breaks", what=what, problem="" if failed else "no test fails", facts={"failed": failed}
             )  # fmt: skip
         else:
-            yield Event(kind="breaks", what="no break", count=0, problem=said[-300:] if failed or not said else "")
+            yield Event(kind="breaks", what="no break", count=0, problem=said)
 
 
 def run_tests(what: str) -> tuple[list[str], str]:
-    """The tests that fail, and what pytest says."""
+    """The tests that fail, and what pytest says if not all passed; RuntimeError if it ran none of them."""
     command = [sys.executable, "-m", "pytest", "-p", "benchmarks.faults.planted", "--show-capture=no", TESTS]
     environment = {**os.environ, "FAULT_BREAK": what, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     failed = re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)
-    return failed, "" if done.returncode not in (0, 1) else done.stdout
+    if done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
+        )
+    return failed, done.stdout[-300:] if done.returncode else ""
 
 
 KIND = Kind(

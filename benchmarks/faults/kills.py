@@ -110,7 +110,8 @@ def kill(start: Start, killed: list[set[int]], number: int, start_up_s: float, s
         wait_until(lambda: not set(ranks) & set(start.ranks), "end of the other ranks")
     except (Late, ProcessLookupError) as error:
         return Event(kind="kills", what=what, problem=f"{type(error).__name__} {error}", facts={"moment": ""})
-    moment = "save" if is_saving(run) else "steps" if steps > began else "start"
+    # Before a step of its own, what is there of a save is an earlier kill's.
+    moment = "start" if steps <= began else "save" if is_saving(run) else "steps"
     facts = {"moment": moment, "rank": rank, "at_s": round(at_s, 2), "steps": steps}
     return Event(kind="kills", what=what, problem=find_all_damage(run), facts=facts)
 

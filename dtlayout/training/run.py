@@ -259,6 +259,7 @@ class _Run:
             following = next(batches, None)  # while the device works
             self.watch.at("waiting for its numbers")
             result = launched.wait()
+            self.watch.at("noting its numbers")
             if index == first_step:
                 self._check_attention()
             is_broken = not result.is_finite and not self._skip(index + 1, result)

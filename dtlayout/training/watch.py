@@ -7,7 +7,9 @@ something wrong, or has lost a connection, has all nodes say what their ranks do
 [Note: who is at fault]
 A rank that waits for others is as still as the one for which they wait. So the first to blame is one whose process is
 gone, then one that failed by itself, a node of which nothing is heard, a process that is stopped, a rank that lost a
-connection. If there is none of these, it is the rank that stood still first: all others went on until they needed it.
+connection. If there is none of these, it is the rank that stood still first: all others went on until they needed it. On a GPU that is seen
+of hosts, which launch ahead of their devices: ranks that all wait for numbers stood still alike, and only NCCL's flight
+records tell more.
 """
 
 import json
@@ -50,8 +52,8 @@ _GUILT = ("gone", "failed", "refused", "silent", "stopped", "cut off", "running"
 """States, those to blame first: [Note: who is at fault]."""
 _PLAIN = ("gone", "failed")
 """States that leave no doubt."""
-_LOST = ("onnection", "Broken pipe", "imed out", "NCCL", "gloo")
-"""What messages of RuntimeErrors have that are about another rank."""
+_LOST = ("connection", "broken pipe", "timed out", "nccl", "gloo")
+"""What messages of RuntimeErrors have, in small letters, that are about another rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +298,7 @@ class Watch:
 
 def _is_about_another(error: BaseException | None) -> bool:
     """Whether an error says that another rank is gone or does not answer."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
 
 
 def _within(limit_s: float, ask: Callable[[], _T]) -> _T | None:
