@@ -7,9 +7,9 @@ something wrong, or has lost a connection, has all nodes say what their ranks do
 [Note: who is at fault]
 A rank that waits for others is as still as the one for which they wait. So the first to blame is one whose process is
 gone, then one that failed by itself, a node of which nothing is heard, a process that is stopped, a rank that lost a
-connection. If there is none of these, it is the rank that stood still first: all others went on until they needed it. On a GPU that is seen
-of hosts, which launch ahead of their devices: ranks that all wait for numbers stood still alike, and only NCCL's flight
-records tell more.
+connection. If there is none of these, it is the rank that stood still first: all others went on until they needed it.
+On a GPU that is seen of hosts, which launch ahead of their devices: ranks that all wait for numbers stood still alike,
+and only NCCL's flight records tell more.
 """
 
 import json
