@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from dtlayout.costmodel.engine import Engine
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner import validate
+from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import (
     LOWEST_MFU,
     Errors,
@@ -41,6 +43,8 @@ _SCORES = {
 """Score → what it is called in tables."""
 _PLAIN_SCORES = ("fit", "tau", "top1")
 """Those that are no percentage."""
+_MOST_NAMED = 6
+"""Rows with the same change that are named."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +121,7 @@ def _to_document(
         "rows": _count(rows),
         "unpredicted": dict(_count_reasons(rows)),
         "unpredicted_rows": [row._asdict() for row in rows.unpredicted],
-        "changed": dict(_count_changes(predictions)),
+        "changed": {change: len(runs) for change, runs in _find_changes(predictions).items()},
     }
     if options.leave_one_out:
         document["left_out"] = {model: asdict(score(rows)) for model, rows in left_out.items()}
@@ -151,10 +155,13 @@ def _count_reasons(rows: Rows) -> Mapping[str, int]:
     return dict(reasons.most_common())
 
 
-def _count_changes(predictions: Sequence[Prediction]) -> Mapping[str, int]:
-    """What is predicted in the place of what rows say → how many rows, most first."""
-    changes = Counter(change for p in predictions for change in validate.describe_changes(p.run))
-    return dict(changes.most_common())
+def _find_changes(predictions: Sequence[Prediction]) -> dict[str, list[Run]]:
+    """What is predicted in the place of what rows say → these rows."""
+    changes: dict[str, list[Run]] = {}
+    for prediction in predictions:
+        for change in validate.describe_changes(prediction.run):
+            changes.setdefault(change, []).append(prediction.run)
+    return changes
 
 
 def _describe(
@@ -225,8 +232,10 @@ def _describe_unpredicted(rows: Rows, predictions: Sequence[Prediction]) -> Iter
             yield from wrap("       in ", [f"{_shorten(table)} ({n})" for table, n in tables.items()])
     if repeats := counts["repeats"]:
         yield f"\nnot scored: {plural(repeats, 'row')} {REPEATS}"
-    for number, (change, count) in enumerate(_count_changes(predictions).items()):
-        yield f"{'' if number else chr(10)}predicted with a change: {plural(count, 'row')}; {change}"
+    for change, runs in _find_changes(predictions).items():
+        yield f"\npredicted with a change: {plural(len(runs), 'row')}; {change}"
+        named = [f"{_shorten(run.table)} row {run.row}" for run in runs[:_MOST_NAMED]]
+        yield from wrap("  ", named + ["…"] * (len(runs) > _MOST_NAMED))
 
 
 def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:
@@ -273,7 +282,7 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
     compiled = " compiled" * run.kernels.compiles_blocks
     yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}{compiled}, {run.outcome}"
     if run.note:
-        yield from wrap("    note: ", run.note.split(", "))
+        yield from textwrap.wrap(f"note: {run.note}", 118, initial_indent=" " * 4, subsequent_indent=" " * 8)
     speed = f"MFU {100 * estimate.mfu:.1f} %" if run.scenario.cluster.gpu.has_mfu else ""
     if run.mfu:
         speed += f", measured {100 * run.mfu:.1f} % ({prediction.speed_error:+.1%})"

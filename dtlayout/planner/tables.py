@@ -158,12 +158,14 @@ def _to_run(cells: _Cells) -> Run:
     num_gpus, peak_gib = cells["gpus"], cells["peak_memory_gb"]
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=cells["gpus_per_node"] or gpu.gpus_per_node)
     step_time_s, mfu = cells["step_time_s"], cells["mfu"]
+    tokens_per_s = batch.num_tokens / step_time_s if step_time_s else None
     if tokens_per_s_gpu := cells["tokens_per_s_gpu"]:  # what was measured: the others follow from it
-        step_time_s = step_time_s or batch.num_tokens / (tokens_per_s_gpu * num_gpus)
+        tokens_per_s = tokens_per_s_gpu * num_gpus
+        step_time_s = step_time_s or batch.num_tokens / tokens_per_s
         mfu = _to_mfu(cells) if gpu.has_mfu else None
     measured = Performance(
         step_time_s=step_time_s,
-        tokens_per_s=batch.num_tokens / step_time_s if step_time_s else None,
+        tokens_per_s=tokens_per_s,
         mfu=mfu,
         peak_memory_bytes=None if peak_gib is None else (round(peak_gib * GIB), *(None,) * (layout.pp - 1)),
     )

@@ -195,7 +195,8 @@ def test_rows_that_cannot_be_predicted_are_counted_by_reason_and_the_others_scor
     assert "not predicted: 2 of 24 rows, each under all of its reasons\n     2 mixture of experts\n" in text
     assert "not scored: 1 row measured again: by the note the same layout as in another of these tables\n" in text
     assert "\n    note: a fan was slow\n" in text
-    assert "predicted with a change: 1 row; global_batch is no multiple of dp * micro_batch" in text
+    changed = "predicted with a change: 1 row; global_batch is no multiple of dp * micro_batch: "
+    assert f"{changed}the last microbatch counts as whole\n  sweep/narrow row 5\n" in text
 
 
 def test_rows_none_of_which_can_be_predicted_are_still_told(tmp_path, capsys):

@@ -83,7 +83,7 @@ def test_a_table_without_a_column_has_what_is_usual(tmp_path):
 
 def test_step_time_and_mfu_follow_from_tokens_a_second(tmp_path):
     run = read(tmp_path, tokens_per_s_gpu="8192", step_time_s="", mfu="")
-    assert run.step_time_s == 256 * 2048 / (8192 * 32)
+    assert (run.step_time_s, run.measured.tokens_per_s) == (256 * 2048 / (8192 * 32), 8192 * 32)
     flops = count_model_flops_per_token(run.scenario.model, 2048)
     assert run.mfu == pytest.approx(8192 * flops / run.scenario.cluster.gpu.peak_flops_per_s)
     assert run.ran
