@@ -28,7 +28,7 @@ from dtlayout.planner.scores import (
     score,
     score_group,
 )
-from dtlayout.planner.tables import KERNELS
+from dtlayout.planner.tables import KERNELS, Unpredicted
 from dtlayout.report.rows import REPEATS, ROWS, Rows, read_rows
 from dtlayout.text import align, choose_unit, plural, wrap
 
@@ -44,7 +44,7 @@ _SCORES = {
 _PLAIN_SCORES = ("fit", "tau", "top1")
 """Those that are no percentage."""
 _MOST_NAMED = 6
-"""Rows with the same change that are named."""
+"""Rows that are named one by one; of more than these their tables are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,12 +181,15 @@ def _describe(
             yield f"{title}: constants from {engine.source}"
             yield from wrap("  fitted constants: ", engine.fitted)
             yield from wrap("  of these at a bound: ", engine.at_bounds or ["none"])
-    tables = {table: score(found) for table, found in by_table(predictions).items()}
-    yield from ("", *_tabulate("table", {**tables, "all": score(predictions)}))
-    with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
-    scored = with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
-    yield f"MAPE and median over {scored}; tau and top-1 of all: their means"
-    yield from _describe_groups(predictions)
+    if predictions:
+        tables = {table: score(found) for table, found in by_table(predictions).items()}
+        yield from ("", *_tabulate("table", {**tables, "all": score(predictions)}))
+        with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
+        scored = with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
+        yield f"MAPE and median over {scored}; tau and top-1 of all: their means"
+        yield from _describe_groups(predictions)
+    else:
+        yield "no row can be scored"
     yield from _describe_unpredicted(rows, predictions)
     if left_out:
         models = {model: score(found) for model, found in left_out.items()}
@@ -209,10 +212,9 @@ def _describe_groups(predictions: Sequence[Prediction]) -> Iterator[str]:
         for group, found in groups.items()
         for scores in [score_group(found)]
     ]
-    if cells:
-        heading = ["median errors", "rows", "of speed", "signed", "absolute", "of memory", "signed", "absolute"]
-        yield from ("", *align([heading, *cells]))
-        yield "of predicted / measured - 1; beside each the rows whose speed or memory is scored"
+    heading = ["median errors", "rows", "of speed", "signed", "absolute", "of memory", "signed", "absolute"]
+    yield from ("", *align([heading, *cells]))
+    yield "of predicted / measured - 1; beside each the rows whose speed or memory is scored"
 
 
 def _show_errors(errors: Errors) -> list[str]:
@@ -227,15 +229,20 @@ def _describe_unpredicted(rows: Rows, predictions: Sequence[Prediction]) -> Iter
         of = f"{counts['unpredicted']} of {plural(counts['read'], 'row')}"
         yield f"\nnot predicted: {of}, each under all of its reasons"
         for reason, count in _count_reasons(rows).items():
-            tables = Counter(row.table for row in rows.unpredicted if reason in row.reasons)
             yield f"  {count:4} {reason}"
-            yield from wrap("       in ", [f"{_shorten(table)} ({n})" for table, n in tables.items()])
+            yield from wrap("       in ", _name_rows([row for row in rows.unpredicted if reason in row.reasons]))
     if repeats := counts["repeats"]:
         yield f"\nnot scored: {plural(repeats, 'row')} {REPEATS}"
     for change, runs in _find_changes(predictions).items():
         yield f"\npredicted with a change: {plural(len(runs), 'row')}; {change}"
-        named = [f"{_shorten(run.table)} row {run.row}" for run in runs[:_MOST_NAMED]]
-        yield from wrap("  ", named + ["…"] * (len(runs) > _MOST_NAMED))
+        yield from wrap("       in ", _name_rows(runs))
+
+
+def _name_rows(rows: Sequence[Run | Unpredicted]) -> list[str]:
+    """Few rows by name, many by their tables, with how many of each."""
+    if len(rows) <= _MOST_NAMED:
+        return [f"{_shorten(row.table)} row {row.row}" for row in rows]
+    return [f"{_shorten(table)} ({count})" for table, count in Counter(row.table for row in rows).items()]
 
 
 def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:

@@ -342,8 +342,10 @@ _COLUMNS: dict[str, _Cell] = {
     "recompute": _recompute,
     **dict.fromkeys(("engine", "precision", "schedule"), _word),
     "optimizer": lambda text: text or AdamW.name,
-    **dict.fromkeys(("ep", "experts", "experts_per_token", "expert_ffn"), _COUNT),
-    **dict.fromkeys(("shared_expert_ffn", "dense_layers"), _whole(0, may_be_empty=True)),
+    **dict.fromkeys(
+        ("ep", "experts", "experts_per_token", "expert_ffn", "shared_expert_ffn", "dense_layers"),
+        _whole(0, may_be_empty=True),
+    ),
     **dict.fromkeys(("step_time_s", "tokens_per_s_gpu", "peak_memory_gb"), _ABOVE_0),
     "mfu": _number(0.0, 8.0, "empty or a fraction of the bf16 peak, 0 to 1, below bf16 to 8"),
     **dict.fromkeys(("source", "note"), str),

@@ -193,10 +193,11 @@ def test_rows_that_cannot_be_predicted_are_counted_by_reason_and_the_others_scor
     assert main(["validate", str(path), "--worst", "30"]) == 0
     text = capsys.readouterr().out
     assert "not predicted: 2 of 24 rows, each under all of its reasons\n     2 mixture of experts\n" in text
+    assert "     1 GPU type abacus is not known\n       in sweep/narrow row 0\n" in text
     assert "not scored: 1 row measured again: by the note the same layout as in another of these tables\n" in text
     assert "\n    note: a fan was slow\n" in text
     changed = "predicted with a change: 1 row; global_batch is no multiple of dp * micro_batch: "
-    assert f"{changed}the last microbatch counts as whole\n  sweep/narrow row 5\n" in text
+    assert f"{changed}the last microbatch counts as whole\n       in sweep/narrow row 5\n" in text
 
 
 def test_rows_none_of_which_can_be_predicted_are_still_told(tmp_path, capsys):
@@ -206,7 +207,9 @@ def test_rows_none_of_which_can_be_predicted_are_still_told(tmp_path, capsys):
         assert document["unpredicted"] == {"engine is not stated, --engine names one": 24}
         assert (document["tables"], document["pooled"]["rows"]) == ({}, 0)
     assert main(["validate", str(path)]) == 0
-    assert "not predicted: 24 of 24 rows" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("no row can be scored\n\nnot predicted: 24 of 24 rows")
+    assert text.endswith("\n       in sweep/narrow (12), sweep/wide (12)\n")
     assert main(["report", str(path)]) == 2
     assert capsys.readouterr().err.startswith("no row is left to report on; left out: 24 engine is not stated")
 
