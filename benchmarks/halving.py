@@ -82,7 +82,7 @@ def main() -> int:
     if not tables:
         print("skipped: no table of measured runs; pass one")
         return 0
-    predictions = [p for rows in leave_one_out(read_tables(tables)).values() for p in rows]
+    predictions = [p for rows in leave_one_out(read_tables(tables).runs).values() for p in rows]
     options.out.write_text("\n".join(report(predictions, [path.name for path in tables])) + "\n", encoding="utf-8")
     print(f"written: {options.out}")
     return 0

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dtlayout.commands.arguments import show
+from dtlayout.errors import InvalidConfig
 from dtlayout.files import write
 from dtlayout.report.page import Report
 from dtlayout.report.rows import ROWS, read_rows
@@ -22,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report, and write it where asked."""
     rows = read_rows(options.rows)
+    if not rows.runs:
+        raise InvalidConfig(f"no row is left to report on; {rows.describe_left_out()}")
     report = Report(rows.runs, rows.describe_left_out())
     findings = [
         {**vars(finding), "question": finding.question.name, "says": finding.describe(),

@@ -2,8 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -15,9 +17,19 @@ from dtlayout.costmodel.engine import Engine
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner import validate
-from dtlayout.planner.scores import LOWEST_MFU, Prediction, Scores, by_table, score
-from dtlayout.planner.tables import KERNELS
-from dtlayout.report.rows import ROWS, read_rows
+from dtlayout.planner.runs import Run
+from dtlayout.planner.scores import (
+    LOWEST_MFU,
+    Errors,
+    Prediction,
+    Scores,
+    by_group,
+    by_table,
+    score,
+    score_group,
+)
+from dtlayout.planner.tables import KERNELS, Unpredicted
+from dtlayout.report.rows import REPEATS, ROWS, Rows, read_rows
 from dtlayout.text import align, choose_unit, plural, wrap
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
@@ -31,6 +43,8 @@ _SCORES = {
 """Score → what it is called in tables."""
 _PLAIN_SCORES = ("fit", "tau", "top1")
 """Those that are no percentage."""
+_MOST_NAMED = 6
+"""Rows that are named one by one; of more than these their tables are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig("--out names the file that --fit writes; add --fit")
     if options.out:
         check_writable(options.out)
-    runs = read_rows(options.tables, options.engine).runs
+    rows = read_rows(options.tables, options.engine)
+    runs = rows.runs
     runs = validate.on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
     groups = validate.group_runs(runs)
     if options.fit and len(engines := sorted({engine for engine, _ in groups})) > 1:
@@ -74,13 +89,13 @@ def run(options: argparse.Namespace) -> int:
     ]
     if options.out:
         options.out.write_text("\n".join(map(_format_fragment, fitted)), encoding="utf-8")
-    lines = list(_describe(options, predictions, left_out, fits))
+    lines = list(_describe(options, rows, predictions, left_out, fits))
     if options.plots:
         from dtlayout.planner.plots import write_plots  # only now: it imports matplotlib
 
         pictures = [f"written: {picture}" for picture in write_plots(predictions, options.plots)]
         lines += ["", *(pictures or ["no picture: no row has a measured number"])]
-    return show(options, _to_document(options, predictions, left_out, fits), lines, allow_nan=False)
+    return show(options, _to_document(options, rows, predictions, left_out, fits), lines, allow_nan=False)
 
 
 def tell(line: str) -> None:
@@ -90,11 +105,23 @@ def tell(line: str) -> None:
 
 
 def _to_document(
-    options: argparse.Namespace, predictions: Sequence[Prediction], left_out: dict[str, list[Prediction]], fits: Fits
+    options: argparse.Namespace,
+    rows: Rows,
+    predictions: Sequence[Prediction],
+    left_out: dict[str, list[Prediction]],
+    fits: Fits,
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "tables": {table: asdict(score(rows)) for table, rows in by_table(predictions).items()},
+        "tables": {table: asdict(score(found)) for table, found in by_table(predictions).items()},
         "pooled": asdict(score(predictions)),
+        "groups": {
+            grouping: {group: asdict(score_group(found)) for group, found in groups.items()}
+            for grouping, groups in by_group(predictions).items()
+        },
+        "rows": _count(rows),
+        "unpredicted": dict(_count_reasons(rows)),
+        "unpredicted_rows": [row._asdict() for row in rows.unpredicted],
+        "changed": {change: len(runs) for change, runs in _find_changes(predictions).items()},
     }
     if options.leave_one_out:
         document["left_out"] = {model: asdict(score(rows)) for model, rows in left_out.items()}
@@ -114,10 +141,37 @@ def _to_document(
     return document
 
 
+def _count(rows: Rows) -> dict[str, int]:
+    """Rows that were read, by what became of them: `left_out` are those that do not say how a layout ended."""
+    predicted, unpredicted, repeats = len(rows.runs), len(rows.unpredicted), rows.left_out[REPEATS]
+    others = rows.left_out.total() - unpredicted - repeats
+    read = predicted + rows.left_out.total()
+    return {"read": read, "predicted": predicted, "unpredicted": unpredicted, "repeats": repeats, "left_out": others}
+
+
+def _count_reasons(rows: Rows) -> Mapping[str, int]:
+    """Why rows cannot be predicted → how many, most first; a row counts under each of its reasons."""
+    reasons = Counter(reason for row in rows.unpredicted for reason in row.reasons)
+    return dict(reasons.most_common())
+
+
+def _find_changes(predictions: Sequence[Prediction]) -> dict[str, list[Run]]:
+    """What is predicted in the place of what rows say → these rows."""
+    changes: dict[str, list[Run]] = {}
+    for prediction in predictions:
+        for change in validate.describe_changes(prediction.run):
+            changes.setdefault(change, []).append(prediction.run)
+    return changes
+
+
 def _describe(
-    options: argparse.Namespace, predictions: Sequence[Prediction], left_out: dict[str, list[Prediction]], fits: Fits
+    options: argparse.Namespace,
+    rows: Rows,
+    predictions: Sequence[Prediction],
+    left_out: dict[str, list[Prediction]],
+    fits: Fits,
 ) -> Iterator[str]:
-    """The lines of a validation: engines, scores, the worst rows, and what was fitted."""
+    """The lines of a validation: engines, scores, what is not predicted, the worst rows, and what was fitted."""
     for (name, gpu), group in validate.group_runs(p.run for p in predictions).items():
         engine = group[0].scenario.engine
         title = f"{name} on {gpu}, {plural(len(group), 'row')}"
@@ -127,13 +181,18 @@ def _describe(
             yield f"{title}: constants from {engine.source}"
             yield from wrap("  fitted constants: ", engine.fitted)
             yield from wrap("  of these at a bound: ", engine.at_bounds or ["none"])
-    tables = {table: score(rows) for table, rows in by_table(predictions).items()}
-    yield from ("", *_tabulate("table", {**tables, "all": score(predictions)}))
-    with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
-    scored = with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
-    yield f"MAPE and median over {scored}; tau and top-1 of all: their means"
+    if predictions:
+        tables = {table: score(found) for table, found in by_table(predictions).items()}
+        yield from ("", *_tabulate("table", {**tables, "all": score(predictions)}))
+        with_mfu = f"rows that ran at an MFU of {LOWEST_MFU:.0%} or more"
+        scored = with_mfu if any(p.run.mfu for p in predictions) else "steps a second of rows that ran"
+        yield f"MAPE and median over {scored}; tau and top-1 of all: their means"
+        yield from _describe_groups(predictions)
+    else:
+        yield "no row can be scored"
+    yield from _describe_unpredicted(rows, predictions)
     if left_out:
-        models = {model: score(rows) for model, rows in left_out.items()}
+        models = {model: score(found) for model, found in left_out.items()}
         yield from ("", *_tabulate("left out of the fit", models))
     yield from _describe_worst(predictions, options.worst)
     for fitted, ablations in fits:
@@ -143,6 +202,47 @@ def _describe(
             yield from ("", _format_fragment(fitted).rstrip())
         if options.ablate:
             yield from _describe_ablations(fitted, ablations)
+
+
+def _describe_groups(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Which way predictions are off for each engine, GPU, precision and source."""
+    cells = [
+        [_shorten(f"{grouping} {group}"), str(scores.rows), *_show_errors(scores.speed), *_show_errors(scores.memory)]
+        for grouping, groups in by_group(predictions).items()
+        for group, found in groups.items()
+        for scores in [score_group(found)]
+    ]
+    heading = ["median errors", "rows", "of speed", "signed", "absolute", "of memory", "signed", "absolute"]
+    yield from ("", *align([heading, *cells]))
+    yield "of predicted / measured - 1; beside each the rows whose speed or memory is scored"
+
+
+def _show_errors(errors: Errors) -> list[str]:
+    signed = "–" if errors.signed is None else f"{errors.signed:+.1%}".replace("%", " %")
+    return [str(errors.rows), signed, percent(errors.absolute)]
+
+
+def _describe_unpredicted(rows: Rows, predictions: Sequence[Prediction]) -> Iterator[str]:
+    """What became of the rows that are not scored, or scored as another layout than they say."""
+    counts = _count(rows)
+    if rows.unpredicted:
+        of = f"{counts['unpredicted']} of {plural(counts['read'], 'row')}"
+        yield f"\nnot predicted: {of}, each under all of its reasons"
+        for reason, count in _count_reasons(rows).items():
+            yield f"  {count:4} {reason}"
+            yield from wrap("       in ", _name_rows([row for row in rows.unpredicted if reason in row.reasons]))
+    if repeats := counts["repeats"]:
+        yield f"\nnot scored: {plural(repeats, 'row')} {REPEATS}"
+    for change, runs in _find_changes(predictions).items():
+        yield f"\npredicted with a change: {plural(len(runs), 'row')}; {change}"
+        yield from wrap("       in ", _name_rows(runs))
+
+
+def _name_rows(rows: Sequence[Run | Unpredicted]) -> list[str]:
+    """Few rows by name, many by their tables, with how many of each."""
+    if len(rows) <= _MOST_NAMED:
+        return [f"{_shorten(row.table)} row {row.row}" for row in rows]
+    return [f"{_shorten(table)} ({count})" for table, count in Counter(row.table for row in rows).items()]
 
 
 def _tabulate(first: str, scores: dict[str, Scores]) -> list[str]:
@@ -184,8 +284,12 @@ def _describe_worst(predictions: Sequence[Prediction], number: int) -> Iterator[
 
 def _describe_row(prediction: Prediction) -> Iterator[str]:
     run, estimate = prediction.run, prediction.estimate
-    kernel = next((word for word, kernels in KERNELS.items() if kernels == run.kernels), run.kernels.attention)
-    yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}, {run.outcome}"
+    eager = replace(run.kernels, compile="none")
+    kernel = next((word for word, kernels in KERNELS.items() if kernels == eager), eager.attention)
+    compiled = " compiled" * run.kernels.compiles_blocks
+    yield f"  {_shorten(run.table, 44)} row {run.row}: {run.layout} {kernel}{compiled}, {run.outcome}"
+    if run.note:
+        yield from textwrap.wrap(f"note: {run.note}", 118, initial_indent=" " * 4, subsequent_indent=" " * 8)
     speed = f"MFU {100 * estimate.mfu:.1f} %" if run.scenario.cluster.gpu.has_mfu else ""
     if run.mfu:
         speed += f", measured {100 * run.mfu:.1f} % ({prediction.speed_error:+.1%})"

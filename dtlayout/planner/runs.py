@@ -89,6 +89,10 @@ class Run:
     """Predicted before it ran; None where nobody did."""
     measured: Performance = Performance()
     """Measured while it ran."""
+    source: str = ""
+    """Who published it; empty where nobody says."""
+    note: str = ""
+    """What the source says of it beside."""
 
     @property
     def step_time_s(self) -> float | None:

@@ -9,7 +9,8 @@
 | memory | peak given | median of abs(predicted peak / measured - 1) on pipeline rank 0 |
 | false_oom | ran | share that is predicted not to fit |
 
-On a CPU, which has no MFU, all of it is said of steps a second.
+On a CPU, which has no MFU, all of it is said of steps a second. Groups of rows have the medians of the errors of speed
+and memory alone, signed and absolute.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -69,6 +70,37 @@ class Scores:
     rows: int
 
 
+@dataclass(frozen=True)
+class Errors:
+    """Medians of the relative errors of what has been predicted; None without rows."""
+
+    rows: int
+    signed: float | None
+    """Of predicted / measured - 1: which way the predictions are off."""
+    absolute: float | None
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """What predictions for the rows of a group are worth."""
+
+    rows: int
+    speed: Errors
+    """Of rows that ran with mfu >= 0.05."""
+    memory: Errors
+    """Of rows whose peak is given."""
+
+
+GROUPINGS: dict[str, Callable[[Run], str]] = {
+    "engine": lambda run: run.scenario.engine.name,
+    "gpu": lambda run: run.scenario.cluster.gpu.name,
+    "engine on gpu": lambda run: f"{run.scenario.engine.name} on {run.scenario.cluster.gpu.name}",
+    "precision": lambda run: run.scenario.precision.compute,
+    "source": lambda run: run.source or "not stated",
+}
+"""What rows are grouped by → the group of a row."""
+
+
 def score(predictions: Sequence[Prediction]) -> Scores:
     """The scores of one table, or pooled over several."""
     tables = list(by_table(predictions).values())
@@ -84,6 +116,26 @@ def score(predictions: Sequence[Prediction]) -> Scores:
         false_oom=_over(mean, (not p.estimate.fits for p in ran)),
         rows=len(predictions),
     )
+
+
+def score_group(predictions: Sequence[Prediction]) -> GroupScores:
+    """The medians of a group."""
+    speeds = [p.speed_error for p in predictions if p.is_scored]
+    peaks = [p.memory_error for p in predictions if p.run.has_peak]
+    return GroupScores(len(predictions), _to_errors(speeds), _to_errors(peaks))
+
+
+def _to_errors(errors: Sequence[float]) -> Errors:
+    return Errors(len(errors), _over(median, errors), _over(median, map(abs, errors)))
+
+
+def by_group(predictions: Iterable[Prediction]) -> dict[str, dict[str, list[Prediction]]]:
+    """What is grouped by → group → its predictions, groups in their first order."""
+    groups: dict[str, dict[str, list[Prediction]]] = {grouping: {} for grouping in GROUPINGS}
+    for prediction in predictions:
+        for grouping, find in GROUPINGS.items():
+            groups[grouping].setdefault(find(prediction.run), []).append(prediction)
+    return groups
 
 
 def by_table(predictions: Iterable[Prediction]) -> dict[str, list[Prediction]]:

@@ -66,6 +66,23 @@ def make_playable(run: Run) -> Run:
     return replace(run, layout=layout, scenario=scenario)
 
 
+def describe_changes(run: Run) -> list[str]:
+    """What `make_playable` changes of a run; a sentence each, the same for all rows with that change."""
+    playable = make_playable(run)
+    layout, scenario = playable.layout, playable.scenario
+    changes = {
+        "its degrees do not make its GPUs: dp is what the others leave of them": layout.dp != run.layout.dp,
+        "fewer virtual stages, for there are no blocks for all or no pipeline":
+            layout.virtual_stages != run.layout.virtual_stages,
+        "more pipeline ranks than blocks: as many blocks as ranks": scenario.model != run.scenario.model,
+    }  # fmt: skip
+    if scenario.batch != run.scenario.batch:
+        is_odd = run.scenario.batch.global_batch % (layout.dp * layout.micro_batch) > 0
+        changes["global_batch is no multiple of dp * micro_batch: the last microbatch counts as whole"] = is_odd
+        changes["interleaved stages without whole rounds of pp microbatches"] = not is_odd
+    return [sentence for sentence, applies in changes.items() if applies]
+
+
 def _estimate(run: Run, find: Callable[[Scenario], Estimator]) -> Estimate:
     """The playable run's estimate, with the time of the microbatches that there are and the table's tokens and GPUs."""
     playable = make_playable(run)

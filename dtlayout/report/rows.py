@@ -10,17 +10,19 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.planner.runs import UNTRIED, Run
-from dtlayout.planner.tables import read_tables
+from dtlayout.planner.tables import Unpredicted, read_tables
 from dtlayout.sweep.results import keep_longest, read_results
 from dtlayout.training.metrics import SUMMARY_NAME
 
 ROWS = "CSV tables, folders of sweeps or runs, a trials.jsonl, a summary.json, what dryrun --json printed"
 """What is read, for who asks a command for help."""
+REPEATS = "measured again: by the note the same layout as in another of these tables"
+"""Why a row is left out that was run at another date."""
 _MOST_REASONS = 5
 """Reasons that are listed."""
 
@@ -32,7 +34,9 @@ class Rows:
     runs: list[Run]
     """Rows that say how their layout ended."""
     left_out: Counter[str]
-    """Why other rows do not say it → how many."""
+    """Why other rows do not say it, or are not compared → how many."""
+    unpredicted: list[Unpredicted] = field(default_factory=list)
+    """Rows among those left out that cannot be predicted."""
 
     def describe_left_out(self) -> str:
         """What was left out, in a line; empty if nothing was."""
@@ -45,10 +49,13 @@ class Rows:
 def read_rows(paths: Sequence[Path], engine: str | None = None) -> Rows:
     """All rows; `engine` goes before what a table says, the others know theirs.
 
-    DtlayoutError for what is none of these, and where nothing says how a layout ended.
+    DtlayoutError for what is none of these, and where no row is left, nor one that only cannot be predicted.
     """
     documents = {path: document for path in paths if (document := _find_document(path))}
-    rows = Rows(read_tables([path for path in paths if path not in documents], engine), Counter())
+    tables = read_tables([path for path in paths if path not in documents], engine)
+    rows = Rows(tables.runs, Counter(" and ".join(row.reasons) for row in tables.unpredicted), tables.unpredicted)
+    if tables.num_repeats:
+        rows.left_out[REPEATS] = tables.num_repeats
     for path, document in documents.items():
         for run, reason in _read_sweep(document, path) if document.suffix == ".jsonl" else [_read_run(document)]:
             if run is None or run.outcome in UNTRIED:
@@ -57,7 +64,7 @@ def read_rows(paths: Sequence[Path], engine: str | None = None) -> Rows:
                 rows.left_out[f"on a GPU type that is not known, {gpu.name}: set cluster.gpu in the config"] += 1
             else:
                 rows.runs.append(run)
-    if not rows.runs:
+    if not rows.runs and not rows.unpredicted:
         why = [f"{', '.join(map(str, paths))} has no row that says how a layout ended", rows.describe_left_out()]
         raise InvalidConfig("; ".join(filter(None, why)))
     return rows

@@ -29,14 +29,13 @@ MODELS = {
     "narrow": {"hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 5632},
     "wide": {"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 11008},
 }
+DOCUMENT = {"tables", "pooled", "groups", "rows", "unpredicted", "unpredicted_rows", "changed"}
 KEYS = {"fit", "mape", "median_ape", "tau", "top1", "memory", "false_oom", "rows"}
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(
-            file, ["table", "row", "model", *MODELS["wide"], *COMMON, "micro_batch", "dp", "tp", "pp"]
-        )
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in [*rows, *make_rows()] for name in row)))
         writer.writeheader()
         writer.writerows(rows)
     return path
@@ -54,7 +53,7 @@ def make_rows(**cells) -> list[dict]:
 
 def write_measured(path: Path, rows: list[dict], factor: float = 1.0) -> Path:
     """The rows with what is predicted for them as measured, MFU times `factor`."""
-    for row, found in zip(rows, predict(read_tables([write_rows(path, rows)])), strict=True):
+    for row, found in zip(rows, predict(read_tables([write_rows(path, rows)]).runs), strict=True):
         estimate = found.estimate
         row |= {"mfu": estimate.mfu * factor, "step_time_s": estimate.step_time_s / factor}
         row |= {"peak_memory_gb": estimate.memory[0].total / GIB}
@@ -95,7 +94,7 @@ def refuse(capsys, *arguments) -> str:
 
 def test_json_has_the_scores_of_each_table_and_of_all(measured, capsys):
     document = run_json(capsys, measured)
-    assert document.keys() == {"tables", "pooled"}
+    assert document.keys() == DOCUMENT
     assert list(document["tables"]) == ["sweep/narrow", "sweep/wide"]
     for scores in (document["pooled"], *document["tables"].values()):
         assert scores.keys() == KEYS
@@ -118,7 +117,7 @@ def test_several_tables_are_pooled_and_a_score_without_rows_is_null(measured, tm
 
 def test_leaving_out_adds_scores_of_each_model(measured, few_constants, capsys):
     document = run_json(capsys, measured, "--leave-one-out")
-    assert document.keys() == {"tables", "pooled", "left_out"}
+    assert document.keys() == DOCUMENT | {"left_out"}
     assert list(document["left_out"]) == ["narrow", "wide"]
     assert all(scores.keys() == KEYS for scores in document["left_out"].values())
     assert document["pooled"]["mape"] == pytest.approx(0.25)  # the shipped constants still
@@ -172,7 +171,55 @@ def test_a_gpu_without_calibration_is_marked(measured, tmp_path, capsys):
 
 def test_a_table_without_rows_is_refused(tmp_path, capsys):
     path = write_rows(tmp_path / "empty.csv", [])
-    assert refuse(capsys, path) == f"{path} has no row that says how a layout ended\n"
+    assert refuse(capsys, path) == f"table {path} has columns and no rows\n"
+
+
+def test_rows_that_cannot_be_predicted_are_counted_by_reason_and_the_others_scored(tmp_path, capsys):
+    rows = make_rows(experts="", note="", source="a page")
+    rows[0] |= {"experts": 8, "gpu": "abacus"}
+    rows[1] |= {"experts": 8, "global_batch": 60}
+    rows[5] |= {"global_batch": 60, "note": "a fan was slow", "mfu": 0.3}
+    rows[3] |= {"table": "again", "note": "same layout as in sweep/narrow"}
+    path = write_rows(tmp_path / "runs.csv", rows)
+    document = run_json(capsys, path)
+    assert document["rows"] == {"read": 24, "predicted": 21, "unpredicted": 2, "repeats": 1, "left_out": 0}
+    assert document["unpredicted"] == {"mixture of experts": 2, "GPU type abacus is not known": 1}
+    assert [row["row"] for row in document["unpredicted_rows"]] == ["0", "1"]
+    assert document["unpredicted_rows"][1] == {
+        "table": "sweep/narrow", "row": "1", "reasons": ["mixture of experts"],
+    }  # fmt: skip
+    assert list(document["changed"].values()) == [1]
+    assert document["groups"]["source"]["a page"]["rows"] == document["pooled"]["rows"] == 21
+    assert main(["validate", str(path), "--worst", "30"]) == 0
+    text = capsys.readouterr().out
+    assert "not predicted: 2 of 24 rows, each under all of its reasons\n     2 mixture of experts\n" in text
+    assert "     1 GPU type abacus is not known\n       in sweep/narrow row 0\n" in text
+    assert "not scored: 1 row measured again: by the note the same layout as in another of these tables\n" in text
+    assert "\n    note: a fan was slow\n" in text
+    changed = "predicted with a change: 1 row; global_batch is no multiple of dp * micro_batch: "
+    assert f"{changed}the last microbatch counts as whole\n       in sweep/narrow row 5\n" in text
+
+
+def test_rows_none_of_which_can_be_predicted_are_still_told(tmp_path, capsys):
+    path = write_rows(tmp_path / "runs.csv", make_rows(engine=""))
+    for arguments in ([], ["--leave-one-out"], ["--fit"], ["--plots", tmp_path / "plots"]):
+        document = run_json(capsys, path, *arguments)
+        assert document["unpredicted"] == {"engine is not stated, --engine names one": 24}
+        assert (document["tables"], document["pooled"]["rows"]) == ({}, 0)
+    assert main(["validate", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("no row can be scored\n\nnot predicted: 24 of 24 rows")
+    assert text.endswith("\n       in sweep/narrow (12), sweep/wide (12)\n")
+    assert main(["report", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("no row is left to report on; left out: 24 engine is not stated")
+
+
+def test_people_see_which_way_each_engine_is_off(measured, capsys):
+    assert main(["validate", str(measured)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if line.startswith("engine nanotron "))
+    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "24", "+0.0", "%", "0.0", "%"]
+    assert not [line for line in lines if line.startswith(("not predicted", "not scored", "predicted with"))]
 
 
 def test_on_a_cpu_nothing_is_said_of_mfu_and_small_peaks_are_mebibytes(tmp_path, capsys):
@@ -284,11 +331,11 @@ def test_a_file_that_cannot_be_written_is_refused(measured, tmp_path, capsys):
 
 def test_wrong_cells_are_refused_with_file_line_and_column(tmp_path, capsys):
     rows = make_rows()
-    rows[1] |= {"tp": "two", "engine": "steam"}
+    rows[1] |= {"tp": "two", "status": "fine"}
     path = write_rows(tmp_path / "runs.csv", rows)
     lines = refuse(capsys, path).splitlines()
     assert lines[0] == f"table {path}, line 3, column tp: 'two' must be a whole number of at least 1"
-    assert lines[1].startswith(f"table {path}, line 3, column engine: 'steam' is unknown; use one of aa-scaling, ")
+    assert lines[1].startswith(f"table {path}, line 3, column status: 'fine' is unknown; use ok, oom, ")
     assert len(lines) == 2
     assert main(["validate", str(path), "--json"]) == 2
     assert json.loads(capsys.readouterr().out) == {"ok": False, "problems": lines}

@@ -1,7 +1,7 @@
 """Each score against a value computed by hand, and Kendall's tau-b against scipy's."""
 
 import random
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 from scipy.stats import kendalltau
@@ -16,7 +16,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.planner.runs import Performance, Run
-from dtlayout.planner.scores import Prediction, by_table, kendall_tau_b, score
+from dtlayout.planner.scores import GROUPINGS, Prediction, by_group, by_table, kendall_tau_b, score, score_group
 
 GPU = find_gpu("a100-80g-sxm")
 SCENARIO = Scenario(
@@ -119,6 +119,26 @@ def test_tables_keep_the_order_in_which_they_come_first():
     rows = [predict(table=table) for table in ("b", "a", "b")]
     assert {table: len(found) for table, found in by_table(rows).items()} == {"b": 2, "a": 1}
     assert list(by_table(rows)) == ["b", "a"]
+
+
+def test_a_groups_errors_are_signed_and_absolute_medians():
+    rows = [predict("ok", 0.5, speed, peaks=(peak, (10.0,))) for speed, peak in ((0.4, 8.0), (0.45, 12.5), (0.6, None))]
+    found = score_group([*rows, predict("oom")])
+    assert found.rows == 4
+    assert asdict(found.speed) == pytest.approx({"rows": 3, "signed": -0.1, "absolute": 0.2})
+    assert asdict(found.memory) == pytest.approx({"rows": 2, "signed": 0.025, "absolute": 0.225})
+    nothing = {"rows": 0, "signed": None, "absolute": None}
+    assert asdict(score_group([])) == {"rows": 0, "speed": nothing, "memory": nothing}
+
+
+def test_rows_are_grouped_by_engine_gpu_precision_and_source():
+    rows = [predict("ok", 0.4), predict("oom")]
+    stated = replace(rows[1], run=replace(rows[1].run, source="a page"))
+    groups = by_group([rows[0], stated])
+    assert groups.keys() == GROUPINGS.keys()
+    assert groups["engine"] == {"megatron": [rows[0], stated]} and list(groups["gpu"]) == [GPU.name]
+    assert list(groups["engine on gpu"]) == [f"megatron on {GPU.name}"] and list(groups["precision"]) == ["bfloat16"]
+    assert groups["source"] == {"not stated": [rows[0]], "a page": [stated]}
 
 
 @pytest.mark.parametrize("seed", range(20))

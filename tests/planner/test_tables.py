@@ -1,6 +1,7 @@
 """Rows of a table become runs, and what is no table is refused by name."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.models.counting import count_model_flops_per_token
+from dtlayout.optimizers import SGD, AdamW
 from dtlayout.planner.tables import read_tables
 from dtlayout.text import GIB
 
@@ -20,6 +23,13 @@ ROW = {
 }  # fmt: skip
 
 
+MORE = {
+    "head_dim": "128", "gated": "False", "qk_norm": "True", "precision": "bf16", "compile": "True", "ep": "1",
+    "experts": "", "experts_per_token": "", "expert_ffn": "", "shared_expert_ffn": "", "dense_layers": "",
+    "schedule": "interleaved", "optimizer": "sgd", "tokens_per_s_gpu": "", "source": "a page", "note": "by hand",
+}  # fmt: skip
+
+
 def write(path: Path, *rows: dict[str, str], columns=tuple(ROW)) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -29,7 +39,7 @@ def write(path: Path, *rows: dict[str, str], columns=tuple(ROW)) -> Path:
 
 
 def read(path: Path, **cells: str):
-    (run,) = read_tables([write(path / "runs.csv", ROW | cells)])
+    (run,) = read_tables([write(path / "runs.csv", ROW | cells, columns=(ROW | cells).keys())]).runs
     return run
 
 
@@ -50,21 +60,100 @@ def test_a_row_becomes_a_run(tmp_path):
     assert run.scenario.engine.name == "megatron"
 
 
+def test_what_the_model_knows_of_further_columns_goes_into_the_run(tmp_path):
+    run = read(tmp_path, **MORE)
+    model = run.scenario.model
+    assert (model.head_dim, model.gated_ffn, model.qk_norm) == (128, False, True)
+    assert (run.layout.schedule, run.layout.virtual_stages) == ("interleaved-1f1b", 2)
+    assert (run.kernels.compile, run.scenario.optimizer, run.source, run.note) == ("blocks", SGD(), "a page", "by hand")
+    assert read(tmp_path, **MORE | {"optimizer": "adam"}).scenario.optimizer == AdamW()
+    assert read(tmp_path, **MORE | {"schedule": "gpipe", "virtual_stages": "1"}).layout.schedule == "gpipe"
+    assert (
+        read(tmp_path, **MORE | {"pp": "1", "dp": "16", "schedule": "zbv"}).layout.pp == 1
+    )  # no pipeline, no schedule
+
+
+def test_a_table_without_a_column_has_what_is_usual(tmp_path):
+    names = {"engine", "recompute", "sequence_parallel", "zero"}
+    path = write(tmp_path / "runs.csv", ROW, columns=[name for name in ROW if name not in names])
+    (run,) = read_tables([path]).runs
+    assert run.scenario.engine.name == "megatron"
+    assert (run.layout.recompute, run.layout.sequence_parallel, run.layout.zero) == ("none", False, 1)
+
+
+def test_step_time_and_mfu_follow_from_tokens_a_second(tmp_path):
+    run = read(tmp_path, tokens_per_s_gpu="8192", step_time_s="", mfu="")
+    assert (run.step_time_s, run.measured.tokens_per_s) == (256 * 2048 / (8192 * 32), 8192 * 32)
+    flops = count_model_flops_per_token(run.scenario.model, 2048)
+    assert run.mfu == pytest.approx(8192 * flops / run.scenario.cluster.gpu.peak_flops_per_s)
+    assert run.ran
+    printed = {"tokens_per_s_gpu": "8192", "step_time_s": "2.03", "mfu": f"{1.01 * run.mfu}"}  # as far as rounding goes
+    assert (read(tmp_path, **printed).step_time_s, read(tmp_path, **printed).mfu) == (2.03, run.mfu)
+    for name, wrong in {"step_time_s": "2.05", "mfu": f"{1.03 * run.mfu}"}.items():
+        assert find_reasons(tmp_path, **printed | {name: wrong}) == (f"{name} contradicts tokens_per_s_gpu",)
+
+
+def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
+    """Why a row is not predicted; one beside it is."""
+    row = ROW | {"row": "8"} | cells
+    path = write(path / "runs.csv", ROW | {"precision": "bf16"}, row, columns=row.keys())
+    runs, unpredicted, num_repeats = read_tables([path])
+    assert ([run.row for run in runs], num_repeats) == (["7"], 0)
+    ((table, name, reasons),) = unpredicted
+    assert (table, name) == ("sweep", "8")
+    return reasons
+
+
 @pytest.mark.parametrize(
-    ("zero", "layout"), [("0", (4, 1, 1)), ("1", (1, 4, 1)), ("2", (1, 4, 2)), ("3", (1, 4, 3)), ("", (1, 4, 1))]
+    ("cells", "reasons"),
+    [
+        ({"engine": "steam"}, ["engine steam is not known"]),
+        ({"engine": ""}, ["engine is not stated, --engine names one"]),
+        ({"gpu": "abacus"}, ["GPU type abacus is not known"]),
+        ({"precision": "nvfp4", "mfu": "1.4"}, ["precision nvfp4"]),
+        ({"precision": ""}, ["precision is not stated"]),
+        ({"experts": "64", "experts_per_token": "6", "expert_ffn": "512", "ep": "4"}, ["mixture of experts"]),
+        ({"experts": "64", "precision": "mxfp8"}, ["precision mxfp8", "mixture of experts"]),
+        ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
+        ({"schedule": "zbv"}, ["schedule zbv is not known"]),
+        ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
+        ({"schedule": "interleaved", "virtual_stages": ""}, ["virtual_stages is not stated"]),
+        ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated", "micro_batch is not stated"]),
+        ({"recompute": "", "kernel": ""}, ["recompute is not stated", "kernel is not stated"]),
+        ({"zero": "", "sequence_parallel": ""}, ["zero is not stated", "sequence_parallel is not stated"]),
+    ],
 )
+def test_a_row_that_cannot_be_predicted_is_named_with_its_reasons(tmp_path, cells, reasons):
+    assert find_reasons(tmp_path, **{"precision": "bf16", "optimizer": "adamw"} | cells) == tuple(reasons)
+
+
+def test_what_would_not_matter_need_not_be_stated(tmp_path):
+    assert read(tmp_path, zero="", dp="1", gpus="8").layout.dp_shard == 1
+    assert not read(tmp_path, sequence_parallel="", tp="1", dp="8").layout.sequence_parallel
+
+
+def test_a_layout_that_was_run_again_counts_once(tmp_path):
+    rows = [ROW | {"note": "a cable; same layout as in later"}, ROW | {"table": "later", "note": ""}]
+    one, two = (write(tmp_path / f"{row['table']}.csv", row, columns=row.keys()) for row in rows)
+    (run,), _, num_repeats = read_tables([one, two])
+    assert (run.table, num_repeats) == ("later", 1)
+    assert len(read_tables([one]).runs) == 1  # nobody else has it
+
+
+@pytest.mark.parametrize(("zero", "layout"), [("0", (4, 1, 1)), ("1", (1, 4, 1)), ("2", (1, 4, 2)), ("3", (1, 4, 3))])
 def test_zero_says_what_is_sharded_and_0_is_replicated_state(tmp_path, zero, layout):
     found = read(tmp_path, zero=zero).layout
     assert (found.dp_replicate, found.dp_shard, found.zero) == layout
 
 
 def test_an_empty_cell_is_what_the_source_does_not_say(tmp_path):
-    names = ("step_time_s", "mfu", "peak_memory_gb", "cp", "virtual_stages", "recompute", "sequence_parallel", "tied")
+    names = ("step_time_s", "mfu", "peak_memory_gb", "cp", "virtual_stages", "tied", "head_dim", "gated", "qk_norm",
+             "compile", "schedule", "optimizer", "tokens_per_s_gpu", "experts")  # fmt: skip
     run = read(tmp_path, **dict.fromkeys(names, ""))
     assert (run.step_time_s, run.mfu, run.peak_bytes, run.ran) == (None, None, None, False)
     assert (run.layout.cp, run.layout.virtual_stages, run.layout.schedule) == (1, 1, "1f1b")
-    assert (run.layout.recompute, run.layout.sequence_parallel) == ("none", False)
-    assert not run.scenario.model.tied_embeddings
+    assert run.scenario.model == replace(read(tmp_path).scenario.model, tied_embeddings=False)
+    assert (run.kernels.compile, run.scenario.optimizer) == ("none", AdamW())
 
 
 def test_a_run_that_did_not_end_well_did_not_run(tmp_path):
@@ -92,20 +181,19 @@ def test_layouts_that_our_trainer_refuses_are_read(tmp_path):
 
 def test_an_engine_can_be_put_in_the_place_of_the_rows_own(tmp_path):
     path = write(tmp_path / "runs.csv", ROW, ROW | {"engine": "no such thing"})
-    assert {run.scenario.engine.name for run in read_tables([path], engine="nanotron")} == {"nanotron"}
+    assert {run.scenario.engine.name for run in read_tables([path], engine="nanotron").runs} == {"nanotron"}
 
 
 def test_several_tables_are_read_in_their_order(tmp_path):
     paths = [write(tmp_path / f"{name}.csv", ROW | {"table": name}) for name in ("b", "a")]
-    assert [run.table for run in read_tables(paths)] == ["b", "a"]
+    assert [run.table for run in read_tables(paths).runs] == ["b", "a"]
 
 
 @pytest.mark.parametrize(
     ("cells", "problem"),
     [
         ({"kernel": "fast"}, "column kernel: 'fast' is unknown; use torch, megatron-softmax"),
-        ({"gpu": "abacus"}, "GPU type 'abacus' is unknown"),
-        ({"engine": "steam"}, "column engine: 'steam' is unknown; use one of aa-scaling, "),
+        ({"mfu": "1.2"}, "mfu=1.2 is above 1, which takes a format below bf16"),
         ({"layers": "many"}, "many"),
         ({"tp": "0"}, "column tp: '0' must be a whole number of at least 1"),
         ({"heads": "7"}, "hidden_size=1024 does not split into num_heads=7"),
@@ -124,6 +212,9 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
         read_tables([write(tmp_path / "short.csv", ROW, columns=[name for name in ROW if name not in ("dp", "tp")])])
     with pytest.raises(InvalidConfig, match="cannot be read: No such file"):
         read_tables([tmp_path / "none.csv"])
+    empty = write(tmp_path / "empty.csv")
+    with pytest.raises(InvalidConfig, match=f"^table {empty} has columns and no rows$"):
+        read_tables([write(tmp_path / "runs.csv", ROW), empty])
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidConfig, match="is not CSV"):
         read_tables([tmp_path / "binary.csv"])
