@@ -97,7 +97,6 @@ def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
 def join_ranks(device: Device, timeout_s: float, store: dist.Store | None = None) -> None:
     """Initialise torch.distributed from torchrun's environment, over its store; alone, as a world of one rank."""
     store = store or open_store(timeout_s)
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # records of each rank, for who looks for a lost one
     # No device_id: with it all messages of a pipeline rank would share one stream.
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
