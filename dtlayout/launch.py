@@ -109,13 +109,18 @@ def _run(config: Config, stop: StopRequest) -> int:
                 f"or use another train.run_folder"
             )
         return EXIT_DONE
-    with hold(folder) if is_writer else nullcontext() as release:
+    with hold(folder) if is_writer else nullcontext(lambda: None) as release:
+
+        def tidy() -> None:
+            _write_stopped(folder, reached)
+            release()
+
         try:
             if is_writer:
                 with stop.changing:
                     if not _is_restart():
                         _write_outcome("running", None, folder, reached)
-                    stop.early_end = partial(_leave, folder, reached, release)
+                    stop.early_end = partial(_leave, tidy)
                 # The others hear of what is wrong on their nodes: `data.nodes`.
                 from dtlayout.data.check import check_data  # only now: it imports numpy
 
@@ -137,14 +142,10 @@ def _run(config: Config, stop: StopRequest) -> int:
             raise
 
 
-def _leave(
-    folder: Path | None = None, reached: dict[str, Any] | None = None, release: Callable[[], None] | None = None
-) -> NoReturn:
-    """End this process, which has begun nothing; where it has begun to write a run folder, say so there."""
+def _leave(tidy: Callable[[], None] = lambda: None) -> NoReturn:
+    """End this process, which has begun nothing; `tidy` says so where it has begun to write a run folder."""
     try:
-        if folder is not None and release is not None:
-            _write_stopped(folder, reached or {})
-            release()
+        tidy()
         _say_stopped()
     finally:
         os._exit(EXIT_STOPPED)  # the main thread may be anywhere

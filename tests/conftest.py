@@ -31,6 +31,14 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what torchrun tells ranks, during a test that trains in this process and sets it itself."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # so that it is taken away again
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
 def two_fake_ranks() -> Iterator[None]:
     """A fake process group that plays rank 0 of two."""
     with fake_world(0, 2):

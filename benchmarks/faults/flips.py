@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.faults.events import Amounts, Event, Kind
 from benchmarks.faults.runs import PP2_TP2, compare, run_straight, say, started
+from dtlayout.checkpoint.manifest import CHECKPOINTS
 
 EVERY, LAST = 3, 9
 OPTIONS = (*PP2_TP2, f"--checkpoint.every={EVERY}", "--checkpoint.keep=3", f"--train.steps={LAST}")
@@ -19,7 +20,7 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
     if problem := run_straight(straight, LAST, *OPTIONS):
         yield Event(kind="flips", what="straight", problem=problem, count=0)
         return
-    whole = straight / "checkpoints" / NEWEST
+    whole = straight / CHECKPOINTS / NEWEST
     known = {event.what for event in done}
     for name in sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file()):
         what = f"a byte of {name}"
@@ -31,14 +32,14 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
 def copy_until(straight: Path, run: Path) -> Path:
     """A copy of the run as a kill after its newest checkpoint but one would have left it."""
     shutil.copytree(straight, run, symlinks=True)
-    shutil.rmtree(run / "checkpoints" / f"step-{LAST:08d}")
+    shutil.rmtree(run / CHECKPOINTS / f"step-{LAST:08d}")
     (run / "summary.json").unlink()
     return run
 
 
 def go_on(run: Path, straight: Path, name: str) -> str:
     """What is wrong with a run that goes on after a byte of a file has changed."""
-    path = run / "checkpoints" / NEWEST / name
+    path = run / CHECKPOINTS / NEWEST / name
     content = bytearray(path.read_bytes())
     content[random.Random(name).randrange(len(content))] ^= 0x10
     path.write_bytes(content)

@@ -26,7 +26,7 @@ from benchmarks.faults.runs import (
     started,
     wait_until,
 )
-from dtlayout.checkpoint.manifest import list_checkpoints
+from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints
 
 OPTIONS = (*PP2_TP2, "--checkpoint.every=3")
 NUM_FAILED = 6
@@ -64,7 +64,7 @@ def main(folder: Path) -> int:
                 return start.said.count("is not saved, training goes on") >= NUM_FAILED or start.is_over
 
             wait_until(has_failed, "failed saves", every_s=0.05)
-            damage, num_whole = find_all_damage(run), len(list_checkpoints(run / "checkpoints"))
+            damage, num_whole = find_all_damage(run), len(list_checkpoints(run / CHECKPOINTS))
             ballast.unlink()
             saves = start.said.count("\nsaved")
             wait_until(lambda: start.said.count("\nsaved") > saves or start.is_over, "save once there was room")

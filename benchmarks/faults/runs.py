@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dtlayout.checkpoint.manifest import find_damage, list_checkpoints
+from dtlayout.checkpoint.manifest import CHECKPOINTS, find_damage, list_checkpoints
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.sweep import processes
 from dtlayout.training.metrics import MetricsFile, read_summary
@@ -166,12 +166,12 @@ def count_steps(run: Path) -> int:
 
 def is_saving(run: Path) -> bool:
     """Whether a checkpoint is being written, or was when all ranks died."""
-    return any((run / "checkpoints").glob("partial-*"))
+    return any((run / CHECKPOINTS).glob("partial-*"))
 
 
 def find_all_damage(run: Path) -> str:
     """What is wrong with any checkpoint that looks whole, and is not removed meanwhile."""
-    damage = [(path, find_damage(path)) for path in list_checkpoints(run / "checkpoints")]
+    damage = [(path, find_damage(path)) for path in list_checkpoints(run / CHECKPOINTS)]
     return "; ".join(f"{path.name}: {each}" for path, found in damage for each in found if path.exists())
 
 
@@ -183,7 +183,7 @@ def compare(run: Path, straight: Path) -> str:
             return f"the loss of step {step} is {one}, without faults {other}"
     if len(losses[0]) != len(losses[1]):
         return f"there are {len(losses[0])} losses, without faults {len(losses[1])}"
-    newest = [list_checkpoints(each / "checkpoints")[-1] for each in (run, straight)]
+    newest = [list_checkpoints(each / CHECKPOINTS)[-1] for each in (run, straight)]
     if newest[0].name != newest[1].name:
         return f"the last checkpoint is {newest[0].name}, without faults {newest[1].name}"
     hashes = [_hash_tensors(path) for path in newest]

@@ -27,7 +27,7 @@ from benchmarks.faults.runs import (
     started,
     wait_until,
 )
-from dtlayout.checkpoint.manifest import list_checkpoints
+from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.errors import EXIT_DONE, EXIT_STOPPED
 
 GRACE_S = 30.0
@@ -180,7 +180,7 @@ def stop(run: Path, phase: Phase, which: signal.Signals, what: str) -> Event:
 
 def find_unsaved(run: Path) -> str:
     """Steps that were done and are in no checkpoint."""
-    saved = max((int(path.name.rpartition("-")[2]) for path in list_checkpoints(run / "checkpoints")), default=0)
+    saved = max(map(read_step, list_checkpoints(run / CHECKPOINTS)), default=0)
     return f"{count_steps(run)} steps were done, {saved} are saved" if saved != count_steps(run) else ""
 
 

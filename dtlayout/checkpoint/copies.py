@@ -40,6 +40,7 @@ class HostCopies:
         with torch.cuda.stream(self._stream):
             self._copy(tensors)
             made.record()
+        # It holds the tensors: an optimizer may put others in their place, and their memory be used again too early.
         return partial(self._wait, made, tensors)
 
     @torch.no_grad()
@@ -47,9 +48,8 @@ class HostCopies:
         for name, tensor in tensors.items():
             _local(self._copies[name]).copy_(_local(tensor), non_blocking=True)
 
-    def _wait(self, made: torch.cuda.Event, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _wait(self, made: torch.cuda.Event, _: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made.synchronize()
-        del tensors  # an optimizer may put others in their place, and the memory of these be used again
         return self._copies
 
     def _hold_update(self, *_: Any) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import load_parameters, read_model, save_weights
 from dtlayout.config import DataConfig
 from dtlayout.data.chat import TEMPLATE_NAME
@@ -173,7 +174,7 @@ def import_weights(source: Path, folder: Path) -> int:
                     tensor: Tensor = file.get_slice(name)[rows]
                 return tensor
 
-            save_weights(partial / "checkpoints", model, formats, read)
+            save_weights(partial / CHECKPOINTS, model, formats, read)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{source} cannot be written to {folder}: {type(error).__name__} {error}") from error
     return sum(prod(shape) * formats[name].itemsize for name, shape in list_weights(model))

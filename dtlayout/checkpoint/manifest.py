@@ -20,6 +20,8 @@ from dtlayout.files import hash_file
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 PREFIX = "step-"
+CHECKPOINTS = "checkpoints"
+"""The folder of a run in which they are."""
 FORMAT = 2
 """In state.json of checkpoints that have a manifest; those before had none, and can only be taken as they are."""
 Files = dict[str, dict[str, Any]]
@@ -37,13 +39,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names if re.fullmatch(rf"{PREFIX}\d{{8,}}", name))
 
 
+def read_step(checkpoint: Path) -> int:
+    """The steps that a checkpoint has seen, as its name says."""
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
 def find_checkpoints(source: Path) -> list[Path]:
     """A checkpoint, or those of a run folder, oldest first; CheckpointError if there is none."""
     is_one = any((source / name).is_file() for name in (MANIFEST_NAME, STATE_NAME))
     try:
-        found = [source] if is_one else list_checkpoints(source / "checkpoints")
+        found = [source] if is_one else list_checkpoints(source / CHECKPOINTS)
     except OSError as error:
-        raise CheckpointError(f"{source / 'checkpoints'} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{source / CHECKPOINTS} cannot be read: {error.strerror}") from None
     if not found:
         raise CheckpointError(f"{source} is no checkpoint and no run folder with one")
     return found

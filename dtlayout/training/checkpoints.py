@@ -12,9 +12,9 @@ from torch import nn
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.copies import HostCopies
-from dtlayout.checkpoint.folder import clean, name_checkpoint, set_aside
+from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
-from dtlayout.checkpoint.manifest import find_checkpoint, list_checkpoints
+from dtlayout.checkpoint.manifest import CHECKPOINTS, find_checkpoint, list_checkpoints, read_step
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, read_origin, save_checkpoint
 from dtlayout.config import Config
 from dtlayout.errors import CheckpointError, DtlayoutError
@@ -22,8 +22,6 @@ from dtlayout.mesh.build import open_host_group
 from dtlayout.text import plural
 from dtlayout.training.watch import SPARE_S, Watch
 
-CHECKPOINTS = "checkpoints"
-"""What a run goes on from."""
 SPIKES = "spikes"
 """States that are kept to be looked at."""
 
@@ -135,7 +133,7 @@ class Checkpoints:
         while done in bad:
             done -= 1
         found = list_checkpoints(self.folder / CHECKPOINTS)
-        fine = [path for path in found if path.name < name_checkpoint(path.parent, done).name]
+        fine = [path for path in found if read_step(path) < done]
         if len(fine) == len(found):
             return
         problem = f"note: no step after {found[len(fine)]} was fine"

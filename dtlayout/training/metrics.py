@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.batch import Batch
-from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints
+from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.errors import EXIT_REFUSED, DtlayoutError
 from dtlayout.files import write_whole
 from dtlayout.measure.ledger import Highest
@@ -260,9 +260,14 @@ def note_crash(folder: Path, line: str, is_refusal: bool) -> None:
     disk may be what it crashed for.
     """
     with suppress(OSError):
-        newest = [int(path.name.removeprefix(PREFIX)) for path in list_checkpoints(folder / "checkpoints")][-1:]
+        found = list_checkpoints(folder / CHECKPOINTS)
         outcome, code = ("refused", EXIT_REFUSED) if is_refusal else ("crashed", None)
-        reached = {"outcome": outcome, "exit_code": code, "steps": (newest or [0])[0], "problems": [line]}
+        reached = {
+            "outcome": outcome,
+            "exit_code": code,
+            "steps": read_step(found[-1]) if found else 0,
+            "problems": [line],
+        }
         summary = read_summary(folder)
         if summary.get("outcome") == "running":  # and the rank that writes it has not said itself what it refuses
             write_summary({**Summary(outcome=outcome).to_dict(), **summary, **reached}, folder)

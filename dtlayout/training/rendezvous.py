@@ -85,11 +85,11 @@ def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
         if stop.is_made:
             store.compare_set(_AGREED, "", "stop")  # what is there first counts
         try:
-            _wait(store, [_AGREED], _HEAR_EVERY_S, f"not all of {plural(world_size, 'rank')} have met")
+            store.wait([_AGREED], timedelta(seconds=_HEAR_EVERY_S))
             break
-        except LostRanks:
+        except dist.DistStoreError as error:
             if time.monotonic() > deadline:
-                raise
+                raise LostRanks(f"not all of {world_size} ranks have met within {timeout_s:.0f} s") from error
     if store.get(_AGREED) != b"go":
         raise Stopped
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dtlayout.checkpoint.hf import load_weights
+from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import find_changes
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
@@ -55,7 +56,7 @@ from dtlayout.signals import StopRequest
 from dtlayout.text import plural
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
-from dtlayout.training.checkpoints import CHECKPOINTS, SPIKES, Checkpoints
+from dtlayout.training.checkpoints import SPIKES, Checkpoints
 from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.kernels import find_other_attention, first_forward

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
 from sweeping import FAKE, read_starts, write_sweep
 from tiny import write_tiny
+from waiting import wait_until
 
 from dtlayout.cli import main
 from dtlayout.cluster import find_gpu
@@ -169,13 +169,6 @@ def test_the_fastest_comes_first_and_what_did_not_run_is_no_candidate(tmp_path):
 
     found = sort_by_time([result("a", 2.0), result("b", 1.0), result("c", 0.5, "hung"), result("d", None, "crashed")])
     assert [r.key for r in found] == ["b", "a"]
-
-
-def wait_until(is_true, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def test_a_process_that_ignores_sigterm_is_ended_too(tmp_path):

@@ -17,10 +17,7 @@ from dtlayout.training.step import TrainStep
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # so that it is taken away again
-        monkeypatch.delenv(name)
+def files(tmp_path: Path, no_torchrun: None) -> TinyFiles:
     return write_tiny(tmp_path, steps=5, num_layers=1)
 
 

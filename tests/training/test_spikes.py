@@ -79,10 +79,7 @@ def test_settings_by_which_nothing_or_everything_would_be_a_spike_are_refused(ta
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # so that it is taken away again
-        monkeypatch.delenv(name)
+def files(tmp_path: Path, no_torchrun: None) -> TinyFiles:
     return write_tiny(tmp_path, steps=44, num_layers=1)
 
 

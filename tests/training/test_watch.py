@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from waiting import wait_until
 
 from dtlayout.errors import CheckpointError
 from dtlayout.training import watch as module
@@ -80,7 +81,7 @@ def test_ranks_of_a_node_see_what_each_does_even_after_its_death(board):
         assert here.find_process(7) == child.pid
         for number, state in ((signal.SIGSTOP, "stopped"), (signal.SIGCONT, "running"), (signal.SIGKILL, "gone")):
             os.kill(child.pid, number)
-            wait_for(lambda expected=state: here.read()[1].state == expected)
+            wait_until(lambda expected=state: here.read()[1].state == expected)
         own, other = here.read()
         assert (other.rank, other.where) == (7, "step 12, forward")
         assert (own.state, own.where) == ("running", "starting")
@@ -100,13 +101,6 @@ def test_a_record_holds_as_much_as_there_is_room_and_a_rank_that_left_has_none(b
     assert here.culprit is None
     here.culprit = 0
     assert here.culprit == 0
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -134,7 +128,7 @@ def test_a_rank_that_gets_on_is_left_alone_and_one_that_does_not_is_ended_with_w
             watch.at("reading a batch", is_long=True)
             time.sleep(0.02)
         assert not ended
-        wait_for(lambda: ended)
+        wait_until(lambda: ended)
     assert ended == [1]
     assert noted == [(capsys.readouterr().err.strip(), False)]
     assert noted[0][0].endswith("stood still first, for 0 s, in step 3, reading a batch")
