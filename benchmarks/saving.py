@@ -1,7 +1,8 @@
 """What checkpoints cost a run: time of steps without any, with one each tenth step, and with the run waiting for it.
 
-`python -m benchmarks.saving` runs two ranks on this CPU in turn and prints a page: medians of rounds, from the end of
-the tenth step to the end of the last.
+`python -m benchmarks.saving` runs them in turn on this CPU and prints a page: medians of rounds, from the end of the
+tenth step to the end of the last. Once with a core more than there are ranks, as a node with GPUs has many, and once
+with a rank on each of two cores, where writing takes its time from training.
 """
 
 import argparse
@@ -14,7 +15,10 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from dtlayout.text import plural
+
 EVERY, STEPS = 10, 41
+RANKS = (1, 2)
 MODES = {
     "no checkpoint": ("--checkpoint.save=false",),
     "each tenth step, in the background": (f"--checkpoint.every={EVERY}",),
@@ -23,12 +27,12 @@ MODES = {
 MODEL = ("hidden_size=384", "num_layers=8", "num_heads=6", "num_kv_heads=6", "ffn_size=1024")
 
 
-def run(mode: str, folder: Path) -> tuple[float, float]:
+def run(mode: str, num_ranks: int, folder: Path) -> tuple[float, float]:
     """Seconds a step, and the largest resident set of any of its processes in MB."""
     options = [*(f"--model.{size}" for size in MODEL), "--layout.pp=1", "--layout.tp=1", "--layout.micro_batch=2"]
     options += ["--batch.global_batch=4", f"--train.steps={STEPS}", f"--train.run_folder={folder}"]
     options += ["--metrics.log_every=1", "--metrics.memory_every=1000", *MODES[mode]]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
     command = [sys.executable, *launcher, "train.py", "configs/debug.toml", *options]
     ends = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -49,25 +53,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    found: dict[str, list[float]] = defaultdict(list)
-    peaks: dict[str, list[float]] = defaultdict(list)
-    for _ in range(options.rounds):
-        for mode in MODES:
-            with tempfile.TemporaryDirectory() as folder:
-                seconds, peak = run(mode, Path(folder, "run"))
-            found[mode].append(seconds)
-            peaks[mode].append(peak)
-            print(f"{mode}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
-    medians = {mode: statistics.median(seconds) for mode, seconds in found.items()}
-    base = medians["no checkpoint"]
     print("# What checkpoints cost\n")
     print(
-        f"`make bench-saving`: two ranks on this CPU, a model of 14 million parameters and 170 MB of state, medians of "
-        f"{options.rounds} alternating round(s) of {STEPS - EVERY} steps.\n"
+        f"`make bench-saving`: {os.cpu_count()} CPU cores, a model of 14 million parameters and 170 MB of state,\n"
+        f"{options.rounds} alternating rounds of {STEPS - EVERY} steps, medians. *Of none*: the rounds' median ratio.\n"
     )
-    print("| checkpoints | s a step | of none | largest process, MB |\n|---|---|---|---|")
-    for mode, seconds in medians.items():
-        print(f"| {mode} | {seconds:.3f} | x {seconds / base:.3f} | {statistics.median(peaks[mode]):.0f} |")
+    print("| ranks | checkpoints | s a step | of none | rounds | largest process, MB |\n|--:|---|--:|--:|---|--:|")
+    for num_ranks in RANKS:
+        found: dict[str, list[float]] = defaultdict(list)
+        peaks: dict[str, list[float]] = defaultdict(list)
+        for _ in range(options.rounds):
+            for mode in MODES:
+                with tempfile.TemporaryDirectory() as folder:
+                    seconds, peak = run(mode, num_ranks, Path(folder, "run"))
+                found[mode].append(seconds)
+                peaks[mode].append(peak)
+                print(f"{plural(num_ranks, 'rank')}, {mode}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
+        none = next(iter(MODES))
+        for mode, seconds in found.items():
+            ratios = [one / other for one, other in zip(seconds, found[none], strict=True)]
+            print(
+                f"| {num_ranks} | {mode} | {statistics.median(seconds):.3f} | x {statistics.median(ratios):.3f} "
+                f"| {min(ratios):.3f} to {max(ratios):.3f} | {statistics.median(peaks[mode]):.0f} |"
+            )
 
 
 if __name__ == "__main__":
