@@ -67,6 +67,25 @@ def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     return max(flops / (matrix_flops_per_s(scenario) * constants.matmul_efficiency), moved_s)
 
 
+def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
+    """`matmul_s` of a linear layer in a block, in the format in which these multiply; casts are no part of it.
+
+    What multiplies faster is filled as slowly: the sizes are lengthened as bf16's are, and by as much more as the
+    peak is higher, along the sum.
+    """
+    if (fmt := scenario.precision.matmul_format) is None:
+        return matmul_s(scenario, m, n, k)
+    constants, gpu = scenario.engine.constants, scenario.cluster.gpu
+    peak = gpu.peak_fp8_flops_per_s if fmt.peak == "fp8" else gpu.peak_fp4_flops_per_s
+    efficiency = constants.fp8_efficiency if fmt.peak == "fp8" else constants.fp4_efficiency
+    if not peak:
+        return inf
+    fill = constants.matmul_fill
+    flops = 2.0 * (m + fill) * (n + fill) * (k + fill * peak / gpu.peak_flops_per_s)
+    moved_s = pass_s(scenario, activation_size(scenario) * m * n + fmt.held_bytes * (n * k + m * k))
+    return max(flops / (peak * efficiency), moved_s)
+
+
 def matrix_flops_per_s(scenario: Scenario) -> float:
     """The peak for matrices in the format that is computed in."""
     gpu = scenario.cluster.gpu
@@ -78,8 +97,9 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """A block without recomputation."""
     tokens = tokens_of(scenario, layout)
-    matmuls_s = [matmul_s(scenario, tokens, n, k) for n, k in _matmul_sizes(scenario, layout)]
-    elementwise_s = pass_s(scenario, tokens * _traffic_bytes(scenario, layout, kernels)) / 3
+    matmuls_s = [linear_s(scenario, tokens, n, k) for n, k in _matmul_sizes(scenario, layout)]
+    traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
+    elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if _has_eager_norms(kernels):
         num_norms = sum(isinstance(each, Norm) for each in describe(scenario.model).block)
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
@@ -138,6 +158,24 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
             case Activation():
                 traffic += widening * _FFN_TRAFFIC_BYTES * operation.width / t
     return traffic
+
+
+def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Moved for each token of a block by casts for its linear layers, forward and backward: what each of them reads,
+    once where several read the same, and the gradients of what they give. Weights are cast once a step and left out.
+    """
+    if (fmt := scenario.precision.matmul_format) is None:
+        return 0.0
+    t = layout.tp
+    shared = t if layout.shards_sequence else 1
+    elements = 0.0
+    for operation in describe(scenario.model).block:
+        match operation:
+            case Linear(style="rowwise"):
+                elements += operation.inputs / t + operation.outputs / shared
+            case Linear():
+                elements += operation.inputs / shared * operation.keeps_input + operation.outputs / t
+    return fmt.cast_bytes * elements
 
 
 def _has_eager_norms(kernels: Kernels) -> bool:
@@ -221,13 +259,16 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
         return 0.0, 0.0
     features, exposed = scenario.engine.features, scenario.engine.constants.tp_exposed
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
-    half_s = half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
+    link = tp_link(scenario, layout)
+    half_s = gather_s = half_all_reduce_s(size, layout.tp, link)
+    if (fmt := scenario.precision.matmul_format) and layout.shards_sequence:  # what is gathered is cast before
+        gather_s = half_all_reduce_s(size * fmt.sent_bytes / activation_size(scenario), layout.tp, link)
     num_branches = describe(scenario.model).num_branches
     num_gathered = num_branches * (2 if features.regathers_inputs else 1)
-    num_backward = features.input_reductions + (num_gathered if layout.shards_sequence else features.input_reductions)
+    forward_s, backward_s = num_branches * (half_s + gather_s), features.input_reductions * half_s
+    backward_s += num_gathered * gather_s if layout.shards_sequence else features.input_reductions * half_s
     forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, half_s)
-    forward_s, backward_s = 2 * num_branches * half_s - forward_hidden_s, num_backward * half_s - backward_hidden_s
-    return forward_s * exposed, backward_s * exposed
+    return (forward_s - forward_hidden_s) * exposed, (backward_s - backward_hidden_s) * exposed
 
 
 def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float) -> tuple[float, float]:

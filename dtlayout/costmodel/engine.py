@@ -69,6 +69,10 @@ class Features:
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
+    flash_attention: str = "sdpa-flash"
+    """The kernel behind what a table calls a flash attention, whatever its version."""
+    fuses_norms: bool = False
+    """Whether each norm is one kernel, also where a table says nothing of norms."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 
@@ -79,6 +83,20 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usual:
+    """What a program does where a published run does not say; None is what nobody can tell."""
+
+    micro_batch: int | None = None
+    """Sequences."""
+    zero: int | None = None
+    """Stage of ZeRO, 1 to 3."""
+    recompute: str | None = None
+    """As `layout.recompute`."""
+    sequence_parallel: bool | None = None
+    """Beside tensor parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Constants:
     """How fast and how large; a share is of the data sheet's number."""
 
@@ -86,6 +104,10 @@ class Constants:
     """Share of the peak that a large matmul achieves."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
+    fp8_efficiency: float = _constant(0.6, 0.2, 0.9, "share")
+    """Share of the peak in fp8 that a large matmul achieves, casts not counted."""
+    fp4_efficiency: float = _constant(0.5, 0.2, 0.9, "share")
+    """Share of the peak in fp4 that a large matmul achieves, casts not counted."""
     flash2_efficiency: float = _constant(0.65, 0.02, 0.9, "share")
     """Share of the peak that FlashAttention-2 achieves, the half that the mask hides not counted."""
     flash3_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
@@ -260,6 +282,12 @@ def known_engines() -> list[str]:
     return list(_read_engines())
 
 
+def find_usual(name: str) -> Usual:
+    """What the engine called `name` does where a run does not say; nothing, where that engine is not known."""
+    usual: Usual = _read_engines().get(name, {}).get("usual", Usual())
+    return usual
+
+
 def register_engine(file: str | Path) -> None:
     """Make known the engine of a file of the same form as constants/engines/*.toml.
 
@@ -323,7 +351,7 @@ def _constants_in(table: Mapping[str, Any]) -> dict[str, Any]:
 
 _FILE = {
     "engine": str, "features": Features, "constants": dict[str, Any], "beside_gpu": dict[str, Any],
-    "fitted": dict[str, dict[str, Any]],
+    "usual": Usual, "fitted": dict[str, dict[str, Any]],
 }  # fmt: skip
 """Keys of an engine's file; `beside_gpu` has constants of a host that computes nothing itself, and below `fitted` a GPU
 type has constants and _NOTES."""

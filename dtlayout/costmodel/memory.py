@@ -171,6 +171,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
     """
     model, features, constants = scenario.model, scenario.engine.features, scenario.engine.constants
     e, h, t = activation_size(scenario), model.hidden_size, layout.tp
+    read = fmt.held_bytes if (fmt := scenario.precision.matmul_format) else e  # what a matmul keeps of its input
     shared = t if layout.shards_sequence else 1
     is_eager = find_kernel(NormKernel, kernels.norm).is_eager
     norm = e + (constants.norm_saved_bytes / 2 if is_eager else 0.0)
@@ -180,9 +181,9 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
             case Norm():
                 beside_scores += norm * operation.width / (t if operation.is_of_heads else shared)
             case Linear(style="colwise", keeps_input=True):
-                beside_scores += e * operation.inputs / (shared if features.regathers_inputs else 1)
+                beside_scores += read * operation.inputs / (shared if features.regathers_inputs else 1)
             case Linear(style="rowwise", keeps_input=True):
-                beside_scores += e * operation.inputs / t
+                beside_scores += read * operation.inputs / t
             case Rotary():
                 beside_scores += features.rope_saved_bytes * operation.width / t
             case SelfAttention():

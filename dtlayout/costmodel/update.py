@@ -5,6 +5,7 @@ from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
 from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards
 from dtlayout.layout import Layout
+from dtlayout.models.counting import count_block_parameters
 from dtlayout.precision import BYTES
 
 _GRADIENT_TRAFFIC_BYTES = 12
@@ -29,8 +30,13 @@ def update_times(
     """
     traffic = n * (_GRADIENT_TRAFFIC_BYTES + scenario.optimizer.update_bytes / count_state_shards(layout))
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
-    again = n - (count_head_parameters(scenario.model, layout.tp) if keeps_head else 0.0)
-    dp_s = _data_parallel_s(scenario, layout, n, again, m, forward_s, backward_s)
+    gathered = activation_size(scenario) * n
+    if fmt := scenario.precision.matmul_format:
+        in_blocks = num_layers * count_block_parameters(scenario.model) / layout.tp
+        gathered += (fmt.gathered_bytes - activation_size(scenario)) * in_blocks
+    head = count_head_parameters(scenario.model, layout.tp) if keeps_head else 0.0
+    again = gathered - activation_size(scenario) * head
+    dp_s = _data_parallel_s(scenario, layout, n, gathered, again, m, forward_s, backward_s)
     optimizer_s = pass_s(scenario, traffic)
     if scenario.is_on_host:
         constants = scenario.engine.constants
@@ -55,17 +61,24 @@ def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
 
 
 def _data_parallel_s(
-    scenario: Scenario, layout: Layout, n: float, again: float, m: int, forward_s: float, backward_s: float
+    scenario: Scenario,
+    layout: Layout,
+    n: float,
+    gather_bytes: float,
+    again_bytes: float,
+    m: int,
+    forward_s: float,
+    backward_s: float,
 ) -> float:
-    """A step's reductions and gathers, as far as computation does not hide them.
+    """A step's reductions and gathers of n parameters, as far as computation does not hide them.
 
     Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
-    under ZeRO-3, `again` of n behind the backward) that uses them.
+    under ZeRO-3, `again_bytes` behind the backward) that uses them.
     """
     if layout.dp * layout.cp == 1:
         return 0.0
     features, hidden = scenario.engine.features, hidden_share(scenario)
-    reduce_bytes, gather_bytes = features.reduce_bytes * n, activation_size(scenario) * n
+    reduce_bytes = features.reduce_bytes * n
     if features.sharding == "fsdp2":
         reduce_bytes = BYTES[scenario.precision.reduce] * n
     shards = count_state_shards(layout)
@@ -79,7 +92,7 @@ def _data_parallel_s(
     copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
     reductions = count_reductions(scenario, layout, m)
     # Behind the same backward as the reduction, on the same link.
-    again_s = half_all_reduce_s(activation_size(scenario) * again, shards, shard_link) if layout.zero == 3 else 0.0
+    again_s = half_all_reduce_s(again_bytes, shards, shard_link) if layout.zero == 3 else 0.0
 
     def exposed_s(sending_s: float, computing_s: float) -> float:
         return max(0.0, sending_s - hidden * computing_s)

@@ -93,6 +93,8 @@ class Run:
     """Who published it; empty where nobody says."""
     note: str = ""
     """What the source says of it beside."""
+    assumed: tuple[str, ...] = ()
+    """What it does not say, and the engine usually does: key=value each."""
 
     @property
     def step_time_s(self) -> float | None:

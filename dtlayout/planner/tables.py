@@ -8,6 +8,7 @@ A cell that cannot be true is an error. A row that is right and cannot be predic
 """
 
 import csv
+import json
 import math
 import re
 import sys
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, gpu_named
-from dtlayout.costmodel.engine import find_engine, known_engines
+from dtlayout.costmodel.engine import Features, find_engine, find_usual, known_engines
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
@@ -28,7 +29,7 @@ from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import OPTIMIZERS, AdamW, Optimizer
 from dtlayout.pipelining.schedules import SCHEDULES, schedule_with
 from dtlayout.planner.runs import Outcome, Performance, Run
-from dtlayout.precision import Precision
+from dtlayout.precision import MATMUL_FORMATS, Precision
 from dtlayout.recompute import Recompute
 from dtlayout.text import GIB
 
@@ -44,8 +45,10 @@ _OUTCOMES: dict[str, Outcome] = {
     "ok": "ok", "oom": "oom", "crashed_or_oom": "crashed_or_oom", "unavailable": "skipped", "error": "crashed",
 }  # fmt: skip
 """A table's status → outcome."""
-_PRECISIONS = {"bf16": Precision()}
+_PRECISIONS = {"bf16": Precision(), **{name: Precision(matmuls=name) for name in MATMUL_FORMATS}}
 """A table's word for the format of matmuls → ours."""
+_SHARDED_OVER = re.compile(r"\boptimizer shards over (\d+) GPUs")
+"""A note on data-parallel ranks of which each so many have a whole optimizer state."""
 _SCHEDULES = {"interleaved": "interleaved-1f1b"}
 """A table's word for a schedule, where it is not ours."""
 _WHERE_NO_COLUMN = {
@@ -144,12 +147,21 @@ def _read_rows(reader: "csv.DictReader[str]", engine: str | None, problems: list
             except DtlayoutError as error:
                 wrong.append(f"{where}, column {name}: {error}")
         if not wrong:
+            cells |= {"assumed": _assume(cells)}
             try:
                 reasons = _find_reasons(cells)
                 yield Unpredicted(cells["table"], cells["row"], reasons) if reasons else _to_run(cells)
             except DtlayoutError as error:
                 wrong.append(f"{where}: {error}")
         problems += wrong
+
+
+def _assume(cells: dict[str, Any]) -> tuple[str, ...]:
+    """Fill what a row does not say with what its engine usually does; the cells that were filled."""
+    usual = {name: value for name, value in vars(find_usual(cells["engine"])).items() if value is not None}
+    filled = {name: value for name, value in usual.items() if cells[name] is None}
+    cells |= filled
+    return tuple(f"{name}={json.dumps(value)}" for name, value in filled.items())
 
 
 def _to_run(cells: _Cells) -> Run:
@@ -169,14 +181,25 @@ def _to_run(cells: _Cells) -> Run:
         mfu=mfu,
         peak_memory_bytes=None if peak_gib is None else (round(peak_gib * GIB), *(None,) * (layout.pp - 1)),
     )
+    engine = find_engine(cells["engine"], gpu.name)
     scenario = Scenario(
-        model=model, batch=batch, cluster=cluster, engine=find_engine(cells["engine"], gpu.name),
+        model=model, batch=batch, cluster=cluster, engine=engine,
         precision=_PRECISIONS[cells["precision"]], optimizer=_known_optimizers()[cells["optimizer"]](),
     )  # fmt: skip
     return Run(
         table=cells["table"], row=cells["row"], source=cells["source"], note=cells["note"], outcome=cells["status"],
         scenario=scenario, layout=layout, measured=measured,
-        kernels=replace(cells["kernel"], compile="blocks" if cells["compile"] else "none"),
+        kernels=_to_kernels(cells, engine.features), assumed=cells["assumed"],
+    )  # fmt: skip
+
+
+def _to_kernels(cells: _Cells, features: Features) -> Kernels:
+    """The kernels of a row, those that its word leaves open as its engine has them."""
+    kernels: Kernels = cells["kernel"]
+    is_flash, is_fused = kernels.attention == Kernels.attention, features.fuses_norms or kernels.norm == "fused"
+    return replace(
+        kernels, attention=features.flash_attention if is_flash else kernels.attention,
+        norm="fused" if is_fused else kernels.norm, compile="blocks" if cells["compile"] else "none",
     )  # fmt: skip
 
 
@@ -189,9 +212,12 @@ def _to_model(cells: _Cells) -> ModelShape:
 
 
 def _to_layout(cells: _Cells) -> Layout:
-    zero, is_replicated = cells["zero"], cells["zero"] == 0
+    zero, dp = cells["zero"], cells["dp"]
+    shards = 1 if zero == 0 else dp
+    if (found := _SHARDED_OVER.search(cells["note"])) and dp % int(found[1]) == 0:
+        shards = int(found[1])
     return Layout(
-        pp=cells["pp"], dp_replicate=cells["dp"] if is_replicated else 1, dp_shard=1 if is_replicated else cells["dp"],
+        pp=cells["pp"], dp_replicate=dp // shards, dp_shard=shards,
         cp=cells["cp"] or 1, tp=cells["tp"], sequence_parallel=bool(cells["sequence_parallel"]),
         micro_batch=cells["micro_batch"], schedule=_find_schedule(cells),
         virtual_stages=cells["virtual_stages"] or 1, zero=zero or 1, recompute=cells["recompute"],
@@ -271,7 +297,7 @@ def _find_reasons(cells: _Cells) -> tuple[str, ...]:
     degrees = math.prod(cells[name] or 1 for name in ("dp", "cp", "tp", "pp"))
     if degrees != cells["gpus"]:
         raise InvalidConfig(f"dp·cp·tp·pp is {degrees}, but gpus={cells['gpus']}")
-    if (cells["mfu"] or 0) > 1 and cells["precision"] in _PRECISIONS:
+    if (cells["mfu"] or 0) > 1 and cells["precision"] == "bf16":
         raise InvalidConfig(f"mfu={cells['mfu']} is above 1, which takes a format below bf16")
     return tuple(reason.format_map(cells) for reason, holds in _REASONS.items() if holds(cells))
 
