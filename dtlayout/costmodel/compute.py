@@ -198,8 +198,7 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     matmuls_s = block.forward_s - block.attention_s - block.elementwise_s
     matmuls_s -= 0.0 if layout.overlaps_tp else block.last_matmul_s
     again_s, again_cp_s = block.elementwise_s, 0.0
-    if "matmuls" not in recompute.kept:
-        again_s += matmuls_s
+    again_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
     if "attention" in recompute.kept:
         again_s += score_traffic_s(scenario, layout, kernels)
     else:

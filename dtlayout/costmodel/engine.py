@@ -16,6 +16,7 @@ from typing import Any, Literal
 from dtlayout import toml
 from dtlayout.cluster import Gpu, gpu_named
 from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.recompute import Recompute
 
@@ -69,10 +70,8 @@ class Features:
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
-    flash_attention: str = "sdpa-flash"
-    """The kernel behind what a table calls a flash attention, whatever its version."""
-    fuses_norms: bool = False
-    """Whether each norm is one kernel, also where a table says nothing of norms."""
+    kept_matmuls: float = 1.0
+    """Share of a block's matmuls whose results selective recomputation keeps, where it keeps any."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 
@@ -94,6 +93,15 @@ class Usual:
     """As `layout.recompute`."""
     sequence_parallel: bool | None = None
     """Beside tensor parallelism."""
+    attention: str = "sdpa-flash"
+    """The kernel behind what is called a flash attention, whatever its version."""
+    norm: str = "eager"
+    """The kernel of norms that are not called fused."""
+    loss: str = "eager"
+    """The kernel of the loss."""
+
+    def __post_init__(self) -> None:
+        Kernels(attention=self.attention, norm=self.norm, loss=self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,8 @@ class Sizes:
         """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
         self.num_gated_kept = 2 if kernels.compiles_blocks else swiglu.num_kept - 1
         """Tensors that a gated activation keeps beside its result: its inputs and, if not computed again, silu."""
+        self.kept_matmuls = scenario.engine.features.kept_matmuls
+        """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
         self.keeps_last = not kernels.compiles_blocks
         """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
         self._weigh_attention(scenario, layout, kernels)
@@ -136,7 +138,8 @@ class Sizes:
         self.head_weight = weight if loss.joins_matmul else 0.0
         """The head's weight, and its gradient; 0 where that is not computed in forward."""
         early = self.head_weight + self.whole if loss.joins_matmul else 0.0
-        self.loss = early + 2 * self.logits + self.exact_element * columns * at_once
+        num_own = 2 if loss.num_exact == 1 else 1  # the gradient comes in the place of one that is exact
+        self.loss = early + num_own * self.logits + loss.num_exact * self.exact_element * columns * at_once
         """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property
@@ -184,7 +187,7 @@ class Sizes:
         """Results that a recomputed block keeps, that of its last matmul only if `last`."""
         skipped = None if last else next(each for each in reversed(self.description.block) if isinstance(each, Linear))
         kept = (each for each in self.description.block if each.kept_as in recompute.kept and each is not skipped)
-        return sum(map(self.result_of, kept))
+        return sum(self.result_of(each) * (self.kept_matmuls if isinstance(each, Linear) else 1) for each in kept)
 
     def kept_by(self, operation: Operation) -> float:
         """Kept by an operation for its backward, and by no other one."""

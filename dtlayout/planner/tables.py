@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, gpu_named
-from dtlayout.costmodel.engine import Features, find_engine, find_usual, known_engines
+from dtlayout.costmodel.engine import find_engine, find_usual, known_engines
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
@@ -57,6 +57,8 @@ _WHERE_NO_COLUMN = {
 """What all runs of a table have that lacks the column."""
 ROUNDING = 0.02
 """How far apart two published figures of one speed may lie: tokens a second are printed in steps of up to 2 %."""
+_MAY_BE_USUAL = ("micro_batch", "zero", "recompute", "sequence_parallel")
+"""Columns that an engine's usual habit may fill."""
 _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
 _MOST_PROBLEMS = 20
@@ -158,8 +160,8 @@ def _read_rows(reader: "csv.DictReader[str]", engine: str | None, problems: list
 
 def _assume(cells: dict[str, Any]) -> tuple[str, ...]:
     """Fill what a row does not say with what its engine usually does; the cells that were filled."""
-    usual = {name: value for name, value in vars(find_usual(cells["engine"])).items() if value is not None}
-    filled = {name: value for name, value in usual.items() if cells[name] is None}
+    usual = vars(find_usual(cells["engine"]))
+    filled = {name: usual[name] for name in _MAY_BE_USUAL if cells[name] is None and usual[name] is not None}
     cells |= filled
     return tuple(f"{name}={json.dumps(value)}" for name, value in filled.items())
 
@@ -189,17 +191,18 @@ def _to_run(cells: _Cells) -> Run:
     return Run(
         table=cells["table"], row=cells["row"], source=cells["source"], note=cells["note"], outcome=cells["status"],
         scenario=scenario, layout=layout, measured=measured,
-        kernels=_to_kernels(cells, engine.features), assumed=cells["assumed"],
+        kernels=_to_kernels(cells), assumed=cells["assumed"],
     )  # fmt: skip
 
 
-def _to_kernels(cells: _Cells, features: Features) -> Kernels:
+def _to_kernels(cells: _Cells) -> Kernels:
     """The kernels of a row, those that its word leaves open as its engine has them."""
     kernels: Kernels = cells["kernel"]
-    is_flash, is_fused = kernels.attention == Kernels.attention, features.fuses_norms or kernels.norm == "fused"
+    usual = find_usual(cells["engine"])
     return replace(
-        kernels, attention=features.flash_attention if is_flash else kernels.attention,
-        norm="fused" if is_fused else kernels.norm, compile="blocks" if cells["compile"] else "none",
+        kernels, attention=usual.attention if kernels.attention == "sdpa-flash" else kernels.attention,
+        norm=usual.norm if kernels.norm == "eager" else kernels.norm, loss=usual.loss,
+        compile="blocks" if cells["compile"] else "none",
     )  # fmt: skip
 
 
