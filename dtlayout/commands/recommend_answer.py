@@ -269,6 +269,7 @@ def _describe_scenario(scenario: Scenario) -> list[str]:
     known = "" if engine.is_calibrated else f", uncalibrated: no run of it on {engine.gpu} is known"
     per_node = cluster.gpus_per_node
     nodes = f" in nodes of {per_node}" if cluster.num_gpus > per_node > 1 else ""
+    nodes += f", {cluster.gpus_linked} joined by fast links" if cluster.gpus_linked > per_node else ""
     updated = "" if scenario.optimizer == AdamW() else f", updated by {scenario.optimizer.name}"
     return [
         f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {cluster.num_gpus} x "

@@ -4,11 +4,11 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 
 | axis | values |
 |---|---|
-| tp | divisors of N; beyond a node too, the cost model knows that it is slow there |
+| tp | divisors of N; beyond the fast links too, the cost model knows that it is slow there |
 | pp | divisors of N / tp |
 | schedule | 1f1b; for pp > 1 all that are known, with the fewest virtual stages for each size of a stage |
 | virtual_stages | 64 at most |
-| dp_shard | 1, all of dp, and groups that fill 1, 2, 4, … whole nodes; the rest is dp_replicate (HSDP) |
+| dp_shard | 1, all of dp, groups of 1, 2, 4, … whole nodes or of all that fast links join; dp_replicate is the rest |
 | zero | 1, 2, 3; only 1 at dp_shard = 1, where nothing is sharded |
 | micro_batch | divisors of B |
 | sequence_parallel | on; for tp > 1 also off |
@@ -138,12 +138,13 @@ class Space:
 
     def shardings(self, tp: int, dp: int) -> list[Sharding]:
         """Ways to share the state, the least sharded first."""
-        per_node = self.scenario.cluster.gpus_per_node
-        groups = {1, dp}
-        group = max(1, per_node // tp)
+        cluster = self.scenario.cluster
+        group = max(1, cluster.gpus_per_node // tp)
+        groups = {1, dp, max(1, cluster.gpus_linked // tp)}
         while group < dp:
-            groups |= {group} if dp % group == 0 else set()
+            groups.add(group)
             group *= 2
+        groups = {n for n in groups if dp % n == 0}
         if "dp_replicate" in self.fixed:
             copies = self.fixed["dp_replicate"]
             groups = {dp // copies} if dp % copies == 0 else set()

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from importlib.resources import files
+from itertools import pairwise
 
 import pytest
 
@@ -57,9 +58,21 @@ def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
         assert set(table) <= {"engine", "features", "constants", "beside_gpu", "fitted"}
         assert set(table.get("fitted", {})) <= set(known_gpus())
     achieved = toml.loads((files("dtlayout") / "constants" / "achieved.toml").read_text(encoding="utf-8"))
-    assert set(achieved) <= set(known_gpus())
+    described = {entry.name.removesuffix(".toml") for entry in (files("dtlayout") / "constants" / "clusters").iterdir()}
+    assert set(achieved) == described - {"cpu"}
     for table in achieved.values():
-        assert table.pop("source") and set(table) <= set(BOUNDS)
+        assert table.pop("source") and {"matmul_efficiency"} <= set(table) <= set(BOUNDS)
+        assert all(BOUNDS[name][0] < value < BOUNDS[name][1] for name, value in table.items())
+
+
+def test_one_chip_sustains_flops_by_its_power_limit():
+    """By the rule of docs/time-model.md, FLOP/s to which each further watt adds less."""
+    gpus = [known_gpus()[f"h100-{name}"] for name in ("94g-nvl", "96g-500w", "80g-sxm")]
+    powers = [gpu.board_power_w or 0 for gpu in gpus]
+    sustained = [gpu.peak_flops_per_s * find_engine("megatron", gpu.name).constants.matmul_efficiency for gpu in gpus]
+    for (less, slower), (more, faster) in pairwise(zip(powers, sustained, strict=True)):
+        assert less < more
+        assert faster / slower == pytest.approx((more / less) ** 0.7, rel=0.02)
 
 
 def test_constants_were_fitted_for_both_published_sweeps():
