@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
+from dtlayout.precision import MatmulFormat
 
 _NUMBERS = {  # number in a file: the field of Gpu that it becomes, its unit
     "peak_bf16": ("peak_flops_per_s", "FLOP/s, dense"),
@@ -95,6 +96,10 @@ class Gpu:
     def has_mfu(self) -> bool:
         """Whether there is a peak that MFU is a share of; a CPU has none."""
         return self.device_type != "cpu"
+
+    def peak_of(self, matmuls: MatmulFormat) -> float | None:
+        """Dense matrix FLOP/s in a format below bf16; None where no unit multiplies it."""
+        return self.peak_fp8_flops_per_s if matmuls.peak == "fp8" else self.peak_fp4_flops_per_s
 
     @property
     def is_known(self) -> bool:

@@ -357,10 +357,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
             f"optimizer.warmup_steps={warmup_steps} is more than {name}={falls_over}, so that the learning rate would "
             f"never reach optimizer.lr; use fewer, or optimizer.decay_steps=N for the first steps of a run of N"
         )
-    if config.precision.matmul_format:
-        problems.append(
-            f"precision.matmuls={config.precision.matmuls} can be predicted, not trained; use precision.matmuls=compute"
-        )
+    problems += config.precision.training_problems
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     kernels = config.choose_kernels(device, layout).kernels

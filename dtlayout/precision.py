@@ -76,15 +76,20 @@ class Precision:
                 f"lose what the step computed; use params={self.compute} or finer"
             )
         if self.matmuls not in ("compute", *MATMUL_FORMATS):
-            problems.append(
-                f"precision.matmuls={self.matmuls!r} is unknown; use one of {['compute', *MATMUL_FORMATS]}"
-            )
+            problems.append(f"precision.matmuls={self.matmuls!r} is unknown; use one of {['compute', *MATMUL_FORMATS]}")
         elif self.matmul_format and self.compute != "bfloat16":
             problems.append(
                 f"precision.matmuls={self.matmuls} is cast from bfloat16, and precision.compute is {self.compute}"
             )
         if problems:
             raise InvalidConfig(problems)
+
+    @property
+    def training_problems(self) -> list[str]:
+        """What keeps this trainer from it."""
+        if self.matmul_format is None:
+            return []
+        return [f"precision.matmuls={self.matmuls} can be predicted, not trained; use precision.matmuls=compute"]
 
     @property
     def matmul_format(self) -> MatmulFormat | None:

@@ -64,7 +64,8 @@ def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     fill = constants.matmul_fill
     flops = 2.0 * (m + fill) * (n + fill) * (k + fill)
     moved_s = pass_s(scenario, activation_size(scenario) * (m * n + n * k + m * k))
-    return max(flops / (matrix_flops_per_s(scenario) * constants.matmul_efficiency), moved_s)
+    efficiency = constants.matmul_efficiency * constants.matmul_share
+    return max(flops / (matrix_flops_per_s(scenario) * efficiency), moved_s)
 
 
 def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
@@ -76,14 +77,13 @@ def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     if (fmt := scenario.precision.matmul_format) is None:
         return matmul_s(scenario, m, n, k)
     constants, gpu = scenario.engine.constants, scenario.cluster.gpu
-    peak = gpu.peak_fp8_flops_per_s if fmt.peak == "fp8" else gpu.peak_fp4_flops_per_s
-    efficiency = constants.fp8_efficiency if fmt.peak == "fp8" else constants.fp4_efficiency
-    if not peak:
+    if not (peak := gpu.peak_of(fmt)):
         return inf
+    efficiency = constants.fp8_efficiency if fmt.peak == "fp8" else constants.fp4_efficiency
     fill = constants.matmul_fill
     flops = 2.0 * (m + fill) * (n + fill) * (k + fill * peak / gpu.peak_flops_per_s)
     moved_s = pass_s(scenario, activation_size(scenario) * m * n + fmt.held_bytes * (n * k + m * k))
-    return max(flops / (peak * efficiency), moved_s)
+    return max(flops / (peak * efficiency * constants.matmul_share), moved_s)
 
 
 def matrix_flops_per_s(scenario: Scenario) -> float:

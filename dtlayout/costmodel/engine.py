@@ -110,6 +110,9 @@ class Constants:
 
     matmul_efficiency: float = _constant(0.8, 0.4, 0.95, "share")
     """Share of the peak that a large matmul achieves."""
+    matmul_share: float = _constant(1.0, 0.5, 1.2, "share")
+    """What a program leaves of the efficiency of matmuls on a GPU type, beside all else that it does: its libraries,
+    gaps between kernels, clocks that fall."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
     fp8_efficiency: float = _constant(0.6, 0.2, 0.9, "share")

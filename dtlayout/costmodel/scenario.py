@@ -62,11 +62,10 @@ def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
     problems = kernels.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
     engine = scenario.engine
-    if fmt := scenario.precision.matmul_format:
-        if engine.name == OWN_ENGINE:
-            problems.append(f"precision.matmuls={fmt.name} can be predicted of other engines; this trainer has compute")
-        if not scenario.cluster.gpu.peak_of(fmt):
-            problems.append(f"precision.matmuls={fmt.name} is no format that {scenario.cluster.gpu.name} multiplies in")
+    if (fmt := scenario.precision.matmul_format) and not scenario.cluster.gpu.peak_of(fmt):
+        problems.append(f"precision.matmuls={fmt.name} is no format that {scenario.cluster.gpu.name} multiplies in")
+    elif engine.name == OWN_ENGINE:
+        problems += scenario.precision.training_problems
     return problems + engine.schedule_problems(layout.schedule) + engine.recompute_problems(layout.recompute)
 
 

@@ -279,6 +279,9 @@ _REASONS: dict[str, Callable[[_Cells], Any]] = {
     "engine {engine} is not known": lambda row: row["engine"] and row["engine"] not in known_engines(),
     "GPU type {gpu} is not known": lambda row: not gpu_named(row["gpu"]).is_known,
     "precision {precision}": lambda row: row["precision"] and row["precision"] not in _PRECISIONS,
+    "{gpu} does not multiply in {precision}":
+        lambda row: row["precision"] in MATMUL_FORMATS and gpu_named(row["gpu"]).is_known
+        and not gpu_named(row["gpu"]).peak_of(MATMUL_FORMATS[row["precision"]]),
     "mixture of experts": lambda row: row["experts"],
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in _known_optimizers(),
     "schedule {schedule} is not known": lambda row: _find_schedule(row) not in SCHEDULES,

@@ -55,7 +55,7 @@ def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
     for entry in (files("dtlayout") / "constants" / "engines").iterdir():
         table = toml.loads(entry.read_text(encoding="utf-8"))
         assert entry.name == table["engine"] + ".toml"
-        assert set(table) <= {"engine", "features", "constants", "beside_gpu", "fitted"}
+        assert set(table) <= {"engine", "features", "constants", "beside_gpu", "usual", "fitted"}
         assert set(table.get("fitted", {})) <= set(known_gpus())
     achieved = toml.loads((files("dtlayout") / "constants" / "achieved.toml").read_text(encoding="utf-8"))
     described = {entry.name.removesuffix(".toml") for entry in (files("dtlayout") / "constants" / "clusters").iterdir()}
@@ -103,7 +103,8 @@ def test_what_a_host_takes_to_start_kernels_holds_beside_gpus_alone():
 
 def test_an_unknown_engine_is_refused_with_those_there_are():
     assert problems_of("megatorn") == [
-        "engine 'megatorn' is unknown; use one of aa-scaling, dtlayout, megatron, nanotron, torchtitan"
+        "engine 'megatorn' is unknown; use one of aa-scaling, automodel, dtlayout, fsdp1, internevo, "
+        "megatron, nanotron, prime-rl, torchtitan"
     ]
 
 

@@ -10,11 +10,13 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.scenario import Scenario, find_refusals
+from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import explain
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.precision import Precision
 
 MODEL = replace(SHAPE, hidden_size=1024, ffn_size=2048, num_layers=4, vocab_size=8192)
 
@@ -63,3 +65,25 @@ def test_no_change_is_advised_that_the_trainer_refuses():
     for kernels in (Kernels(), Kernels(compile="model")):
         for change in explain(here, layout, kernels).changes:
             assert not find_refusals(here, change.estimate.layout, change.estimate.kernels)
+
+
+def test_matmuls_below_bf16_are_predicted_of_others_where_the_gpu_has_them():
+    here, layout = scenario("megatron", "h100-80g-sxm"), Layout(dp_shard=4)
+    fp8, fp4 = (replace(here, precision=Precision(matmuls=name)) for name in ("mxfp8", "nvfp4"))
+    assert not find_refusals(fp8, layout, Kernels())
+    assert find_refusals(fp4, layout, Kernels()) == [
+        "precision.matmuls=nvfp4 is no format that h100-80g-sxm multiplies in"
+    ]
+    own = replace(scenario("dtlayout", "h100-80g-sxm"), precision=fp8.precision)
+    (problem,) = find_refusals(own, layout, Kernels())
+    assert problem == "precision.matmuls=mxfp8 can be predicted, not trained; use precision.matmuls=compute"
+    faster = Search(Space(fp8)).run().ranked[0], Search(Space(here)).run().ranked[0]
+    assert faster[0].step_time_s < faster[1].step_time_s
+    assert faster[0].peak_bytes < faster[1].peak_bytes
+
+
+def test_a_config_below_bf16_is_refused_before_it_starts():
+    with pytest.raises(InvalidConfig, match="precision.matmuls='fp8' is unknown; use one of"):
+        Precision(matmuls="fp8")
+    with pytest.raises(InvalidConfig, match="is cast from bfloat16, and precision.compute is float32"):
+        Precision(matmuls="mxfp8", compute="float32")

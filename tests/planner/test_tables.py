@@ -12,6 +12,8 @@ from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import SGD, AdamW
 from dtlayout.planner.tables import read_tables
+from dtlayout.planner.validate import describe_changes
+from dtlayout.precision import MATMUL_FORMATS
 from dtlayout.text import GIB
 
 ROW = {
@@ -51,7 +53,7 @@ def test_a_row_becomes_a_run(tmp_path):
     assert run.layout == Layout(
         pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full"
     )
-    assert run.kernels == Kernels(attention="sdpa-flash", norm="eager")
+    assert run.kernels == Kernels(attention="sdpa-cudnn", norm="fused", loss="eager")  # Transformer Engine's
     model, batch, cluster = run.scenario.model, run.scenario.batch, run.scenario.cluster
     assert (model.name, model.hidden_size, model.num_layers, model.num_heads) == ("small", 1024, 8, 16)
     assert (model.num_kv_heads, model.ffn_size, model.vocab_size, model.tied_embeddings) == (4, 2816, 32000, True)
@@ -110,17 +112,22 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ({"engine": "steam"}, ["engine steam is not known"]),
         ({"engine": ""}, ["engine is not stated, --engine names one"]),
         ({"gpu": "abacus"}, ["GPU type abacus is not known"]),
-        ({"precision": "nvfp4", "mfu": "1.4"}, ["precision nvfp4"]),
+        ({"precision": "int4", "mfu": "1.4"}, ["precision int4"]),
+        ({"precision": "nvfp4", "mfu": "1.4"}, ["h100-80g-sxm does not multiply in nvfp4"]),
         ({"precision": ""}, ["precision is not stated"]),
         ({"experts": "64", "experts_per_token": "6", "expert_ffn": "512", "ep": "4"}, ["mixture of experts"]),
-        ({"experts": "64", "precision": "mxfp8"}, ["precision mxfp8", "mixture of experts"]),
+        ({"experts": "64", "precision": "mxfp8"}, ["mixture of experts"]),
         ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
         ({"schedule": "zbv"}, ["schedule zbv is not known"]),
         ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
         ({"schedule": "interleaved", "virtual_stages": ""}, ["virtual_stages is not stated"]),
-        ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated", "micro_batch is not stated"]),
-        ({"recompute": "", "kernel": ""}, ["recompute is not stated", "kernel is not stated"]),
-        ({"zero": "", "sequence_parallel": ""}, ["zero is not stated", "sequence_parallel is not stated"]),
+        ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated"]),
+        ({"recompute": "", "kernel": ""}, ["kernel is not stated"]),
+        ({"zero": "", "sequence_parallel": ""}, ["sequence_parallel is not stated"]),
+        (
+            {"engine": "fsdp1", "zero": "", "micro_batch": "", "recompute": ""},
+            ["micro_batch is not stated", "recompute is not stated", "zero is not stated"],
+        ),
     ],
 )
 def test_a_row_that_cannot_be_predicted_is_named_with_its_reasons(tmp_path, cells, reasons):
@@ -130,6 +137,26 @@ def test_a_row_that_cannot_be_predicted_is_named_with_its_reasons(tmp_path, cell
 def test_what_would_not_matter_need_not_be_stated(tmp_path):
     assert read(tmp_path, zero="", dp="1", gpus="8").layout.dp_shard == 1
     assert not read(tmp_path, sequence_parallel="", tp="1", dp="8").layout.sequence_parallel
+
+
+def test_what_a_row_does_not_say_is_what_its_engine_usually_does(tmp_path):
+    run = read(tmp_path, micro_batch="", recompute="", zero="")
+    assert run.assumed == ("micro_batch=1", "zero=1", 'recompute="none"')
+    assert (run.layout.micro_batch, run.layout.recompute, run.layout.zero) == (1, "none", 1)
+    assert 'not stated: recompute="none", what megatron usually does' in describe_changes(run)
+    assert read(tmp_path).assumed == ()
+
+
+def test_a_note_says_over_how_many_ranks_the_optimizer_is_sharded(tmp_path):
+    layout = read(tmp_path, note="optimizer shards over 2 GPUs; a page").layout
+    assert (layout.dp_replicate, layout.dp_shard) == (2, 2)
+    assert read(tmp_path, note="optimizer shards over 3 GPUs").layout.dp_shard == 4  # of which 4 ranks make no groups
+
+
+@pytest.mark.parametrize("name", MATMUL_FORMATS)
+def test_matmuls_below_bf16_are_read(tmp_path, name):
+    run = read(tmp_path, precision=name, gpu="gb300", gpus_per_node="4")
+    assert run.scenario.precision.matmul_format is MATMUL_FORMATS[name]
 
 
 def test_a_layout_that_was_run_again_counts_once(tmp_path):
@@ -170,7 +197,13 @@ def test_a_run_that_did_not_end_well_did_not_run(tmp_path):
     ],
 )
 def test_a_kernel_names_attention_and_norm(tmp_path, kernel, attention, norm):
-    assert read(tmp_path, kernel=kernel).kernels == Kernels(attention=attention, norm=norm)
+    found = read(tmp_path, kernel=kernel, engine="nanotron").kernels
+    assert found == Kernels(attention=attention, norm=norm, loss="eager")
+
+
+def test_an_engine_says_which_kernels_a_word_leaves_open(tmp_path):
+    found = read(tmp_path, kernel="flash2", engine="fsdp1").kernels
+    assert found == Kernels(attention="flash1", norm="fused", loss="torch")
 
 
 def test_layouts_that_our_trainer_refuses_are_read(tmp_path):
