@@ -2,9 +2,9 @@
 
 Features say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants
 say how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit`
-to runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
-values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both, and `register_engine` takes
-a file of the same form.
+to runs of that engine, inside bounds that physics sets: those that hold on any GPU type to all of its runs, others to
+those on one type. Where no runs are known, general values stand and a prediction is called uncalibrated.
+constants/engines/*.toml holds both, and `register_engine` takes a file of the same form.
 """
 
 from collections.abc import Mapping
@@ -237,8 +237,10 @@ class RunAheadConstants(Constants):
 
 UNCALIBRATED_ERROR = 0.25
 """Between the medians that general constants leave on AA-Scaling's runs on A100, 13 %, and nanotron's on H100, 39 %."""
-_NOTES = ("source", "error")
-"""Keys beside an engine's fitted constants."""
+ANY_GPU = "any"
+"""Stands for a GPU type's name where constants are fitted to runs on all types together."""
+_NOTES = {"source": str, "error": float, "gpus": list[str]}
+"""Keys beside an engine's fitted constants, and what they hold; `gpus` are the types that runs on any were on."""
 BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(RunAheadConstants)}
 
 
@@ -255,7 +257,11 @@ class Engine:
     constants: Constants
     """How fast and how large."""
     fitted: tuple[str, ...]
-    """The constants that were fitted to runs on this GPU type; empty means uncalibrated."""
+    """The constants that were fitted to runs on this GPU type alone."""
+    shared: tuple[str, ...] = ()
+    """Other constants, which were fitted to runs on all GPU types together."""
+    shared_by: tuple[str, ...] = ()
+    """The GPU types of those runs."""
     source: str
     """The runs that its constants were fitted to."""
     error: float
@@ -264,7 +270,7 @@ class Engine:
     @property
     def is_calibrated(self) -> bool:
         """Whether runs of this engine on this GPU type stand behind the constants."""
-        return bool(self.fitted)
+        return bool(self.fitted) or self.gpu in self.shared_by
 
     def recompute_problems(self, recompute: str) -> list[str]:
         """A line for a kind that the engine does not have; none but ours and torchtitan's tells operations apart."""
@@ -280,7 +286,8 @@ class Engine:
     @property
     def at_bounds(self) -> tuple[str, ...]:
         """The fitted constants that stand at a bound: the runs don't determine them, or the formula is wrong."""
-        values = ((name, getattr(self.constants, name), *BOUNDS[name]) for name in self.fitted)
+        names = (*self.shared, *self.fitted)
+        values = ((name, getattr(self.constants, name), *BOUNDS[name]) for name in names)
         return tuple(name for name, value, low, high in values if min(value - low, high - value) < 1e-3 * (high - low))
 
     def with_constants(self, **values: float) -> "Engine":
@@ -313,22 +320,42 @@ def register_engine(file: str | Path) -> None:
 def find_engine(name: str, gpu: str) -> Engine:
     """The engine called `name` on a GPU type; InvalidConfig names them all if there is none.
 
-    Its constants are general ones, then those of the GPU type, then its own, with those that hold beside a GPU alone,
-    then those fitted to its runs there.
+    Its constants are those before any fit (`find_unfitted`), then those fitted to its runs on any GPU type, then those
+    fitted to its runs on this one.
+    """
+    unfitted, fits = find_unfitted(name, gpu), _read_engines()[name].get("fitted", {})
+    alone, together = fits.get(gpu, {}), fits.get(ANY_GPU, {})
+    values, shared_values = _constants_in(alone), _constants_in(together)
+    found = replace(
+        unfitted.with_constants(**{**shared_values, **values}),
+        fitted=tuple(values),
+        shared=tuple(name for name in shared_values if name not in values),
+        shared_by=tuple(together.get("gpus", ())),
+        error=alone.get("error", UNCALIBRATED_ERROR),
+    )
+    sources = [table["source"] for table in (alone, together) if "source" in table]
+    if sources and found.is_calibrated:
+        return replace(found, source="; ".join(sources))
+    return replace(found, source="; ".join([found.source, *(f"constants from {source}" for source in sources)]))
+
+
+def find_unfitted(name: str, gpu: str) -> Engine:
+    """The engine called `name` on a GPU type before any of its runs was seen; InvalidConfig if there is none.
+
+    Its constants are general ones, then those of the GPU type, then its own, with those that hold beside a GPU alone.
     """
     if (table := _read_engines().get(name)) is None:
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(known_engines())}")
-    features, measured = table.get("features", Features()), table.get("fitted", {}).get(gpu, {})
-    values, beside_gpu = _constants_in(measured), gpu_named(gpu).device_type == "cuda"
+    features, beside_gpu = table.get("features", Features()), gpu_named(gpu).device_type == "cuda"
     own = table.get("constants", {}) | (table.get("beside_gpu", {}) if beside_gpu else {})
     return Engine(
         name=name,
         gpu=gpu,
         features=features,
-        constants=features.kind_of_constants(**{**_achieved_on(gpu), **own, **values}),
-        fitted=tuple(values),
-        source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
-        error=measured.get("error", UNCALIBRATED_ERROR),
+        constants=features.kind_of_constants(**{**_achieved_on(gpu), **own}),
+        fitted=(),
+        source="uncalibrated: no run of this engine on this GPU type is known",
+        error=UNCALIBRATED_ERROR,
     )
 
 
@@ -345,6 +372,7 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     return replace(
         engine.with_constants(**measured),
         fitted=tuple(measured),
+        shared=tuple(each for each in engine.shared if each not in measured),
         source="measurements on these machines",
         error=UNCALIBRATED_ERROR if gpu.prediction_error is None else gpu.prediction_error,
     )
@@ -365,7 +393,7 @@ _FILE = {
     "usual": Usual, "fitted": dict[str, dict[str, Any]],
 }  # fmt: skip
 """Keys of an engine's file; `beside_gpu` has constants of a host that computes nothing itself, and below `fitted` a GPU
-type has constants and _NOTES."""
+type or ANY_GPU has constants and _NOTES."""
 
 
 @cache
@@ -384,6 +412,8 @@ def _parse_engine(tables: dict[str, Any], file: str) -> dict[str, Any]:
         problems += _problems(found.get(table, {}), table, features)
     for gpu, values in found.get("fitted", {}).items():
         problems += _problems(_constants_in(values), f"fitted.{gpu}", features)
+        notes = {key: value for key, value in values.items() if key in _NOTES}
+        toml.read_keys(notes, _NOTES, (), f"fitted.{gpu}", problems)
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
     return found

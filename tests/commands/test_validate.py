@@ -15,7 +15,7 @@ from tiny import ROOT
 from dtlayout import toml
 from dtlayout.cli import main
 from dtlayout.costmodel.engine import BOUNDS, find_engine
-from dtlayout.planner import validate as planner_validate
+from dtlayout.planner import fit
 from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import predict
 from dtlayout.text import GIB
@@ -70,11 +70,11 @@ def few_constants(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Two fitted constants instead of all, which would take longer to fit."""
     names = ("matmul_efficiency", "logit_bytes")
 
-    def fit_few(runs, start):
-        return fit_engine(runs, replace(start, fitted=names))
+    def fit_few(runs, starts):
+        return refit(runs, [replace(start, fitted=names) for start in starts])
 
-    fit_engine = planner_validate.fit_engine
-    monkeypatch.setattr(planner_validate, "fit_engine", fit_few)
+    refit = fit.refit
+    monkeypatch.setattr(fit, "refit", fit_few)
     return names
 
 
@@ -117,18 +117,37 @@ def test_several_tables_are_pooled_and_a_score_without_rows_is_null(measured, tm
 
 def test_leaving_out_adds_scores_of_each_model(measured, few_constants, capsys):
     document = run_json(capsys, measured, "--leave-one-out")
-    assert document.keys() == DOCUMENT | {"left_out"}
+    assert document.keys() == DOCUMENT | {"left_out", "left_out_groups", "left_out_kept"}
+    assert document["left_out_groups"]["engine"]["nanotron"]["rows"] == 24
     assert list(document["left_out"]) == ["narrow", "wide"]
     assert all(scores.keys() == KEYS for scores in document["left_out"].values())
     assert document["pooled"]["mape"] == pytest.approx(0.25)  # the shipped constants still
 
 
-def test_leaving_out_the_only_model_is_refused(tmp_path, capsys):
+def test_the_only_model_is_not_left_out_and_told(tmp_path, capsys):
     path = write_measured(tmp_path / "runs.csv", make_rows()[:12])
-    message = (
-        "--leave-one-out needs runs of two models, but those of engine nanotron on h100-80g-sxm are all of narrow\n"
+    document = run_json(capsys, path, "--leave-one-out")
+    assert document["left_out"] == {}
+    assert list(document["left_out_kept"]) == ["nanotron on h100-80g-sxm"]
+    assert main(["validate", str(path), "--leave-one-out"]) == 0
+    line = "not left out, by constants that saw them: 12 rows of nanotron on h100-80g-sxm, all of narrow\n"
+    assert line in capsys.readouterr().out
+
+
+def test_leaving_out_gpu_types_adds_scores_of_each(measured, tmp_path, capsys):
+    other = write_rows(tmp_path / "other.csv", make_rows(engine="torchtitan", gpu="a100-80g-sxm", mfu=0.4))
+    document = run_json(capsys, measured, other, "--leave-gpu-out")
+    assert document.keys() == DOCUMENT | {"left_out_gpu", "left_out_gpu_groups", "left_out_gpu_kept"}
+    assert {gpu: scores["rows"] for gpu, scores in document["left_out_gpu"].items()} == {
+        "h100-80g-sxm": 24, "a100-80g-sxm": 24,
+    }  # fmt: skip
+    assert (
+        document["left_out_gpu"]["h100-80g-sxm"]["mape"]
+        > document["groups"]["gpu"]["h100-80g-sxm"]["speed"]["absolute"]
     )
-    assert refuse(capsys, path, "--leave-one-out") == message
+    assert document["left_out_gpu_groups"]["engine"].keys() == {"nanotron", "torchtitan"}
+    assert main(["validate", str(measured), "--leave-gpu-out"]) == 0
+    assert "\nGPU type left out " in capsys.readouterr().out
 
 
 def test_people_see_scores_and_the_worst_rows_in_120_columns(measured, capsys):
