@@ -360,6 +360,8 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     problems += config.precision.training_problems
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
+    if config.model.experts is not None:
+        problems.append("model.experts: a mixture of experts can be predicted, not trained; use a model without them")
     kernels = config.choose_kernels(device, layout).kernels
     problems += kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
     problems += kernels.unrepeatable(device) if config.train.deterministic else []

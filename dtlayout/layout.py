@@ -38,6 +38,9 @@ class Layout:
     """Context-parallel degree: ranks that share one sequence."""
     tp: int = ranged("must be at least 1", 1)
     """Tensor-parallel degree: ranks that share every matmul; keep it inside one node."""
+    ep: int = ranged("must be at least 1", 1)
+    """Expert-parallel degree: ranks of a stage, neighbours among those of dp, cp and tp, that share the experts, which
+    can only be predicted."""
     sequence_parallel: bool = True
     """Shard the residual stream and the norms over tp along the sequence; without effect at tp = 1."""
     tp_overlap: bool = False
@@ -81,6 +84,11 @@ class Layout:
     def world_size(self) -> int:
         """Ranks of the whole job."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a stage that hold the same experts."""
+        return self.dp * self.cp * self.tp // self.ep
 
     @property
     def num_stages(self) -> int:
@@ -133,6 +141,7 @@ class Layout:
         """
         names = {"dp_replicate": "replicate", "dp_shard": "dp"}
         axes = [f"{names.get(axis, axis)}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        axes += [f"ep{self.ep}"] if self.ep > 1 else []
         text = "·".join(axes) or "1 rank"
         text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp + f" mb{self.micro_batch}"
         if self.pp > 1:
@@ -198,7 +207,7 @@ def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broke
     broken += _check_batch(layout, batch)
     if layout.cp > 1:
         broken.append(_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}]))
-    return broken
+    return broken + _check_experts(layout, model)
 
 
 def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: ModelShape, batch: Batch) -> str:
@@ -241,6 +250,21 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
         _Broken(f"tp/{name}", f"tp={tp} does not divide {name}={size}", replicated * (name == "seq_len") + repairs)
         for name, size in sizes.items()
         if size % tp
+    ]
+
+
+def _check_experts(layout: Layout, model: ModelShape) -> list[_Broken]:
+    ep = layout.ep
+    if ep > 1 and model.experts is None:
+        return [_Broken("ep", f"ep={ep}, but model {model.name} has no experts", [{"ep": 1}])]
+    sizes = {"dp * cp * tp": layout.dp * layout.cp * layout.tp}
+    if model.experts:
+        sizes["experts.number"] = model.experts.number
+    repairs = [{"ep": degree} for degree in _nearest(ep, divisors(gcd(*sizes.values())))]
+    return [
+        _Broken(f"ep/{name}", f"ep={ep} does not divide {name}={size}", repairs)
+        for name, size in sizes.items()
+        if size % ep
     ]
 
 

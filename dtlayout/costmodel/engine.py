@@ -72,6 +72,8 @@ class Features:
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
     kept_matmuls: float = 1.0
     """Share of a block's matmuls whose results selective recomputation keeps, where it keeps any."""
+    has_experts: bool = False
+    """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 

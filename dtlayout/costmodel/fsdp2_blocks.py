@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.phase import Part, Phase, changes
-from dtlayout.models.description import Activation, Linear, Norm, SelfAttention, Weight
+from dtlayout.models.description import Activation, Linear, Norm, RoutedExperts, SelfAttention, Weight
 
 Steps = list[tuple[Part, float]]
 
@@ -34,11 +34,16 @@ class WeightGradients(NamedTuple):
 
 
 def block_forward(size: Sizes, kept: float) -> Phase:
-    """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp."""
+    """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp.
+
+    Or, instead of these two, the results of experts and their sum.
+    """
     in_attention = size.in_attention
     dropped = min(size.block - kept, size.last_branch) if kept < size.block else 0.0
-    summing = (size.stream + size.whole * size.reorders) if size.is_split else 0.0
-    at_end = kept + dropped + size.whole + summing + 2 * size.stream
+    closing = size.whole + ((size.stream + size.whole * size.reorders) if size.is_split else 0.0)
+    if (experts := size.description.experts) and not size.description.tp_closes_block:
+        closing = size.copies(experts) + size.stream
+    at_end = kept + dropped + closing + 2 * size.stream
     return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
 
 
@@ -54,13 +59,18 @@ def block_backward(size: Sizes, weights: WeightGradients, kept: float, recompute
                     steps.append((_A, -size.stream))  # added to the residual stream's
             case Linear(style="rowwise"):
                 steps += _closing_backward(size, operation, weights)
+            case Linear(style="replicated"):  # a router, whose gradient is added to that of the experts
+                come = weights.come(*operation.weights)
+                steps += [(_A, size.stream), *come, (_A, -size.stream - size.kept_by(operation))]
             case Linear():
                 steps += _opening_backward(size, operation, weights, adds=isinstance(after, Linear))
             case SelfAttention():
                 query, inputs = size.split(operation.query_width), size.split(operation.input_width)
                 steps += [(_A, size.backward_work), (_A, inputs - size.backward_work - size.attention - query)]
             case Activation():
-                steps += _activation_backward(size, operation)
+                steps += _activation_backward(size.split(operation.width), size.count_kept(operation))
+            case RoutedExperts():
+                steps += _experts_backward(size, operation, weights, adds=isinstance(after, Linear))
     return changes(*steps, (_A, size.block - recomputed - kept))
 
 
@@ -105,15 +115,28 @@ def _opening_backward(size: Sizes, matmul: Linear, weights: WeightGradients, *, 
     return steps + ([(_A, -size.norm_output), *_sum_over_tp(size)] if matmul.keeps_input else [])
 
 
-def _activation_backward(size: Sizes, activation: Activation) -> Steps:
-    """The gradient of its result gives way to those of what it reads, and what it keeps goes.
+def _experts_backward(size: Sizes, experts: RoutedExperts, weights: WeightGradients, *, adds: bool) -> Steps:
+    """From the gradient of the residual stream, copied for each expert of a token, to that of what the experts read.
 
-    By what that is: without a gate; both gradients in place; one after the other.
+    `adds` where a shared expert has left a gradient of the same.
     """
-    f = size.split(activation.width)
+    copies, inside = size.copies(experts), size.split(experts.per_token * experts.inner_width)
+    *opening, closing = experts.weights
+    steps: Steps = [(_A, copies), (_A, inside), *weights.come(closing), (_A, -inside - copies)]
+    steps += [*_activation_backward(inside, size.count_kept(experts)), (_A, copies)]
+    steps += [(_A, copies), (_A, -copies)] * (experts.num_opening - 1)  # of gate, added to that of up
+    steps += [*weights.come(*opening), (_A, -experts.num_opening * inside - copies), (_A, size.stream), (_A, -copies)]
+    return steps + ([(_A, -size.stream)] if adds else [])
+
+
+def _activation_backward(f: float, num_kept: int) -> Steps:
+    """The gradient of its result, f bytes, gives way to those of what it reads, and what it keeps goes.
+
+    By the number of tensors that it keeps: without a gate; both gradients in place; one after the other.
+    """
     silu: Steps = [(_A, f), (_A, -2 * f)]
     steps: dict[int, Steps] = {1: silu, 2: [(_A, -f)], 3: [(_A, 2 * f), (_A, -3 * f), *silu]}
-    return steps[size.count_kept(activation)]
+    return steps[num_kept]
 
 
 def _gather(size: Sizes) -> Steps:

@@ -19,7 +19,7 @@ from dtlayout.costmodel.scenario import Scenario, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
-from dtlayout.models.description import Activation, Linear, Norm, Operation, SelfAttention
+from dtlayout.models.description import Activation, Linear, Norm, Operation, RoutedExperts, SelfAttention
 from dtlayout.models.families import describe
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
@@ -154,7 +154,7 @@ class Sizes:
         for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
             held += self.kept_by(operation)
             if isinstance(operation, Linear):
-                held += self.result_of(operation)
+                held += sum(self.results_of(operation))
             elif isinstance(operation, Norm) and operation.is_of_heads and self.keeps_stream:
                 held -= self.split(operation.width)  # a projection, which is there anyway
         return held
@@ -177,32 +177,53 @@ class Sizes:
         rest = self.product_element * width + self.exact_element * num_rows
         return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
 
-    def result_of(self, operation: Operation) -> float:
-        """What recomputation may keep of an operation: of a matmul its outputs, or a term of the branch's sum."""
-        if not isinstance(operation, Linear):
-            return self.attention_results
-        return self.split(operation.outputs) if operation.style == "colwise" else self.whole
+    def results_of(self, operation: Operation) -> list[float]:
+        """What recomputation may keep of an operation: of each matmul its outputs, or a term of the branch's sum."""
+        match operation:
+            case Linear(style="colwise"):
+                return [self.split(operation.outputs)]
+            case Linear(style="replicated"):
+                return [self.element * operation.outputs / self.stream_ranks]
+            case Linear():
+                return [self.whole]
+            case RoutedExperts():
+                opened = self.split(operation.per_token * operation.inner_width)
+                return [*[opened] * operation.num_opening, self.copies(operation)]
+        return [self.attention_results]
 
     def results(self, recompute: Recompute, *, last: bool) -> float:
         """Results that a recomputed block keeps, that of its last matmul only if `last`."""
-        skipped = None if last else next(each for each in reversed(self.description.block) if isinstance(each, Linear))
-        kept = (each for each in self.description.block if each.kept_as in recompute.kept and each is not skipped)
-        return sum(self.result_of(each) * (self.kept_matmuls if isinstance(each, Linear) else 1) for each in kept)
+        kept: list[float] = []
+        for operation in (each for each in self.description.block if each.kept_as in recompute.kept):
+            share = self.kept_matmuls if operation.kept_as == "matmuls" else 1.0
+            kept += [share * size for size in self.results_of(operation)]
+        return sum(kept[:-1] if "matmuls" in recompute.kept and not last else kept)
 
     def kept_by(self, operation: Operation) -> float:
         """Kept by an operation for its backward, and by no other one."""
         match operation:
             case Norm():
                 return self.norm(operation).kept
+            case Linear(style="colwise", keeps_input=True):
+                return self.norm_output
+            case Linear(style="rowwise", keeps_input=True):
+                return self.split(operation.inputs)
             case Linear(keeps_input=True):
-                return self.norm_output if operation.style == "colwise" else self.split(operation.inputs)
+                return self.stream
             case SelfAttention():
                 return self.attention
             case Activation():
                 return self.count_kept(operation) * self.split(operation.width)
+            case RoutedExperts():
+                inside = self.split(operation.per_token * operation.inner_width)
+                return self.copies(operation) + (self.count_kept(operation) + 1) * inside
         return 0.0
 
-    def count_kept(self, activation: Activation) -> int:
+    def copies(self, experts: RoutedExperts) -> float:
+        """The tokens that a rank's experts are sent, k copies of each of its own where all are sent as many."""
+        return self.split(experts.per_token * experts.width)
+
+    def count_kept(self, activation: Activation | RoutedExperts) -> int:
         """Tensors that an activation keeps beside its result."""
         return self.num_gated_kept if activation.gated else 1
 
@@ -213,7 +234,7 @@ class Sizes:
         """
         if not recompute.covers(layer):
             return self.block
-        num_sums = self.description.num_branches - (not self.keeps_last)
+        num_sums = self.description.num_branches - (self.description.tp_closes_block and not self.keeps_last)
         sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
         return self.stream + sums + self.results(recompute, last=self.keeps_last)
 

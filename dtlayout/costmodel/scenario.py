@@ -1,6 +1,6 @@
 """Scenario: what stays the same while layouts are compared, and how an engine cuts its model into stages for one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dtlayout.batch import Batch
@@ -42,6 +42,12 @@ class Scenario:
         return self.cluster.gpu.device_type == "cpu"
 
     @cached_property
+    def kinds(self) -> dict[ModelShape, "Scenario"]:
+        """Each model of `ModelShape.kinds` → this scenario with that model: blocks are all alike there."""
+        first, *others = [kind for kind, _ in self.model.kinds(range(self.model.num_layers))]
+        return {first: self, **{kind: replace(self, model=kind) for kind in others}}
+
+    @cached_property
     def device(self) -> Device:
         """The kind of device that its ranks run on."""
         return device_of(self.cluster.gpu)
@@ -72,6 +78,12 @@ def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
 def count_state_shards(layout: Layout) -> int:
     """Ranks that share the state: those of dp_shard and cp, in FSDP2 as in Megatron; 1 where it is not sharded."""
     return layout.dp_shard * layout.cp if layout.dp_shard > 1 or layout.dp == 1 else 1
+
+
+def count_expert_shards(layout: Layout) -> int:
+    """Ranks that share the state of the experts that they all hold, as `count_state_shards` of everything else."""
+    is_sharded = layout.dp_shard > 1 or layout.dp == 1
+    return max(1, layout.dp_shard * layout.cp * layout.tp // layout.ep) if is_sharded else 1
 
 
 def tokens_of(scenario: Scenario, layout: Layout) -> float:

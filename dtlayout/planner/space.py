@@ -16,7 +16,8 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | attention, norm | what they are by default; sdpa-flash, sdpa-math; fused, eager |
 | loss, rope, swiglu, compile | what they are by default, for our trainer what auto is; others where they are fixed |
 
-cp stays 1, which is all that the trainer takes. What is fixed takes the place of an axis's values.
+cp and ep stay 1, which is all that the trainer takes, and models with experts are refused. What is fixed takes the
+place of an axis's values.
 """
 
 from collections import defaultdict
@@ -102,6 +103,13 @@ class Space:
     """Name → the only value."""
     avoided: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Name → values that are left out."""
+
+    def __post_init__(self) -> None:
+        if self.scenario.model.experts is not None:
+            raise InvalidConfig(
+                f"model {self.scenario.model.name} is a mixture of experts, whose layouts are not searched yet; "
+                f"dtlayout explain --engine megatron predicts one of them"
+            )
 
     def choose(self, name: str, values: Iterable[T]) -> list[T]:
         """The values of an axis that a user leaves."""

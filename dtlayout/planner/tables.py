@@ -24,7 +24,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
+from dtlayout.model_shape import Experts, ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import OPTIMIZERS, AdamW, Optimizer
 from dtlayout.pipelining.schedules import SCHEDULES, schedule_with
@@ -61,6 +61,8 @@ _MAY_BE_USUAL = ("micro_batch", "zero", "recompute", "sequence_parallel")
 """Columns that an engine's usual habit may fill."""
 _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
+_LATENT_ATTENTION = re.compile(r"\bMLA\b")
+"""A note on a model whose keys and values come out of a narrow vector for each token."""
 _MOST_PROBLEMS = 20
 """Cells of a table that are named; a wrong column would name every row."""
 _Cell = Callable[[str], Any]
@@ -207,10 +209,17 @@ def _to_kernels(cells: _Cells) -> Kernels:
 
 
 def _to_model(cells: _Cells) -> ModelShape:
+    experts = None
+    if cells["experts"]:
+        experts = Experts(
+            number=cells["experts"], per_token=cells["experts_per_token"], ffn_size=cells["expert_ffn"],
+            shared_ffn_size=cells["shared_expert_ffn"] or 0, dense_layers=cells["dense_layers"] or 0,
+        )  # fmt: skip
     return ModelShape(
         name=cells["model"], hidden_size=cells["hidden"], num_layers=cells["layers"], num_heads=cells["heads"],
         num_kv_heads=cells["kv_heads"] or cells["heads"], ffn_size=cells["ffn"], vocab_size=cells["vocab"],
         head_dim=cells["head_dim"], qk_norm=cells["qk_norm"], gated_ffn=cells["gated"], tied_embeddings=cells["tied"],
+        experts=experts,
     )  # fmt: skip
 
 
@@ -221,7 +230,8 @@ def _to_layout(cells: _Cells) -> Layout:
         shards = int(found[1])
     return Layout(
         pp=cells["pp"], dp_replicate=dp // shards, dp_shard=shards,
-        cp=cells["cp"] or 1, tp=cells["tp"], sequence_parallel=bool(cells["sequence_parallel"]),
+        cp=cells["cp"] or 1, tp=cells["tp"], ep=(cells["experts"] and cells["ep"]) or 1,
+        sequence_parallel=bool(cells["sequence_parallel"]),
         micro_batch=cells["micro_batch"], schedule=_find_schedule(cells),
         virtual_stages=cells["virtual_stages"] or 1, zero=zero or 1, recompute=cells["recompute"],
     )  # fmt: skip
@@ -268,10 +278,26 @@ def _contradicts_time(cells: _Cells) -> bool:
 
 def _contradicts_mfu(cells: _Cells) -> bool:
     """Of models whose parameters are counted here, on GPUs whose peak is known."""
-    if not (cells["tokens_per_s_gpu"] and cells["mfu"]) or cells["experts"]:
+    if not (cells["tokens_per_s_gpu"] and cells["mfu"]) or _is_latent(cells) or _lacks_sizes(cells):
         return False
     gpu = gpu_named(cells["gpu"])
     return gpu.is_known and gpu.has_mfu and abs(cells["mfu"] / _to_mfu(cells) - 1) > ROUNDING
+
+
+def _lacks_sizes(cells: _Cells) -> bool:
+    """Whether the row names experts and not what they are."""
+    return bool(cells["experts"]) and not (cells["experts_per_token"] and cells["expert_ffn"])
+
+
+def _has_no_experts(cells: _Cells) -> bool:
+    """Whether the engine, of which that is known, trains no experts."""
+    if not cells["experts"] or cells["engine"] not in known_engines():
+        return False
+    return not find_engine(cells["engine"], cells["gpu"]).features.has_experts
+
+
+def _is_latent(cells: _Cells) -> bool:
+    return _LATENT_ATTENTION.search(cells["note"]) is not None
 
 
 _REASONS: dict[str, Callable[[_Cells], Any]] = {
@@ -282,7 +308,10 @@ _REASONS: dict[str, Callable[[_Cells], Any]] = {
     "{gpu} does not multiply in {precision}":
         lambda row: row["precision"] in MATMUL_FORMATS and gpu_named(row["gpu"]).is_known
         and not gpu_named(row["gpu"]).peak_of(MATMUL_FORMATS[row["precision"]]),
-    "mixture of experts": lambda row: row["experts"],
+    "experts_per_token or expert_ffn is not stated": _lacks_sizes,
+    "ep is not stated": lambda row: row["experts"] and row["ep"] is None,
+    "engine {engine} has no mixture of experts": _has_no_experts,
+    "multi-head latent attention": _is_latent,
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in _known_optimizers(),
     "schedule {schedule} is not known": lambda row: _find_schedule(row) not in SCHEDULES,
     "schedule {schedule} does not go with virtual_stages={virtual_stages}":
@@ -303,6 +332,10 @@ def _find_reasons(cells: _Cells) -> tuple[str, ...]:
     degrees = math.prod(cells[name] or 1 for name in ("dp", "cp", "tp", "pp"))
     if degrees != cells["gpus"]:
         raise InvalidConfig(f"dp·cp·tp·pp is {degrees}, but gpus={cells['gpus']}")
+    ep, sizes = cells["ep"] or 1, {"dp·cp·tp": degrees // cells["pp"], "experts": cells["experts"] or 0}
+    for name, size in sizes.items():
+        if size % ep:
+            raise InvalidConfig(f"ep={ep} does not divide {name}={size}")
     if (cells["mfu"] or 0) > 1 and cells["precision"] == "bf16":
         raise InvalidConfig(f"mfu={cells['mfu']} is above 1, which takes a format below bf16")
     return tuple(reason.format_map(cells) for reason, holds in _REASONS.items() if holds(cells))

@@ -9,6 +9,7 @@ import pytest
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.model_shape import Experts
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import SGD, AdamW
 from dtlayout.planner.tables import read_tables
@@ -29,6 +30,12 @@ MORE = {
     "head_dim": "128", "gated": "False", "qk_norm": "True", "precision": "bf16", "compile": "True", "ep": "1",
     "experts": "", "experts_per_token": "", "expert_ffn": "", "shared_expert_ffn": "", "dense_layers": "",
     "schedule": "interleaved", "optimizer": "sgd", "tokens_per_s_gpu": "", "source": "a page", "note": "by hand",
+}  # fmt: skip
+
+
+EXPERTS = {
+    "ep": "4", "experts": "64", "experts_per_token": "6", "expert_ffn": "512", "shared_expert_ffn": "256",
+    "dense_layers": "1",
 }  # fmt: skip
 
 
@@ -75,6 +82,16 @@ def test_what_the_model_knows_of_further_columns_goes_into_the_run(tmp_path):
     )  # no pipeline, no schedule
 
 
+def test_columns_of_experts_become_the_model_and_the_layout(tmp_path):
+    run = read(tmp_path, **MORE | EXPERTS)
+    assert run.scenario.model.experts == Experts(
+        number=64, per_token=6, ffn_size=512, shared_ffn_size=256, dense_layers=1
+    )
+    assert run.layout.ep == 4
+    bare = read(tmp_path, **EXPERTS | {"shared_expert_ffn": "", "dense_layers": ""}).scenario.model.experts
+    assert (bare.shared_ffn_size, bare.dense_layers) == (0, 0)
+
+
 def test_a_table_without_a_column_has_what_is_usual(tmp_path):
     names = {"engine", "recompute", "sequence_parallel", "zero"}
     path = write(tmp_path / "runs.csv", ROW, columns=[name for name in ROW if name not in names])
@@ -115,8 +132,10 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ({"precision": "int4", "mfu": "1.4"}, ["precision int4"]),
         ({"precision": "nvfp4", "mfu": "1.4"}, ["h100-80g-sxm does not multiply in nvfp4"]),
         ({"precision": ""}, ["precision is not stated"]),
-        ({"experts": "64", "experts_per_token": "6", "expert_ffn": "512", "ep": "4"}, ["mixture of experts"]),
-        ({"experts": "64", "precision": "mxfp8"}, ["mixture of experts"]),
+        ({**EXPERTS, "engine": "nanotron"}, ["engine nanotron has no mixture of experts"]),
+        ({**EXPERTS, "precision": "mxfp8"}, ["h100-80g-sxm does not multiply in mxfp8"]),
+        ({**EXPERTS, "expert_ffn": "", "ep": ""}, ["experts_per_token or expert_ffn is not stated", "ep is not stated"]),
+        ({**EXPERTS, "note": "MLA q_lora 1536 kv_lora 512 qk 128+64 v 128"}, ["multi-head latent attention"]),
         ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
         ({"schedule": "zbv"}, ["schedule zbv is not known"]),
         ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
@@ -229,6 +248,9 @@ def test_several_tables_are_read_in_their_order(tmp_path):
         ({"mfu": "1.2"}, "mfu=1.2 is above 1, which takes a format below bf16"),
         ({"layers": "many"}, "many"),
         ({"tp": "0"}, "column tp: '0' must be a whole number of at least 1"),
+        ({**EXPERTS, "ep": "3"}, "ep=3 does not divide dp·cp·tp=8"),
+        ({**EXPERTS, "experts": "62"}, "ep=4 does not divide experts=62"),
+        ({**EXPERTS, "experts_per_token": "65"}, "model.experts.per_token=65 is more than number=64"),
         ({"heads": "7"}, "hidden_size=1024 does not split into num_heads=7"),
     ],
 )
