@@ -57,7 +57,7 @@ def test_a_linear_layer_below_bf16_has_its_formats_peak_and_fills_it_as_slowly()
 @pytest.mark.parametrize(
     ("layout", "elements"),
     [
-        # Read: 1000 (q, k, v), 1000 (o), 1000 (gate, up), 2000 (down); gradients: 1000 + 500 + 500 + 1000 + 2 · 2000 + 1000.
+        # Read: 1000 by q, k, v and by o, 1000 by gate and up, 2000 by down; and gradients of what all of them give.
         (Layout(), 13_000),
         # Over tp all but what a branch reads first and gives last; under sequence parallelism that too.
         (TP2, 13_000 / 2 + 4000 / 2),

@@ -83,7 +83,7 @@ def test_matmuls_below_bf16_are_predicted_of_others_where_the_gpu_has_them():
 
 
 def test_a_config_below_bf16_is_refused_before_it_starts():
-    with pytest.raises(InvalidConfig, match="precision.matmuls='fp8' is unknown; use one of"):
+    with pytest.raises(InvalidConfig, match=r"precision.matmuls='fp8' is unknown; use one of"):
         Precision(matmuls="fp8")
-    with pytest.raises(InvalidConfig, match="is cast from bfloat16, and precision.compute is float32"):
+    with pytest.raises(InvalidConfig, match=r"is cast from bfloat16, and precision.compute is float32"):
         Precision(matmuls="mxfp8", compute="float32")
