@@ -241,6 +241,16 @@ def test_a_cluster_comes_from_a_file(capsys, tmp_path):
     assert "not both" in refuse(capsys, *arguments, "--gpu", "cpu")
 
 
+def test_a_rack_is_described_with_what_its_links_join(capsys, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text('gpu = "gb200"\ngpus = 8\n')
+    assert main(["recommend", *LLAMA[:2], *LLAMA[6:], "--cluster", str(path), "--top", "1"]) == 0
+    assert "on 8 x gb200 in nodes of 4, 8 joined by fast links; 128 sequences" in capsys.readouterr().out
+    path.write_text(f'{path.read_text()}[gpus_linked]\nvalue = 4\nunit = "GPU"\nsource = "no switch"\n')
+    assert main(["recommend", *LLAMA[:2], *LLAMA[6:], "--cluster", str(path), "--top", "1"]) == 0
+    assert "on 8 x gb200 in nodes of 4; 128 sequences" in capsys.readouterr().out
+
+
 def test_an_engine_with_measured_runs_is_not_called_uncalibrated(capsys):
     assert main(["recommend", *LLAMA, "--engine", "aa-scaling", "--top", "1"]) == 0
     assert "uncalibrated" not in capsys.readouterr().out
