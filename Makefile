@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-convert bench-saving bench-faults docs-config clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-questions bench-convert bench-saving bench-faults docs-config clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -60,6 +60,10 @@ bench-two-hosts: .venv/.installed
 # What tables of measured runs say of each choice: make bench-findings TABLES="FILE …"; without one it skips.
 bench-findings: .venv/.installed
 	test -z "$(TABLES)" || for table in $(TABLES); do $(BIN)/dtlayout report $$table; done > benchmarks/findings.md
+
+# What such tables say to the questions that the study leaves open: make bench-questions TABLES="FILE …".
+bench-questions: .venv/.installed
+	test -z "$(TABLES)" || PYTHONPATH=. $(BIN)/python -m benchmarks.open_questions $(TABLES) > benchmarks/open_questions.md
 
 # Successive halving replayed on such tables: make bench-halving TABLES="FILE …"; without one it skips.
 bench-halving: .venv/.installed

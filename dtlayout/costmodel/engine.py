@@ -207,8 +207,8 @@ class Constants:
     """Kept by a block for each token beside what its formula counts: masks, copies in another format."""
     logit_bytes: float = _constant(12.0, 4.0, 30.0, "byte/logit")
     """Needed for each logit at the loss's peak."""
-    gathered_logit_bytes: float = _constant(6.0, 0.0, 16.0, "byte/logit")
-    """Added to `logit_bytes` where logits are gathered over tp."""
+    gathered_logit_bytes: float = _constant(7.0, 0.0, 16.0, "byte/logit")
+    """Added to `logit_bytes` where logits are gathered over tp: in bf16, their gradient, and own columns of both."""
     overhead_bytes: float = _constant(0.5e9, 0.0, 6e9, "byte")
     """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
     context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")

@@ -61,6 +61,8 @@ _MAY_BE_USUAL = ("micro_batch", "zero", "recompute", "sequence_parallel")
 """Columns that an engine's usual habit may fill."""
 _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
+_CHUNKED_HEAD = re.compile(r"\brl trainer step\b")
+"""A note on prime-rl's trainer for reinforcement learning, which takes head and loss in chunks of tokens."""
 _LATENT_ATTENTION = re.compile(r"\bMLA\b")
 """A note on a model whose keys and values come out of a narrow vector for each token."""
 _MOST_PROBLEMS = 20
@@ -203,7 +205,8 @@ def _to_kernels(cells: _Cells) -> Kernels:
     usual = find_usual(cells["engine"])
     return replace(
         kernels, attention=usual.attention if kernels.attention == "sdpa-flash" else kernels.attention,
-        norm=usual.norm if kernels.norm == "eager" else kernels.norm, loss=usual.loss,
+        norm=usual.norm if kernels.norm == "eager" else kernels.norm,
+        loss="linear" if _CHUNKED_HEAD.search(cells["note"]) else usual.loss,
         compile="blocks" if cells["compile"] else "none",
     )  # fmt: skip
 
