@@ -16,6 +16,7 @@ from typing import Any, Literal
 from dtlayout import toml
 from dtlayout.cluster import Gpu, gpu_named
 from dtlayout.errors import InvalidConfig
+from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.recompute import Recompute
 
@@ -245,6 +246,12 @@ class Engine:
     def schedule_problems(self, schedule: str) -> list[str]:
         """A line for a schedule that is known not to run: our own trainer's runtime does not have all."""
         return schedule_problems(schedule) if self.name == OWN_ENGINE else []
+
+    def model_problems(self, model: ModelShape) -> list[str]:
+        """A line for what the engine cannot train of a model."""
+        if model.experts is None or self.features.has_experts:
+            return []
+        return [f"model.experts: {self.name} has no mixture of experts; use a model without them, or another engine"]
 
     @property
     def at_bounds(self) -> tuple[str, ...]:

@@ -68,6 +68,7 @@ def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
     problems = kernels.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
     engine = scenario.engine
+    problems += engine.model_problems(scenario.model)
     return problems + engine.schedule_problems(layout.schedule) + engine.recompute_problems(layout.recompute)
 
 
