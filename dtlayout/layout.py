@@ -141,9 +141,9 @@ class Layout:
         """
         names = {"dp_replicate": "replicate", "dp_shard": "dp"}
         axes = [f"{names.get(axis, axis)}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        axes += [f"ep{self.ep}"] if self.ep > 1 else []
         text = "·".join(axes) or "1 rank"
-        text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp + f" mb{self.micro_batch}"
+        text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp
+        text += f" ep{self.ep}" * (self.ep > 1) + f" mb{self.micro_batch}"
         if self.pp > 1:
             text += f" {self.schedule}" + f" v{self.virtual_stages}" * (self.virtual_stages > 1)
         return text + f" zero{self.zero}" + f" recompute={self.recompute}" * (self.recompute != "none")

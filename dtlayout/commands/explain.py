@@ -51,7 +51,7 @@ def _check(config: Config, world_size: int, engine: Engine, gpu: Gpu) -> Layout:
         return check_layout(config, world_size, device_of(gpu))
     layout = config.layout.resolve(world_size)
     layout.check(config.model, config.batch)
-    if problems := engine.recompute_problems(layout.recompute):
+    if problems := engine.model_problems(config.model) + engine.layout_problems(layout):
         raise InvalidLayout(problems)
     return layout
 

@@ -17,6 +17,8 @@ from dtlayout import toml
 from dtlayout.cluster import Gpu, gpu_named
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.recompute import Recompute
 
@@ -67,6 +69,10 @@ class Features:
     """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
     runs_ahead: bool = False
     """Whether the host starts tp's collectives long before the GPU gets there, which hold their buffers meanwhile."""
+    pipeline_zero: Literal[1, 2, 3] = 3
+    """Highest stage of ZeRO that it has in a pipeline: below 3 parameters stay gathered, below 2 gradients whole."""
+    schedules: tuple[str, ...] = ()
+    """Pipeline schedules that it has; all, where none is named."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
@@ -283,7 +289,29 @@ class Engine:
 
     def schedule_problems(self, schedule: str) -> list[str]:
         """A line for a schedule that is known not to run: our own trainer's runtime does not have all."""
-        return schedule_problems(schedule) if self.name == OWN_ENGINE else []
+        if self.name == OWN_ENGINE:
+            return schedule_problems(schedule)
+        known = self.features.schedules or (schedule,)
+        advice = f"use {' or '.join(known)}"
+        return [] if schedule in known else [f"layout.schedule={schedule} is nothing that {self.name} has; {advice}"]
+
+    def zero_problems(self, zero: int, pp: int) -> list[str]:
+        """A line for a stage of ZeRO that the engine does not have in a pipeline."""
+        most = self.features.pipeline_zero
+        if pp == 1 or zero <= most:
+            return []
+        return [f"layout.zero={zero} in a pipeline is nothing that {self.name} has; use zero={most} or less"]
+
+    def layout_problems(self, layout: Layout) -> list[str]:
+        """A line for everything in a legal layout that the engine does not have."""
+        problems = self.schedule_problems(layout.schedule) if layout.pp > 1 else []
+        return problems + self.zero_problems(layout.zero, layout.pp) + self.recompute_problems(layout.recompute)
+
+    def model_problems(self, model: ModelShape) -> list[str]:
+        """A line for what the engine cannot train of a model."""
+        if model.experts is None or self.features.has_experts:
+            return []
+        return [f"model.experts: {self.name} has no mixture of experts; use a model without them, or another engine"]
 
     @property
     def at_bounds(self) -> tuple[str, ...]:

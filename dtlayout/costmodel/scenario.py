@@ -72,7 +72,8 @@ def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
         problems.append(f"precision.matmuls={fmt.name} is no format that {scenario.cluster.gpu.name} multiplies in")
     elif engine.name == OWN_ENGINE:
         problems += scenario.precision.training_problems
-    return problems + engine.schedule_problems(layout.schedule) + engine.recompute_problems(layout.recompute)
+    problems += engine.model_problems(scenario.model)
+    return problems + engine.layout_problems(layout)
 
 
 def count_state_shards(layout: Layout) -> int:

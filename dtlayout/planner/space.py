@@ -9,7 +9,7 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | schedule | 1f1b; for pp > 1 all that are known, with the fewest virtual stages for each size of a stage |
 | virtual_stages | 64 at most |
 | dp_shard | 1, all of dp, groups of 1, 2, 4, … whole nodes or of all that fast links join; dp_replicate is the rest |
-| zero | 1, 2, 3; only 1 at dp_shard = 1, where nothing is sharded |
+| zero | 1, 2, 3 as the engine has them; only 1 at dp_shard = 1, where nothing is sharded |
 | micro_batch | divisors of B |
 | sequence_parallel | on; for tp > 1 also off |
 | recompute | none, selective, keep-attention, full, every-2, every-4, every-8 |
@@ -159,7 +159,9 @@ class Space:
         shards = [n for n in self.choose("dp_shard", sorted(groups)) if dp % n == 0]
         shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
         shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
-        return [Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
+        pp = cluster.num_gpus // (self.constant.get("cp", 1) * tp * dp)
+        stages = [zero for zero in (1, 2, 3) if not self.scenario.engine.zero_problems(zero, pp)]
+        return [Sharding(n, zero) for n in shards for zero in self.choose("zero", stages if n > 1 else (1,))]
 
     @cached_property
     def micro_batches(self) -> list[int]:

@@ -236,8 +236,14 @@ def _to_layout(cells: _Cells) -> Layout:
         cp=cells["cp"] or 1, tp=cells["tp"], ep=(cells["experts"] and cells["ep"]) or 1,
         sequence_parallel=bool(cells["sequence_parallel"]),
         micro_batch=cells["micro_batch"], schedule=_find_schedule(cells),
-        virtual_stages=cells["virtual_stages"] or 1, zero=zero or 1, recompute=cells["recompute"],
+        virtual_stages=cells["virtual_stages"] or 1, zero=_to_zero(cells), recompute=cells["recompute"],
     )  # fmt: skip
+
+
+def _to_zero(cells: _Cells) -> int:
+    """The stage of ZeRO that runs: what is called 3 in a pipeline, some engines carry out as less."""
+    features = find_engine(cells["engine"], cells["gpu"]).features
+    return min(cells["zero"] or 1, features.pipeline_zero if cells["pp"] > 1 else 3)
 
 
 def _to_mfu(cells: _Cells) -> float:

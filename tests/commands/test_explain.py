@@ -15,6 +15,7 @@ from dtlayout.cli import main
 from dtlayout.commands.explain import EXAMPLE
 from dtlayout.costmodel.memory import MemoryEstimate
 
+EXPERTS = ("number", "per_token", "ffn_size")
 LLAMA = str(ROOT / "configs" / "llama-13b-64xa100.toml")
 
 
@@ -132,6 +133,14 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
         (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),
         (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=2"), "cp=2: context parallelism is not there yet"),
+        (
+            ("--gpu", "cpu", "--engine", "nanotron", *(f"--model.experts.{name}=2" for name in EXPERTS)),
+            "model.experts: nanotron has no mixture of experts; use a model without them, or another engine",
+        ),
+        (
+            ("--gpu", "cpu", *(f"--model.experts.{name}=2" for name in EXPERTS)),
+            "model.experts: a mixture of experts can be predicted, not trained; use a model without them",
+        ),
         (
             ("--gpu", "h100-80g-sxm", "--kernels.attention=sdpa-flash"),
             "kernels.attention=sdpa-flash does not compute in precision.compute=float32",

@@ -194,24 +194,31 @@ def test_a_table_without_rows_is_refused(tmp_path, capsys):
 
 
 def test_rows_that_cannot_be_predicted_are_counted_by_reason_and_the_others_scored(tmp_path, capsys):
-    rows = make_rows(experts="", note="", source="a page")
-    rows[0] |= {"experts": 8, "gpu": "abacus"}
-    rows[1] |= {"experts": 8, "global_batch": 60}
+    experts = {"experts": 8, "experts_per_token": 2, "expert_ffn": 256, "ep": 1}
+    rows = make_rows(**dict.fromkeys(experts, ""), note="", source="a page")
+    rows[0] |= {**experts, "gpu": "abacus"}
+    rows[1] |= {**experts, "global_batch": 60}
     rows[5] |= {"global_batch": 60, "note": "a fan was slow", "mfu": 0.3}
     rows[3] |= {"table": "again", "note": "same layout as in sweep/narrow"}
     path = write_rows(tmp_path / "runs.csv", rows)
     document = run_json(capsys, path)
     assert document["rows"] == {"read": 24, "predicted": 21, "unpredicted": 2, "repeats": 1, "left_out": 0}
-    assert document["unpredicted"] == {"mixture of experts": 2, "GPU type abacus is not known": 1}
+    assert document["unpredicted"] == {
+        "engine nanotron has no mixture of experts": 2,
+        "GPU type abacus is not known": 1,
+    }
     assert [row["row"] for row in document["unpredicted_rows"]] == ["0", "1"]
     assert document["unpredicted_rows"][1] == {
-        "table": "sweep/narrow", "row": "1", "reasons": ["mixture of experts"],
+        "table": "sweep/narrow", "row": "1", "reasons": ["engine nanotron has no mixture of experts"],
     }  # fmt: skip
     assert list(document["changed"].values()) == [1]
     assert document["groups"]["source"]["a page"]["rows"] == document["pooled"]["rows"] == 21
     assert main(["validate", str(path), "--worst", "30"]) == 0
     text = capsys.readouterr().out
-    assert "not predicted: 2 of 24 rows, each under all of its reasons\n     2 mixture of experts\n" in text
+    assert (
+        "not predicted: 2 of 24 rows, each under all of its reasons\n     2 engine nanotron has no mixture of experts\n"
+        in text
+    )
     assert "     1 GPU type abacus is not known\n       in sweep/narrow row 0\n" in text
     assert "not scored: 1 row measured again: by the note the same layout as in another of these tables\n" in text
     assert "\n    note: a fan was slow\n" in text

@@ -13,6 +13,7 @@ from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.model_shape import Experts
 from dtlayout.planner.explain import explain
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
@@ -39,6 +40,19 @@ def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine):
     assert "use selective" in problem
     advised = explain(scenario(engine), replace(layout, recompute="full"), Kernels()).changes
     assert not any("keep-" in override for change in advised for override in change.overrides)
+
+
+def test_a_mixture_of_experts_is_predicted_for_engines_that_have_it_and_not_searched():
+    experts = Experts(number=8, per_token=2, ffn_size=512)
+    mixtures = {e: replace(scenario(e), model=replace(MODEL, experts=experts)) for e in ("megatron", "dtlayout")}
+    layout = Layout(dp_shard=4, ep=4)
+    assert layout.is_legal(mixtures["megatron"].model, mixtures["megatron"].batch)
+    assert find_refusals(mixtures["megatron"], layout, Kernels()) == []
+    (problem,) = find_refusals(mixtures["dtlayout"], layout, Kernels())
+    assert problem == "model.experts: dtlayout has no mixture of experts; use a model without them, or another engine"
+    assert explain(mixtures["megatron"], layout, Kernels()).estimate.fits
+    with pytest.raises(InvalidConfig, match="model tiny is a mixture of experts, whose layouts are not searched yet"):
+        Space(mixtures["megatron"])
 
 
 def test_a_schedule_that_the_trainer_cannot_run_is_predicted_for_other_engines_alone():

@@ -134,7 +134,10 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ({"precision": ""}, ["precision is not stated"]),
         ({**EXPERTS, "engine": "nanotron"}, ["engine nanotron has no mixture of experts"]),
         ({**EXPERTS, "precision": "mxfp8"}, ["h100-80g-sxm does not multiply in mxfp8"]),
-        ({**EXPERTS, "expert_ffn": "", "ep": ""}, ["experts_per_token or expert_ffn is not stated", "ep is not stated"]),
+        (
+            {**EXPERTS, "expert_ffn": "", "ep": ""},
+            ["experts_per_token or expert_ffn is not stated", "ep is not stated"],
+        ),
         ({**EXPERTS, "note": "MLA q_lora 1536 kv_lora 512 qk 128+64 v 128"}, ["multi-head latent attention"]),
         ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
         ({"schedule": "zbv"}, ["schedule zbv is not known"]),
@@ -255,7 +258,7 @@ def test_several_tables_are_read_in_their_order(tmp_path):
     ],
 )
 def test_a_wrong_row_is_refused_with_file_and_line(tmp_path, cells, problem):
-    path = write(tmp_path / "runs.csv", ROW, ROW | cells)
+    path = write(tmp_path / "runs.csv", ROW, ROW | cells, columns=(ROW | cells).keys())
     with pytest.raises(InvalidConfig) as caught:
         read_tables([path])
     assert str(caught.value).startswith(f"table {path}, line 3")
