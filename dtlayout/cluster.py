@@ -99,7 +99,9 @@ class Gpu:
 
     def peak_of(self, matmuls: MatmulFormat) -> float | None:
         """Dense matrix FLOP/s in a format below bf16; None where no unit multiplies it."""
-        return self.peak_fp8_flops_per_s if matmuls.peak == "fp8" else self.peak_fp4_flops_per_s
+        if matmuls.peak == "fp4" or (matmuls.scales_blocks and not self.peak_fp4_flops_per_s):
+            return self.peak_fp4_flops_per_s
+        return self.peak_fp8_flops_per_s
 
     @property
     def is_known(self) -> bool:

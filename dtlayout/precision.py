@@ -20,6 +20,8 @@ class MatmulFormat:
     """What configs and tables call it."""
     peak: Literal["fp8", "fp4"]
     """The units of the GPU that multiply."""
+    scales_blocks: bool = False
+    """Whether the units take a scale for each block of elements; those that do also multiply fp4."""
     cast_bytes: float
     """Read and written to cast what a matmul reads, and a gradient that two read: scales found, both orders written."""
     gathered_bytes: float
@@ -42,9 +44,25 @@ MATMUL_FORMATS: dict[str, MatmulFormat] = {
             name="fp8-rowwise", peak="fp8", cast_bytes=10.0, gathered_bytes=2.0, sent_bytes=2.0, held_bytes=1.0
         ),
         # A scale for 32 elements in either order: one pass that reads bf16 and writes both, scales of a byte.
-        MatmulFormat(name="mxfp8", peak="fp8", cast_bytes=4.1, gathered_bytes=1.0, sent_bytes=1.0, held_bytes=1.03),
+        MatmulFormat(
+            name="mxfp8",
+            peak="fp8",
+            scales_blocks=True,
+            cast_bytes=4.1,
+            gathered_bytes=1.0,
+            sent_bytes=1.0,
+            held_bytes=1.03,
+        ),
         # A scale for 16 elements and one for the tensor; gradients of weights are turned by a Hadamard matrix first.
-        MatmulFormat(name="nvfp4", peak="fp4", cast_bytes=7.1, gathered_bytes=2.0, sent_bytes=0.6, held_bytes=0.6),
+        MatmulFormat(
+            name="nvfp4",
+            peak="fp4",
+            scales_blocks=True,
+            cast_bytes=7.1,
+            gathered_bytes=2.0,
+            sent_bytes=0.6,
+            held_bytes=0.6,
+        ),
     )
 }
 """Name → how linear layers compute with it; only the cost model knows them, and the trainer refuses them."""

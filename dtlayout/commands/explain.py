@@ -8,7 +8,7 @@ from dtlayout.commands.arguments import add_config, choose_gpu, show
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     layout = _check(config, world_size, engine, gpu)
     scenario = replace(own_scenario(config, world_size, gpu), engine=engine)
     is_own = engine.name == OWN_ENGINE
-    kernels = predicted_kernels(config, layout, gpu) if is_own else config.kernels.or_usual()
+    kernels = predicted_kernels(config, layout, gpu) if is_own else engine_kernels(scenario, config.kernels, layout)
     explanation = explain(scenario, layout, kernels)
     return show(options, _to_document(scenario, explanation), _describe(scenario, explanation))
 

@@ -78,18 +78,18 @@ def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -
 def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float) -> float:
     """An all-to-all over the ep ranks, neighbours, of which each sends every rank an equal part of `size_bytes`.
 
-    Each rank's own part stays where it is. Those for ranks of its node take the node's links, the others its own
+    Each rank's own part stays where it is. Those for ranks that fast links join take these, the others its own
     network card, at the same time.
     """
     if (ep := layout.ep) == 1:
         return 0.0
-    inside, near = node_link(scenario), min(ep, scenario.cluster.gpus_per_node)
-    near_s = (near - 1) / ep * size_bytes / inside.bytes_per_s
+    inside, near = node_link(scenario), min(ep, scenario.cluster.gpus_linked)
+    reached = scenario.engine.constants.exchange_efficiency
+    near_s = (near - 1) / ep * size_bytes / (scenario.cluster.gpu.link_bytes_per_s * reached)
     if near == ep:
         return inside.start_s + near_s + inside.latency_s
-    outside = data_link(scenario, layout, near, -(-ep // near))
-    far_s = (ep - near) / ep * size_bytes / outside.bytes_per_s
-    return inside.start_s + max(near_s, far_s) + outside.latency_s
+    far_s = (ep - near) / ep * size_bytes / (scenario.cluster.gpu.network_bytes_per_s * reached)
+    return inside.start_s + max(near_s, far_s) + scenario.cluster.gpu.network_latency_s
 
 
 def message_link(scenario: Scenario, layout: Layout) -> Link:

@@ -125,9 +125,10 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
 
 
 def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float]]:
-    """Number, rows, outputs and inputs of each matmul of a block on one rank, those that the engine fuses as one.
+    """Times, rows, outputs and inputs of each matmul of a block on one rank, those that the engine fuses as one.
 
-    Each expert multiplies the rows that it is sent, T·k/E of each rank's tokens where all are sent as many.
+    Each expert multiplies the rows that it is sent, T·k/E of each rank's tokens where all are sent as many. What they
+    reach of a large matmul's efficiency makes them as many more.
     """
     sizes: list[tuple[float, float, float, float]] = []
     tokens, t = tokens_of(scenario, layout), layout.tp
@@ -144,8 +145,8 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
                 sizes.append((1, tokens, operation.outputs / t, operation.inputs))
             case RoutedExperts(width=h, inner_width=f):
                 rows = tokens / t * operation.active_share * layout.ep
-                opening = (operation.number / layout.ep, rows, f, h)
-                sizes += [*[opening] * operation.num_opening, (operation.number / layout.ep, rows, h, f)]
+                times = operation.number / layout.ep / scenario.engine.constants.experts_share
+                sizes += [*[(times, rows, f, h)] * operation.num_opening, (times, rows, h, f)]
     return sizes
 
 
@@ -295,9 +296,10 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     """
     if layout.tp == 1:
         return 0.0, 0.0
-    features, exposed = scenario.engine.features, scenario.engine.constants.tp_exposed
+    features, link = scenario.engine.features, tp_link(scenario, layout)
+    hides = features.runs_ahead or not link.crosses_nodes  # buffers that all ranks of tp write to end with fast links
+    exposed = scenario.engine.constants.tp_exposed if hides else 1.0
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
-    link = tp_link(scenario, layout)
     half_s = gather_s = half_all_reduce_s(size, layout.tp, link)
     if (fmt := scenario.precision.matmul_format) and layout.shards_sequence:  # what is gathered is cast before
         gather_s = half_all_reduce_s(size * fmt.sent_bytes / activation_size(scenario), layout.tp, link)
@@ -340,12 +342,13 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float)
 def block_ep_s(scenario: Scenario, layout: Layout) -> float:
     """ep's exchanges in a block's forward: of k copies of each token to its experts, and of their results.
 
-    tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2). Nothing hides them.
+    tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2). Nothing hides them, nor what they wait for.
     """
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
     copies = tokens_of(scenario, layout) / layout.tp * experts.per_token
-    return 2 * exchange_s(scenario, layout, copies * experts.width * activation_size(scenario))
+    waits_s = scenario.engine.constants.experts_wait_s
+    return waits_s + 2 * exchange_s(scenario, layout, copies * experts.width * activation_size(scenario))
 
 
 def block_cp_s(

@@ -101,15 +101,10 @@ class Usual:
     """As `layout.recompute`."""
     sequence_parallel: bool | None = None
     """Beside tensor parallelism."""
-    attention: str = "sdpa-flash"
-    """The kernel behind what is called a flash attention, whatever its version."""
-    norm: str = "eager"
-    """The kernel of norms that are not called fused."""
-    loss: str = "eager"
-    """The kernel of the loss."""
-
-    def __post_init__(self) -> None:
-        Kernels(attention=self.attention, norm=self.norm, loss=self.loss)
+    fuses_norms: bool = False
+    """Whether a norm is one kernel, also where it is not called so."""
+    kernels: Kernels = field(default_factory=Kernels)
+    """Its kernels: also behind what is called a flash attention, of any version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +162,13 @@ class Constants:
     """Host's time for a layer whose recomputation decides for each operation, and so looks at each."""
     selective_host_tp_s: float = _constant(0.0, 0.0, 0.4, "s")
     """Host's time for a layer under selective recomputation at tp > 1."""
+    experts_wait_s: float = _constant(5e-4, 0.0, 0.02, "s")
+    """Added to forward and to backward of a layer with experts: the host waits for how many tokens each of them has, and
+    starts many small kernels."""
+    experts_share: float = _constant(0.4, 0.2, 1.2, "share")
+    """Share of the efficiency of a large matmul that the experts' have, whose sizes differ and come in groups."""
+    exchange_efficiency: float = _constant(0.8, 0.02, 1.0, "share")
+    """Share of the bandwidth of links and network that an exchange among all of ep achieves."""
     head_host_s: float = _constant(0.0, 0.0, 0.1, "s")
     """Host's time for embedding, head and loss of one microbatch."""
     message_host_s: float = _constant(0.0, 0.0, 0.02, "s")

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.stage_split import STAGE_SPLITS
 from dtlayout.device import Device, device_of
 from dtlayout.kernel import Need
@@ -56,7 +56,7 @@ class Scenario:
 def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> Kernels:
     """What the engine runs on this device where a kernel is an auto: ours the fastest, others the usual one."""
     if scenario.engine.name != OWN_ENGINE:
-        return kernels.or_usual()
+        return kernels.or_else(find_usual(scenario.engine.name).kernels)
     need = Need(
         device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width, tp=layout.tp,
         recompute=layout.recompute, document_mask=scenario.document_mask,

@@ -160,8 +160,8 @@ class Space:
         shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
         shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
         pp = cluster.num_gpus // (self.constant.get("cp", 1) * tp * dp)
-        stages = [zero for zero in (1, 2, 3) if not self.scenario.engine.zero_problems(zero, pp)]
-        return [Sharding(n, zero) for n in shards for zero in self.choose("zero", stages if n > 1 else (1,))]
+        ways = [Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
+        return [way for way in ways if not self.scenario.engine.zero_problems(way.zero, pp)]
 
     @cached_property
     def micro_batches(self) -> list[int]:

@@ -204,10 +204,9 @@ def _to_kernels(cells: _Cells) -> Kernels:
     kernels: Kernels = cells["kernel"]
     usual = find_usual(cells["engine"])
     return replace(
-        kernels, attention=usual.attention if kernels.attention == "sdpa-flash" else kernels.attention,
-        norm=usual.norm if kernels.norm == "eager" else kernels.norm,
-        loss="linear" if _CHUNKED_HEAD.search(cells["note"]) else usual.loss,
-        compile="blocks" if cells["compile"] else "none",
+        usual.kernels, attention=usual.kernels.attention if kernels.attention == "sdpa-flash" else kernels.attention,
+        norm="fused" if usual.fuses_norms else kernels.norm, compile="blocks" if cells["compile"] else "none",
+        loss="linear" if _CHUNKED_HEAD.search(cells["note"]) else usual.kernels.loss,
     )  # fmt: skip
 
 

@@ -114,6 +114,9 @@ def test_interleaving_helps_small_batches_most():
     ids=["405b-dp128", "405b-dp64", "340b"],
 )  # fmt: skip
 def test_published_speeds_of_the_largest_runs_within_ten_percent(model, gpus, global_batch, seq_len, layout, published):
+    """By programs that did not hide tp's messages behind matmuls, as Megatron's users do since."""
     setting = scenario(model, "h100-80g-sxm", gpus, global_batch, seq_len)
+    setting = replace(setting, engine=setting.engine.with_constants(tp_exposed=1.0))
     assert layout.world_size == gpus
-    assert tflops_per_gpu(estimate(setting, layout, Kernels()), setting) == pytest.approx(published, rel=0.10)
+    found = estimate(setting, layout, Kernels(attention="sdpa-cudnn"))
+    assert tflops_per_gpu(found, setting) == pytest.approx(published, rel=0.10)

@@ -60,7 +60,7 @@ def test_a_row_becomes_a_run(tmp_path):
     assert run.layout == Layout(
         pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full"
     )
-    assert run.kernels == Kernels(attention="sdpa-cudnn", norm="fused", loss="eager")  # Transformer Engine's
+    assert run.kernels == Kernels(attention="sdpa-cudnn")  # Transformer Engine's
     model, batch, cluster = run.scenario.model, run.scenario.batch, run.scenario.cluster
     assert (model.name, model.hidden_size, model.num_layers, model.num_heads) == ("small", 1024, 8, 16)
     assert (model.num_kv_heads, model.ffn_size, model.vocab_size, model.tied_embeddings) == (4, 2816, 32000, True)
@@ -191,7 +191,7 @@ def test_a_layout_that_was_run_again_counts_once(tmp_path):
 
 @pytest.mark.parametrize(("zero", "layout"), [("0", (4, 1, 1)), ("1", (1, 4, 1)), ("2", (1, 4, 2)), ("3", (1, 4, 3))])
 def test_zero_says_what_is_sharded_and_0_is_replicated_state(tmp_path, zero, layout):
-    found = read(tmp_path, zero=zero).layout
+    found = read(tmp_path, zero=zero, engine="nanotron").layout
     assert (found.dp_replicate, found.dp_shard, found.zero) == layout
 
 
@@ -220,12 +220,12 @@ def test_a_run_that_did_not_end_well_did_not_run(tmp_path):
 )
 def test_a_kernel_names_attention_and_norm(tmp_path, kernel, attention, norm):
     found = read(tmp_path, kernel=kernel, engine="nanotron").kernels
-    assert found == Kernels(attention=attention, norm=norm, loss="eager")
+    assert found == Kernels(attention=attention, norm=norm)
 
 
 def test_an_engine_says_which_kernels_a_word_leaves_open(tmp_path):
     found = read(tmp_path, kernel="flash2", engine="fsdp1").kernels
-    assert found == Kernels(attention="flash1", norm="fused", loss="torch")
+    assert found == Kernels(attention="flash1")
 
 
 def test_layouts_that_our_trainer_refuses_are_read(tmp_path):
