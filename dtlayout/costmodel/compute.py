@@ -314,7 +314,8 @@ def block_cp_s(
     if (cp := layout.cp) == 1:
         return 0.0, 0.0
     link = data_link(scenario, layout, layout.tp, cp)
-    kv = 2 * tokens_of(scenario, layout) * scenario.model.kv_width / layout.tp * activation_size(scenario)
+    kv_width = describe(scenario.model).attention.kv_width
+    kv = tokens_of(scenario, layout) * kv_width / layout.tp * activation_size(scenario)
 
     def exposed_s(size: float, attention_s: float) -> float:
         return (cp - 1) * max(0.0, size / link.bytes_per_s + link.latency_s - attention_s / cp)

@@ -71,7 +71,8 @@ class Features:
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
     has_experts: bool = False
-    """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens."""
+    """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens, and the latent attention that
+    some of them have."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 
@@ -249,9 +250,14 @@ class Engine:
 
     def model_problems(self, model: ModelShape) -> list[str]:
         """A line for what the engine cannot train of a model."""
-        if model.experts is None or self.features.has_experts:
+        if self.features.has_experts:
             return []
-        return [f"model.experts: {self.name} has no mixture of experts; use a model without them, or another engine"]
+        names = {"experts": "mixture of experts", "latent_attention": "multi-head latent attention"}
+        lacking = ((name, words) for name, words in names.items() if getattr(model, name) is not None)
+        return [
+            f"model.{name}: {self.name} has no {words}; use a model without, or another engine"
+            for name, words in lacking
+        ]
 
     @property
     def at_bounds(self) -> tuple[str, ...]:
