@@ -73,6 +73,9 @@ class Features:
     has_experts: bool = False
     """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens, and the latent attention that
     some of them have."""
+    sends_tokens_once: bool = False
+    """Whether a token that several experts of a node compute goes there once and is handed on inside (DeepEP); else a
+    copy goes to each."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 
@@ -120,6 +123,8 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
+    experts_host_s: float = _constant(0.0, 0.0, 0.03, "s")
+    """Host's time for a layer's experts beside that: routing, which it waits for, and their many small kernels."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")

@@ -58,6 +58,8 @@ _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
 _LATENT_ATTENTION = re.compile(r"\bMLA q_lora (\d+) kv_lora (\d+) qk (\d+)\+(\d+) v (\d+)")
 """A note on latent attention: ranks of queries and of keys and values, and a head's width, rotated part and values."""
+_OVERLAPS_EP = re.compile(r"\ba2a overlap\b")
+"""A note on tokens that are exchanged while another microbatch is computed."""
 _MOST_PROBLEMS = 20
 """Cells of a table that are named; a wrong column would name every row."""
 _Cell = Callable[[str], Any]
@@ -206,7 +208,7 @@ def _to_layout(cells: _Cells) -> Layout:
     return Layout(
         pp=cells["pp"], dp_replicate=cells["dp"] if is_replicated else 1, dp_shard=1 if is_replicated else cells["dp"],
         cp=cells["cp"] or 1, tp=cells["tp"], ep=(cells["experts"] and cells["ep"]) or 1,
-        sequence_parallel=bool(cells["sequence_parallel"]),
+        ep_overlap=bool(_OVERLAPS_EP.search(cells["note"])), sequence_parallel=bool(cells["sequence_parallel"]),
         micro_batch=cells["micro_batch"], schedule=_find_schedule(cells),
         virtual_stages=cells["virtual_stages"] or 1, zero=zero or 1, recompute=cells["recompute"],
     )  # fmt: skip

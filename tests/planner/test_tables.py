@@ -85,7 +85,8 @@ def test_columns_of_experts_become_the_model_and_the_layout(tmp_path):
     assert run.scenario.model.experts == Experts(
         number=64, per_token=6, ffn_size=512, shared_ffn_size=256, dense_layers=1
     )
-    assert run.layout.ep == 4
+    assert (run.layout.ep, run.layout.overlaps_ep) == (4, False)
+    assert read(tmp_path, **EXPERTS | {"note": "dispatcher deepep; a2a overlap; dropless"}).layout.overlaps_ep
     bare = read(tmp_path, **EXPERTS | {"shared_expert_ffn": "", "dense_layers": ""}).scenario.model.experts
     assert (bare.shared_ffn_size, bare.dense_layers) == (0, 0)
 
