@@ -362,6 +362,8 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
     if config.model.experts is not None:
         problems.append("model.experts: a mixture of experts can be predicted, not trained; use a model without them")
+    if config.model.latent_attention is not None:
+        problems.append("model.latent_attention can be predicted, not trained; use a model without it")
     kernels = config.choose_kernels(device, layout).kernels
     problems += kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
     problems += kernels.unrepeatable(device) if config.train.deterministic else []

@@ -46,6 +46,8 @@ class Layout:
     tp_overlap: bool = False
     """Send what sequence parallelism gathers and scatters in pieces, while matmuls work on others; without effect at
     tp = 1."""
+    ep_overlap: bool = False
+    """Exchange the tokens of one microbatch while another one is computed; without effect at ep = 1."""
     micro_batch: int = ranged("must be at least 1", 1)
     """Sequences in one forward of one data-parallel rank."""
     schedule: str = one_of(SCHEDULES, DEFAULT_SCHEDULE)
@@ -115,6 +117,11 @@ class Layout:
         """Whether matmuls hide a part of what tp sends."""
         return self.tp_overlap and self.shards_sequence
 
+    @property
+    def overlaps_ep(self) -> bool:
+        """Whether computation hides a part of what ep exchanges."""
+        return self.ep_overlap and self.ep > 1
+
     def num_microbatches(self, batch: Batch) -> int:
         """Forwards of one data-parallel rank in a step."""
         return batch.global_batch // (self.dp * self.micro_batch)
@@ -143,7 +150,7 @@ class Layout:
         axes = [f"{names.get(axis, axis)}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         text = "·".join(axes) or "1 rank"
         text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp
-        text += f" ep{self.ep}" * (self.ep > 1) + f" mb{self.micro_batch}"
+        text += f" ep{self.ep}" * (self.ep > 1) + "+overlap" * self.overlaps_ep + f" mb{self.micro_batch}"
         if self.pp > 1:
             text += f" {self.schedule}" + f" v{self.virtual_stages}" * (self.virtual_stages > 1)
         return text + f" zero{self.zero}" + f" recompute={self.recompute}" * (self.recompute != "none")

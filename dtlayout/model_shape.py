@@ -51,6 +51,20 @@ class Experts(Ranged, section="model.experts"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention(Ranged, section="model.latent_attention"):
+    """Queries, keys and values out of narrow vectors (DeepSeek-V2, arXiv:2405.04434); it can only be predicted."""
+
+    query_rank: int = ranged("must be at least 1")
+    """Width of the vector that a token's queries come out of (HF: q_lora_rank)."""
+    kv_rank: int = ranged("must be at least 1")
+    """Width of the vector that its keys and values come out of (HF: kv_lora_rank)."""
+    rope_width: int = ranged("must be at least 1")
+    """Part of model.head_dim that is rotated, in keys the same for all heads."""
+    value_width: int = ranged("must be at least 1")
+    """Width of a head's values; head_dim is that of its queries and keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape(Ranged, section="model"):
     """A decoder-only transformer of the Llama family."""
 
@@ -80,6 +94,8 @@ class ModelShape(Ranged, section="model"):
     """Whether the feed-forward has a gate beside up and down (SwiGLU); without one it can only be predicted."""
     experts: Experts | None = None
     """Experts in the place of the feed-forward, where the model has them."""
+    latent_attention: LatentAttention | None = None
+    """Ranks and widths of multi-head latent attention, where the model has it."""
     tied_embeddings: bool = False
     """Whether the head reuses the embedding's weight."""
     rope_theta: float = ranged("must be above 0 and finite", 10000.0)
@@ -109,6 +125,16 @@ class ModelShape(Ranged, section="model"):
                 f"experts.dense_layers={self.experts.dense_layers} leaves none of num_layers={self.num_layers} blocks "
                 f"with experts; use fewer"
             )
+        if not problems and self.latent_attention is not None:
+            rope_width = self.latent_attention.rope_width
+            if rope_width >= self.head_width:
+                problems.append(
+                    f"latent_attention.rope_width={rope_width} must be below the width of a head, {self.head_width}"
+                )
+            if self.num_kv_heads != self.num_heads:
+                problems.append(
+                    f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent_attention"
+                )
         if problems:
             raise InvalidConfig([f"model.{problem}" for problem in problems])
         if self.head_dim is not None and self.head_dim * self.num_heads == self.hidden_size:

@@ -225,6 +225,7 @@ def test_ep_divides_the_experts_and_the_ranks_of_a_stage():
     ]
     layout = Layout(dp_shard=4, tp=2, ep=4)
     assert (layout.world_size, layout.expert_dp, str(layout)) == (8, 2, "dp4·tp2+sp ep4 mb1 zero1")
+    assert str(replace(layout, ep_overlap=True)) == "dp4·tp2+sp ep4+overlap mb1 zero1"
 
 
 @pytest.mark.parametrize("name", [*AXES, "ep", "micro_batch", "virtual_stages"])

@@ -75,21 +75,25 @@ def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -
     return Link(bytes_per_s, 0.0, gpu.network_latency_s, crosses_nodes=True)
 
 
-def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float) -> float:
-    """An all-to-all over the ep ranks, neighbours, of which each sends every rank an equal part of `size_bytes`.
+def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: int) -> float:
+    """An all-to-all over the ep ranks, neighbours: each rank's tokens, `size_bytes`, go to `copies` experts each.
 
-    Each rank's own part stays where it is. Those for ranks that fast links join take these, the others its own
-    network card, at the same time.
+    Each rank is sent as many, and a rank's own stay where they are. Those for ranks that fast links join take these, the
+    others its own network card, at the same time. An engine that sends a token once to each node hands it on there.
     """
     if (ep := layout.ep) == 1:
         return 0.0
+    gpu, reached = scenario.cluster.gpu, scenario.engine.constants.exchange_efficiency
     inside, near = node_link(scenario), min(ep, scenario.cluster.gpus_linked)
-    reached = scenario.engine.constants.exchange_efficiency
-    near_s = (near - 1) / ep * size_bytes / (scenario.cluster.gpu.link_bytes_per_s * reached)
+    link_bytes_per_s, network_bytes_per_s = gpu.link_bytes_per_s * reached, gpu.network_bytes_per_s * reached
     if near == ep:
-        return inside.start_s + near_s + inside.latency_s
-    far_s = (ep - near) / ep * size_bytes / (scenario.cluster.gpu.network_bytes_per_s * reached)
-    return inside.start_s + max(near_s, far_s) + scenario.cluster.gpu.network_latency_s
+        return inside.start_s + (ep - 1) / ep * copies * size_bytes / link_bytes_per_s + inside.latency_s
+    nodes = ep / near
+    near_copies, far_copies = copies * (near - 1) / ep, copies * (1 - 1 / nodes)
+    if scenario.engine.features.sends_tokens_once:
+        near_copies, far_copies = copies * (near - 1) / near, (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
+    sending_s = max(near_copies * size_bytes / link_bytes_per_s, far_copies * size_bytes / network_bytes_per_s)
+    return inside.start_s + sending_s + gpu.network_latency_s
 
 
 def message_link(scenario: Scenario, layout: Layout) -> Link:

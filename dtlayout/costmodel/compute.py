@@ -108,19 +108,23 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
     ep_s = block_ep_s(scenario, layout)  # as much in backward
+    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
+    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s
+    hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
+    forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
     return BlockTime(
-        forward_s=sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s,
-        backward_s=2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s,
-        forward_tp_s=forward_tp_s + forward_cp_s + ep_s,
-        backward_tp_s=backward_tp_s + backward_cp_s + ep_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        forward_tp_s=forward_tp_s + forward_cp_s + forward_ep_s,
+        backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
         host_s=host_s(scenario, layout, kernels),
         attention_s=attention_forward_s,
         elementwise_s=elementwise_s + permuting_s,
         last_matmul_s=matmuls_s[-1],
         forward_cp_s=forward_cp_s,
-        forward_ep_s=ep_s,
+        forward_ep_s=forward_ep_s,
     )
 
 
@@ -342,13 +346,12 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float)
 def block_ep_s(scenario: Scenario, layout: Layout) -> float:
     """ep's exchanges in a block's forward: of k copies of each token to its experts, and of their results.
 
-    tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2). Nothing hides them, nor what they wait for.
+    tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2).
     """
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
-    copies = tokens_of(scenario, layout) / layout.tp * experts.per_token
-    waits_s = scenario.engine.constants.experts_wait_s
-    return waits_s + 2 * exchange_s(scenario, layout, copies * experts.width * activation_size(scenario))
+    size = tokens_of(scenario, layout) / layout.tp * experts.width * activation_size(scenario)
+    return scenario.engine.constants.experts_wait_s + 2 * exchange_s(scenario, layout, size, experts.per_token)
 
 
 def block_cp_s(
@@ -362,7 +365,8 @@ def block_cp_s(
     if (cp := layout.cp) == 1:
         return 0.0, 0.0
     link = data_link(scenario, layout, layout.tp, cp)
-    kv = 2 * tokens_of(scenario, layout) * scenario.model.kv_width / layout.tp * activation_size(scenario)
+    kv_width = describe(scenario.model).attention.kv_width
+    kv = tokens_of(scenario, layout) * kv_width / layout.tp * activation_size(scenario)
 
     def exposed_s(size: float, attention_s: float) -> float:
         return (cp - 1) * max(0.0, size / link.bytes_per_s + link.latency_s - attention_s / cp)
@@ -398,4 +402,5 @@ def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     is_alone, most_s = layout.tp == 1, constants.compiled_host_s if kernels.compiles_blocks else inf
     starts_s = min(most_s, constants.layer_host_s if is_alone else constants.layer_host_tp_s)
     waits = not is_alone and layout.is_pipelined and message_link(scenario, layout).crosses_nodes
+    starts_s += constants.experts_host_s if describe(scenario.model).experts else 0.0
     return starts_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

@@ -79,7 +79,11 @@ class Features:
     kept_matmuls: float = 1.0
     """Share of a block's matmuls whose results selective recomputation keeps, where it keeps any."""
     has_experts: bool = False
-    """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens."""
+    """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens, and the latent attention that
+    some of them have."""
+    sends_tokens_once: bool = False
+    """Whether a token that several experts of a node compute goes there once and is handed on inside (DeepEP); else a
+    copy goes to each."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 
@@ -152,6 +156,8 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
+    experts_host_s: float = _constant(0.0, 0.0, 0.03, "s")
+    """Host's time for a layer's experts beside that: routing, which it waits for, and their many small kernels."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
@@ -311,9 +317,14 @@ class Engine:
 
     def model_problems(self, model: ModelShape) -> list[str]:
         """A line for what the engine cannot train of a model."""
-        if model.experts is None or self.features.has_experts:
+        if self.features.has_experts:
             return []
-        return [f"model.experts: {self.name} has no mixture of experts; use a model without them, or another engine"]
+        names = {"experts": "mixture of experts", "latent_attention": "multi-head latent attention"}
+        lacking = ((name, words) for name, words in names.items() if getattr(model, name) is not None)
+        return [
+            f"model.{name}: {self.name} has no {words}; use a model without, or another engine"
+            for name, words in lacking
+        ]
 
     @property
     def at_bounds(self) -> tuple[str, ...]:

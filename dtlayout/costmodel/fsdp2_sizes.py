@@ -76,7 +76,9 @@ class Sizes:
         """Hidden states, T·h·e."""
         self.stream = self.whole / self.stream_ranks
         """The residual stream: hidden states outside of branches."""
-        self.norm_output = self.stream if scenario.engine.features.regathers_inputs else self.whole
+        self.input_ranks = self.stream_ranks if scenario.engine.features.regathers_inputs else 1
+        """Ranks that share what a matmul that opens a branch keeps of its input."""
+        self.norm_output = self.whole / self.input_ranks
         """The output of a norm as the matmuls that read it keep it: whole, or what they gather again in backward."""
         self.has_norm_kernel = kernels.compiles_blocks or scenario.cluster.gpu.device_type not in norm.separate
         """Whether a norm is one kernel."""
@@ -103,15 +105,17 @@ class Sizes:
         """
         model, seq_len = scenario.model, scenario.batch.seq_len
         kernel = find_kernel(AttentionKernel, kernels.attention)
-        query, key = self.split(model.query_width), self.split(model.kv_width)
-        inputs = query + 2 * (query if kernel.repeats_heads else key)
+        attention = self.description.attention
+        query, key = self.split(attention.query_width), self.split(attention.num_kv_heads * attention.head_width)
+        output = self.split(attention.output_width)
+        inputs = 2 * query + output if kernel.repeats_heads else self.split(attention.input_width)
         rows = self.exact_element * model.num_heads / self.tp
         has_mask = scenario.document_mask and kernel.needs_mask(scenario.cluster.gpu.device_type)
         self.mask = self.element * seq_len if has_mask else 0.0
         """The mask that keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
         self.keeps_mask = kernel.keeps_mask
         """Whether attention keeps the mask for its backward."""
-        self.attention_results = query + (0.0 if kernel.holds_scores else rows)
+        self.attention_results = output + (0.0 if kernel.holds_scores else rows)
         """Results of attention's kernels, which selective recomputation keeps instead of q and k."""
         saved: float = getattr(scenario.engine.constants, kernel.saved) if kernel.saved else 0.0
         saved *= tokens_of(scenario, layout) * model.num_heads / self.tp
@@ -124,7 +128,7 @@ class Sizes:
         """Work space of attention's backward: gradients of q, k and v, or of scores."""
         if kernel.copies_exactly:
             copy, softmax = rows * model.head_width, rows * seq_len
-            self.attention, self.attention_results = 3 * copy + softmax + query, softmax + copy
+            self.attention, self.attention_results = 3 * copy + softmax + output, softmax + copy
             self.forward_work, self.backward_work = softmax + key, max(inputs, 2 * softmax)
 
     def _weigh_loss(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
@@ -205,7 +209,7 @@ class Sizes:
             case Norm():
                 return self.norm(operation).kept
             case Linear(style="colwise", keeps_input=True):
-                return self.norm_output
+                return self.element * operation.inputs / self.input_ranks
             case Linear(style="rowwise", keeps_input=True):
                 return self.split(operation.inputs)
             case Linear(keeps_input=True):

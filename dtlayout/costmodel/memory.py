@@ -228,7 +228,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
             case Rotary():
                 beside_scores += features.rope_saved_bytes * operation.width / t
             case SelfAttention():
-                beside_scores += e * (operation.input_width + operation.query_width) / t
+                beside_scores += e * (operation.input_width + operation.output_width) / t
             case Activation():
                 num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept - 1 if operation.gated else 1
                 beside_scores += e * num_kept * operation.width / t

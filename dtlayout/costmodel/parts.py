@@ -27,6 +27,7 @@ class BlockLayout(NamedTuple):
     micro_batch: int
     shards_sequence: bool
     overlaps_tp: bool
+    overlaps_ep: bool
     is_pipelined: bool
     world_size: int
 
@@ -40,6 +41,7 @@ class StageLayout(NamedTuple):
     micro_batch: int
     shards_sequence: bool
     overlaps_tp: bool
+    overlaps_ep: bool
     is_pipelined: bool
     world_size: int
     recompute: str

@@ -73,6 +73,8 @@ class Norm(_Operation):
     """Elements of a token."""
     num_heads: int = 0
     """Heads that are normalised each for itself, which tp splits; 0 for the residual stream."""
+    is_latent: bool = False
+    """Whether it normalises the narrow vector of a token that latent attention makes of the residual stream."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -163,7 +165,11 @@ class Rotary(_Operation):
     """The rotary embedding of queries and keys, in fp32 or finer inside."""
 
     width: int
-    """Elements of a token's queries."""
+    """Elements of a token's queries that it turns."""
+    shared_width: int = 0
+    """Elements of its keys that all heads have in common, and that are copied for each; 0 where a key has its own."""
+    num_copies: int = 0
+    """Heads that they are copied for."""
 
 
 @dataclass(frozen=True)
@@ -176,21 +182,33 @@ class SelfAttention(_Operation):
     num_kv_heads: int
     """Key and value heads."""
     head_width: int
-    """Width of each."""
+    """Width of each query and key."""
+    value_width: int
+    """Width of each value."""
 
     @property
     def query_width(self) -> int:
-        """Elements of a token's queries, and of the output."""
+        """Elements of a token's queries."""
         return self.num_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys and values."""
+        return self.num_kv_heads * (self.head_width + self.value_width)
 
     @property
     def input_width(self) -> int:
         """Elements of a token's queries, keys and values."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
+        return self.query_width + self.kv_width
+
+    @property
+    def output_width(self) -> int:
+        """Elements of a token's output."""
+        return self.num_heads * self.value_width
 
     def flops_per_token(self, seq_len: int) -> float:
         """Scores and weighted values, forward, the half that the mask hides counted too."""
-        return 4.0 * self.query_width * seq_len
+        return 2.0 * (self.query_width + self.output_width) * seq_len
 
 
 @dataclass(frozen=True)
@@ -233,6 +251,11 @@ class Description:
         return tuple(weight for operation in self.block for weight in operation.weights)
 
     @cached_property
+    def attention(self) -> SelfAttention:
+        """The attention of a block."""
+        return next(each for each in self.block if isinstance(each, SelfAttention))
+
+    @cached_property
     def experts(self) -> RoutedExperts | None:
         """The experts of a block, where it has them."""
         return next((each for each in self.block if isinstance(each, RoutedExperts)), None)
@@ -256,21 +279,17 @@ class Description:
 
 
 def describe_llama(model: ModelShape) -> Description:
-    """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3, with experts a Qwen3-MoE."""
-    h, q, kv = model.hidden_size, model.query_width, model.kv_width
+    """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3, with experts a Qwen3-MoE.
+
+    With latent attention and experts it is a DeepSeek-V3.
+    """
+    h = model.hidden_size
     table = (model.vocab_size, h)
-    head_norms = (Norm("self_attn.q_norm", q, model.num_heads), Norm("self_attn.k_norm", kv, model.num_kv_heads))
     return Description(
         embedding=Weight(f"{EMBEDDING}.weight", table, "normal", 0),
         block=(
             Norm("input_layernorm", h),
-            Linear("self_attn.q_proj", h, q, "colwise", keeps_input=True, bias=model.qkv_bias),
-            Linear("self_attn.k_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
-            Linear("self_attn.v_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
-            *(head_norms if model.qk_norm else ()),
-            Rotary(q),
-            SelfAttention(model.num_heads, model.num_kv_heads, model.head_width),
-            Linear("self_attn.o_proj", q, h, "rowwise", keeps_input=False),
+            *(_describe_attention(model) if model.latent_attention is None else _describe_latent_attention(model)),
             Residual(h),
             Norm("post_attention_layernorm", h),
             *_describe_ffn(model),
@@ -278,6 +297,37 @@ def describe_llama(model: ModelShape) -> Description:
         ),
         final_norm=Norm(FINAL_NORM, h),
         head=Weight(f"{HEAD}.weight", table, "normal", 0),
+    )
+
+
+def _describe_attention(model: ModelShape) -> tuple[Operation, ...]:
+    h, q, kv, width = model.hidden_size, model.query_width, model.kv_width, model.head_width
+    head_norms = (Norm("self_attn.q_norm", q, model.num_heads), Norm("self_attn.k_norm", kv, model.num_kv_heads))
+    return (
+        Linear("self_attn.q_proj", h, q, "colwise", keeps_input=True, bias=model.qkv_bias),
+        Linear("self_attn.k_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
+        Linear("self_attn.v_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
+        *(head_norms if model.qk_norm else ()),
+        Rotary(q),
+        SelfAttention(model.num_heads, model.num_kv_heads, width, width),
+        Linear("self_attn.o_proj", q, h, "rowwise", keeps_input=False),
+    )
+
+
+def _describe_latent_attention(model: ModelShape) -> tuple[Operation, ...]:
+    latent, h, heads, width = model.latent_attention, model.hidden_size, model.num_heads, model.head_width
+    assert latent, "only models with latent attention come here"
+    query_rank, kv_rank, rope, value = latent.query_rank, latent.kv_rank, latent.rope_width, latent.value_width
+    return (
+        Linear("self_attn.q_a_proj", h, query_rank, "replicated", keeps_input=True),
+        Norm("self_attn.q_a_layernorm", query_rank, is_latent=True),
+        Linear("self_attn.q_b_proj", query_rank, heads * width, "colwise", keeps_input=True),
+        Linear("self_attn.kv_a_proj_with_mqa", h, kv_rank + rope, "replicated", keeps_input=False),
+        Norm("self_attn.kv_a_layernorm", kv_rank, is_latent=True),
+        Linear("self_attn.kv_b_proj", kv_rank, heads * (width - rope + value), "colwise", keeps_input=True),
+        Rotary(heads * rope, shared_width=rope, num_copies=heads),
+        SelfAttention(heads, heads, width, value),
+        Linear("self_attn.o_proj", heads * value, h, "rowwise", keeps_input=False),
     )
 
 

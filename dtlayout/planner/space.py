@@ -105,6 +105,8 @@ class Space:
     """Name → values that are left out."""
 
     def __post_init__(self) -> None:
+        if problems := self.scenario.engine.model_problems(self.scenario.model):
+            raise InvalidConfig(problems)
         if self.scenario.model.experts is not None:
             raise InvalidConfig(
                 f"model {self.scenario.model.name} is a mixture of experts, whose layouts are not searched yet; "

@@ -24,7 +24,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts, ModelShape
+from dtlayout.model_shape import Experts, LatentAttention, ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import OPTIMIZERS, AdamW, Optimizer
 from dtlayout.pipelining.schedules import SCHEDULES, schedule_with
@@ -63,8 +63,10 @@ _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
 _CHUNKED_HEAD = re.compile(r"\brl trainer step\b")
 """A note on prime-rl's trainer for reinforcement learning, which takes head and loss in chunks of tokens."""
-_LATENT_ATTENTION = re.compile(r"\bMLA\b")
-"""A note on a model whose keys and values come out of a narrow vector for each token."""
+_LATENT_ATTENTION = re.compile(r"\bMLA q_lora (\d+) kv_lora (\d+) qk (\d+)\+(\d+) v (\d+)")
+"""A note on latent attention: ranks of queries and of keys and values, and a head's width, rotated part and values."""
+_OVERLAPS_EP = re.compile(r"\ba2a overlap\b")
+"""A note on tokens that are exchanged while another microbatch is computed."""
 _MOST_PROBLEMS = 20
 """Cells of a table that are named; a wrong column would name every row."""
 _Cell = Callable[[str], Any]
@@ -217,11 +219,15 @@ def _to_model(cells: _Cells) -> ModelShape:
             number=cells["experts"], per_token=cells["experts_per_token"], ffn_size=cells["expert_ffn"],
             shared_ffn_size=cells["shared_expert_ffn"] or 0, dense_layers=cells["dense_layers"] or 0,
         )  # fmt: skip
+    latent = None
+    if found := _LATENT_ATTENTION.search(cells["note"]):
+        query_rank, kv_rank, _, rope_width, value_width = map(int, found.groups())
+        latent = LatentAttention(query_rank=query_rank, kv_rank=kv_rank, rope_width=rope_width, value_width=value_width)
     return ModelShape(
         name=cells["model"], hidden_size=cells["hidden"], num_layers=cells["layers"], num_heads=cells["heads"],
         num_kv_heads=cells["kv_heads"] or cells["heads"], ffn_size=cells["ffn"], vocab_size=cells["vocab"],
         head_dim=cells["head_dim"], qk_norm=cells["qk_norm"], gated_ffn=cells["gated"], tied_embeddings=cells["tied"],
-        experts=experts,
+        experts=experts, latent_attention=latent,
     )  # fmt: skip
 
 
@@ -233,7 +239,7 @@ def _to_layout(cells: _Cells) -> Layout:
     return Layout(
         pp=cells["pp"], dp_replicate=dp // shards, dp_shard=shards,
         cp=cells["cp"] or 1, tp=cells["tp"], ep=(cells["experts"] and cells["ep"]) or 1,
-        sequence_parallel=bool(cells["sequence_parallel"]),
+        ep_overlap=bool(_OVERLAPS_EP.search(cells["note"])), sequence_parallel=bool(cells["sequence_parallel"]),
         micro_batch=cells["micro_batch"], schedule=_find_schedule(cells),
         virtual_stages=cells["virtual_stages"] or 1, zero=_to_zero(cells), recompute=cells["recompute"],
     )  # fmt: skip
@@ -286,7 +292,7 @@ def _contradicts_time(cells: _Cells) -> bool:
 
 def _contradicts_mfu(cells: _Cells) -> bool:
     """Of models whose parameters are counted here, on GPUs whose peak is known."""
-    if not (cells["tokens_per_s_gpu"] and cells["mfu"]) or _is_latent(cells) or _lacks_sizes(cells):
+    if not (cells["tokens_per_s_gpu"] and cells["mfu"]) or _lacks_ranks(cells) or _lacks_sizes(cells):
         return False
     gpu = gpu_named(cells["gpu"])
     return gpu.is_known and gpu.has_mfu and abs(cells["mfu"] / _to_mfu(cells) - 1) > ROUNDING
@@ -298,14 +304,16 @@ def _lacks_sizes(cells: _Cells) -> bool:
 
 
 def _has_no_experts(cells: _Cells) -> bool:
-    """Whether the engine, of which that is known, trains no experts."""
-    if not cells["experts"] or cells["engine"] not in known_engines():
+    """Whether the engine, of which that is known, trains no experts, and nothing of latent attention."""
+    is_special = cells["experts"] or _LATENT_ATTENTION.search(cells["note"])
+    if not is_special or cells["engine"] not in known_engines():
         return False
     return not find_engine(cells["engine"], cells["gpu"]).features.has_experts
 
 
-def _is_latent(cells: _Cells) -> bool:
-    return _LATENT_ATTENTION.search(cells["note"]) is not None
+def _lacks_ranks(cells: _Cells) -> bool:
+    """Whether attention is latent and the note does not say how narrow."""
+    return bool(re.search(r"\bMLA\b", cells["note"])) and not _LATENT_ATTENTION.search(cells["note"])
 
 
 _REASONS: dict[str, Callable[[_Cells], Any]] = {
@@ -318,8 +326,8 @@ _REASONS: dict[str, Callable[[_Cells], Any]] = {
         and not gpu_named(row["gpu"]).peak_of(MATMUL_FORMATS[row["precision"]]),
     "experts_per_token or expert_ffn is not stated": _lacks_sizes,
     "ep is not stated": lambda row: row["experts"] and row["ep"] is None,
-    "engine {engine} has no mixture of experts": _has_no_experts,
-    "multi-head latent attention": _is_latent,
+    "engine {engine} has no experts or latent attention": _has_no_experts,
+    "multi-head latent attention, its ranks not stated": _lacks_ranks,
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in _known_optimizers(),
     "schedule {schedule} is not known": lambda row: _find_schedule(row) not in SCHEDULES,
     "schedule {schedule} does not go with virtual_stages={virtual_stages}":

@@ -135,7 +135,7 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=2"), "cp=2: context parallelism is not there yet"),
         (
             ("--gpu", "cpu", "--engine", "nanotron", *(f"--model.experts.{name}=2" for name in EXPERTS)),
-            "model.experts: nanotron has no mixture of experts; use a model without them, or another engine",
+            "model.experts: nanotron has no mixture of experts; use a model without, or another engine",
         ),
         (
             ("--gpu", "cpu", *(f"--model.experts.{name}=2" for name in EXPERTS)),

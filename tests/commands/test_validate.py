@@ -204,21 +204,19 @@ def test_rows_that_cannot_be_predicted_are_counted_by_reason_and_the_others_scor
     document = run_json(capsys, path)
     assert document["rows"] == {"read": 24, "predicted": 21, "unpredicted": 2, "repeats": 1, "left_out": 0}
     assert document["unpredicted"] == {
-        "engine nanotron has no mixture of experts": 2,
+        "engine nanotron has no experts or latent attention": 2,
         "GPU type abacus is not known": 1,
     }
     assert [row["row"] for row in document["unpredicted_rows"]] == ["0", "1"]
     assert document["unpredicted_rows"][1] == {
-        "table": "sweep/narrow", "row": "1", "reasons": ["engine nanotron has no mixture of experts"],
+        "table": "sweep/narrow", "row": "1", "reasons": ["engine nanotron has no experts or latent attention"],
     }  # fmt: skip
     assert list(document["changed"].values()) == [1]
     assert document["groups"]["source"]["a page"]["rows"] == document["pooled"]["rows"] == 21
     assert main(["validate", str(path), "--worst", "30"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "not predicted: 2 of 24 rows, each under all of its reasons\n     2 engine nanotron has no mixture of experts\n"
-        in text
-    )
+    lacking = "     2 engine nanotron has no experts or latent attention\n"
+    assert f"not predicted: 2 of 24 rows, each under all of its reasons\n{lacking}" in text
     assert "     1 GPU type abacus is not known\n       in sweep/narrow row 0\n" in text
     assert "not scored: 1 row measured again: by the note the same layout as in another of these tables\n" in text
     assert "\n    note: a fan was slow\n" in text

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtlayout.kernels import Kernels
-from dtlayout.model_shape import Experts, ModelShape
+from dtlayout.model_shape import Experts, LatentAttention, ModelShape
 from dtlayout.models import counting
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
@@ -51,6 +51,14 @@ def test_a_tied_embedding_is_credited_once():
     assert difference == 6 * SHAPE.vocab_size * SHAPE.hidden_size
 
 
+DEEPSEEK_V3 = ModelShape(
+    name="deepseek-v3", hidden_size=7168, num_layers=61, num_heads=128, num_kv_heads=128, ffn_size=18_432,
+    vocab_size=129_280, head_dim=192,
+    experts=Experts(number=256, per_token=8, ffn_size=2048, shared_ffn_size=2048, dense_layers=3),
+    latent_attention=LatentAttention(query_rank=1536, kv_rank=512, rope_width=64, value_width=128),
+)  # fmt: skip
+
+
 def mixture(hidden: int, layers: int, heads: int, kv_heads: int, vocab: int, head_dim: int, **experts) -> ModelShape:
     return ModelShape(
         name="mixture", hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, ffn_size=4096,
@@ -67,6 +75,7 @@ def mixture(hidden: int, layers: int, heads: int, kv_heads: int, vocab: int, hea
         (mixture(4096, 94, 64, 4, 151_936, 128, number=128, per_token=8, ffn_size=1536), 235, 22),
         # gpt-oss, arXiv:2508.10925, table 1: without biases and sinks; active is said there without the embedding.
         (mixture(2880, 36, 64, 8, 201_088, 64, number=128, per_token=4, ffn_size=2880), 116.83, 5.13 + 0.58),
+        (DEEPSEEK_V3, 671, 37 + 0.9),  # arXiv:2412.19437, sec. 4.2; active without the embedding
         (mixture(2880, 24, 64, 8, 201_088, 64, number=32, per_token=4, ffn_size=2880), 20.91, 3.61 + 0.58),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_mixture_of_experts_is_predicted_for_engines_that_have_it_and_not_sear
     assert layout.is_legal(mixtures["megatron"].model, mixtures["megatron"].batch)
     assert find_refusals(mixtures["megatron"], layout, Kernels()) == []
     (problem,) = find_refusals(mixtures["dtlayout"], layout, Kernels())
-    assert problem == "model.experts: dtlayout has no mixture of experts; use a model without them, or another engine"
+    assert problem == "model.experts: dtlayout has no mixture of experts; use a model without, or another engine"
     assert explain(mixtures["megatron"], layout, Kernels()).estimate.fits
     with pytest.raises(InvalidConfig, match="model tiny is a mixture of experts, whose layouts are not searched yet"):
         Space(mixtures["megatron"])

@@ -40,6 +40,7 @@ LAYOUTS = {
     "cp": [{"cp": 2}],
     "tp": [{"tp": 1}, {"tp": 4}],
     "ep": [{"ep": 2}],
+    "ep_overlap": [{"ep": 2, "ep_overlap": True}],
     "sequence_parallel": [{"sequence_parallel": False}],
     "tp_overlap": [{"tp_overlap": True}],
     "micro_batch": [{"micro_batch": 4}],

@@ -9,7 +9,7 @@ import pytest
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts
+from dtlayout.model_shape import Experts, LatentAttention
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import SGD, AdamW
 from dtlayout.planner.tables import read_tables
@@ -87,9 +87,17 @@ def test_columns_of_experts_become_the_model_and_the_layout(tmp_path):
     assert run.scenario.model.experts == Experts(
         number=64, per_token=6, ffn_size=512, shared_ffn_size=256, dense_layers=1
     )
-    assert run.layout.ep == 4
+    assert (run.layout.ep, run.layout.overlaps_ep) == (4, False)
+    assert read(tmp_path, **EXPERTS | {"note": "dispatcher deepep; a2a overlap; dropless"}).layout.overlaps_ep
     bare = read(tmp_path, **EXPERTS | {"shared_expert_ffn": "", "dense_layers": ""}).scenario.model.experts
     assert (bare.shared_ffn_size, bare.dense_layers) == (0, 0)
+
+
+def test_a_note_on_latent_attention_becomes_the_model(tmp_path):
+    note = "MLA q_lora 96 kv_lora 48 qk 128+64 v 128; by hand"
+    model = read(tmp_path, **MORE | {"head_dim": "192", "kv_heads": "16", "note": note}).scenario.model
+    assert model.latent_attention == LatentAttention(query_rank=96, kv_rank=48, rope_width=64, value_width=128)
+    assert model.head_width == 192
 
 
 def test_a_table_without_a_column_has_what_is_usual(tmp_path):
@@ -132,13 +140,13 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ({"precision": "int4", "mfu": "1.4"}, ["precision int4"]),
         ({"precision": "nvfp4", "mfu": "1.4"}, ["h100-80g-sxm does not multiply in nvfp4"]),
         ({"precision": ""}, ["precision is not stated"]),
-        ({**EXPERTS, "engine": "nanotron"}, ["engine nanotron has no mixture of experts"]),
+        ({**EXPERTS, "engine": "nanotron"}, ["engine nanotron has no experts or latent attention"]),
         ({**EXPERTS, "precision": "mxfp8"}, ["h100-80g-sxm does not multiply in mxfp8"]),
         (
             {**EXPERTS, "expert_ffn": "", "ep": ""},
             ["experts_per_token or expert_ffn is not stated", "ep is not stated"],
         ),
-        ({**EXPERTS, "note": "MLA q_lora 1536 kv_lora 512 qk 128+64 v 128"}, ["multi-head latent attention"]),
+        ({"note": "MLA, as ever"}, ["multi-head latent attention, its ranks not stated"]),
         ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
         ({"schedule": "zbv"}, ["schedule zbv is not known"]),
         ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
