@@ -78,8 +78,8 @@ def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -
 def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: int) -> float:
     """An all-to-all over the ep ranks, neighbours: each rank's tokens, `size_bytes`, go to `copies` experts each.
 
-    Each rank is sent as many, and a rank's own stay where they are. Those for ranks that fast links join take these, the
-    others its own network card, at the same time. An engine that sends a token once to each node hands it on there.
+    Each rank is sent as many, and a rank's own stay where they are. Those for ranks that fast links join take these,
+    the others its own network card, at the same time. An engine that sends a token once to each node hands it on there.
     """
     if (ep := layout.ep) == 1:
         return 0.0

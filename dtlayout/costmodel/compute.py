@@ -402,5 +402,4 @@ def host_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
     is_alone, most_s = layout.tp == 1, constants.compiled_host_s if kernels.compiles_blocks else inf
     starts_s = min(most_s, constants.layer_host_s if is_alone else constants.layer_host_tp_s)
     waits = not is_alone and layout.is_pipelined and message_link(scenario, layout).crosses_nodes
-    starts_s += constants.experts_host_s if describe(scenario.model).experts else 0.0
     return starts_s + (constants.layer_host_message_s * layout.tp if waits else 0.0)

@@ -156,8 +156,6 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
-    experts_host_s: float = _constant(0.0, 0.0, 0.03, "s")
-    """Host's time for a layer's experts beside that: routing, which it waits for, and their many small kernels."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
@@ -168,12 +166,12 @@ class Constants:
     """Host's time for a layer whose recomputation decides for each operation, and so looks at each."""
     selective_host_tp_s: float = _constant(0.0, 0.0, 0.4, "s")
     """Host's time for a layer under selective recomputation at tp > 1."""
-    experts_wait_s: float = _constant(5e-4, 0.0, 0.02, "s")
-    """Added to forward and to backward of a layer with experts: the host waits for how many tokens each of them has, and
-    starts many small kernels."""
-    experts_share: float = _constant(0.4, 0.2, 1.2, "share")
+    experts_wait_s: float = _constant(7e-4, 0.0, 0.02, "s")
+    """Added to forward and to backward of a layer with experts: the host waits to hear how many tokens each of them
+    has, and starts many small kernels."""
+    experts_share: float = _constant(0.48, 0.2, 1.2, "share")
     """Share of the efficiency of a large matmul that the experts' have, whose sizes differ and come in groups."""
-    exchange_efficiency: float = _constant(0.8, 0.02, 1.0, "share")
+    exchange_efficiency: float = _constant(0.95, 0.02, 1.0, "share")
     """Share of the bandwidth of links and network that an exchange among all of ep achieves."""
     head_host_s: float = _constant(0.0, 0.0, 0.1, "s")
     """Host's time for embedding, head and loss of one microbatch."""

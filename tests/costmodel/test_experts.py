@@ -7,7 +7,7 @@ from small import MODEL, US
 from small import scenario as dense_scenario
 
 from dtlayout.costmodel.comm import exchange_s
-from dtlayout.costmodel.compute import block_time, host_s, recompute_time
+from dtlayout.costmodel.compute import block_time, recompute_time
 from dtlayout.costmodel.engine import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients, block_backward, block_forward
@@ -72,12 +72,12 @@ def test_fewer_and_longer_matmuls_fill_the_machine_better():
 
 
 def test_an_all_to_all_sends_all_but_a_ranks_own_part():
-    """7/8 of 1 MB at 50 GB/s; of 16 ranks 7/16 so, and meanwhile 8/16 through one card, 10 GB/s / 2 / 1.2 nodes."""
+    """7/8 of 1 MB at 50 GB/s; of 16 ranks 7/16 so, and meanwhile 8/16 through one card, 10 GB/s / 2."""
     assert exchange_s(scenario(EIGHT), Layout(dp_shard=8), 1e6, 1) == 0
     assert exchange_s(scenario(EIGHT), Layout(dp_shard=8, ep=8), 1e6, 1) == pytest.approx((10 + 17.5 + 5) * US)
     assert exchange_s(scenario(EIGHT), Layout(dp_shard=8, ep=8), 0.25e6, 4) == pytest.approx((10 + 17.5 + 5) * US)
     across = exchange_s(scenario(EIGHT, num_gpus=16), Layout(dp_shard=16, ep=16), 0.25e6, 4)
-    assert across == pytest.approx((10 + 0.5e6 / (5e9 / 1.2) / US + 10) * US)
+    assert across == pytest.approx((10 + 0.5e6 / 5e9 / US + 10) * US)
 
 
 def test_a_token_that_goes_once_to_a_node_is_handed_on_there():
@@ -85,7 +85,7 @@ def test_a_token_that_goes_once_to_a_node_is_handed_on_there():
     once = scenario(EIGHT, num_gpus=16, features=Features(sends_tokens_once=True))
     layout = Layout(dp_shard=16, ep=16)
     across = exchange_s(once, layout, 0.25e6, 4)
-    assert across == pytest.approx((10 + 15 / 16 * 0.25e6 / (5e9 / 1.2) / US + 10) * US)
+    assert across == pytest.approx((10 + 15 / 16 * 0.25e6 / 5e9 / US + 10) * US)
     copies = scenario(EIGHT, num_gpus=16)
     assert exchange_s(once, layout, 1e6, 1) == pytest.approx(exchange_s(copies, layout, 1e6, 1))
     assert exchange_s(once, replace(layout, ep=8), 1e6, 4) == exchange_s(copies, replace(layout, ep=8), 1e6, 4)
@@ -102,9 +102,17 @@ def test_computing_another_microbatch_hides_what_is_exchanged():
     assert all_hidden.forward_tp_s == all_hidden.backward_tp_s == 0
 
 
-def test_experts_take_the_host_time_of_their_own():
-    times = [host_s(scenario(e, layer_host_s=1e-3, experts_host_s=4e-3), Layout(), Kernels()) for e in (None, EIGHT)]
-    assert times == pytest.approx([1e-3, 5e-3])
+def test_experts_wait_for_their_counts_and_reach_less_of_a_matmul():
+    plain, waits, less = (
+        block_time(scenario(EIGHT, **constants), Layout(), Kernels())
+        for constants in ({}, {"experts_wait_s": 1e-3}, {"experts_share": 0.5})
+    )
+    assert waits.forward_tp_s == pytest.approx(plain.forward_tp_s + 1e-3)
+    assert waits.backward_tp_s == pytest.approx(plain.backward_tp_s + 1e-3)
+    dense = block_time(scenario(None), Layout(), Kernels())
+    assert block_time(scenario(None, experts_wait_s=1e-3, experts_share=0.5), Layout(), Kernels()) == dense
+    assert less.forward_s > plain.forward_s
+    assert less.attention_s == plain.attention_s
 
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 2000), (2, 1000)])
