@@ -91,6 +91,8 @@ class Constants:
 
     matmul_efficiency: float = _constant(0.8, 0.4, 0.95, "share")
     """Share of the peak that a large matmul achieves."""
+    experts_efficiency: float = _constant(1.0, 0.3, 1.0, "share")
+    """Share of what other matmuls of their sizes achieve that those of experts do, grouped in one kernel or many."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
     flash2_efficiency: float = _constant(0.65, 0.02, 0.9, "share")
@@ -123,8 +125,9 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
-    experts_host_s: float = _constant(0.0, 0.0, 0.03, "s")
-    """Host's time for a layer's experts beside that: routing, which it waits for, and their many small kernels."""
+    routing_wait_s: float = _constant(0.0, 0.0, 0.03, "s")
+    """Time that the GPU waits in a layer with experts, forward and backward: the host reads how many tokens each is
+    sent, and starts their many small kernels only then."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")

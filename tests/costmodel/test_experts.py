@@ -7,7 +7,7 @@ from small import MODEL, US
 from small import scenario as dense_scenario
 
 from dtlayout.costmodel.comm import exchange_s
-from dtlayout.costmodel.compute import block_time, host_s, recompute_time
+from dtlayout.costmodel.compute import block_time, recompute_time
 from dtlayout.costmodel.engine import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients, block_backward, block_forward
@@ -102,9 +102,22 @@ def test_computing_another_microbatch_hides_what_is_exchanged():
     assert all_hidden.forward_tp_s == all_hidden.backward_tp_s == 0
 
 
-def test_experts_take_the_host_time_of_their_own():
-    times = [host_s(scenario(e, layer_host_s=1e-3, experts_host_s=4e-3), Layout(), Kernels()) for e in (None, EIGHT)]
-    assert times == pytest.approx([1e-3, 5e-3])
+def test_a_gpu_waits_for_routing_whatever_it_has_to_compute():
+    """3 ms in each of the two blocks with experts, a third of it in forward; again where that is computed again."""
+    setting, kernels = scenario(replace(EIGHT, dense_layers=2)), Kernels()
+    waits = replace(setting, engine=setting.engine.with_constants(routing_wait_s=3e-3))
+    for recompute, backward_s in (("none", 4e-3), ("selective", 4e-3), ("full", 6e-3)):
+        layout = Layout(dp_shard=8, recompute=recompute)
+        (quick,), (slow,) = (Estimator(each).work(layout, kernels) for each in (setting, waits))
+        assert slow.host_s - quick.host_s == pytest.approx(2e-3 + backward_s)
+        assert slow.forward_s - quick.forward_s == pytest.approx(2e-3)
+        assert slow.backward_s - quick.backward_s == pytest.approx(backward_s)
+
+
+def test_experts_matmuls_may_achieve_less_than_others():
+    """120 us of them."""
+    assert forward_us(EIGHT, Layout(), experts_efficiency=0.5) - forward_us(EIGHT, Layout()) == pytest.approx(120)
+    assert forward_us(None, Layout(), experts_efficiency=0.5) == forward_us(None, Layout())
 
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 2000), (2, 1000)])
