@@ -38,6 +38,8 @@ class BlockTime(NamedTuple):
     """tp's collectives, cp's messages and ep's exchanges that backward waits for."""
     host_s: float = 0.0
     """Least time that the host needs for forward and backward together."""
+    routing_wait_s: float = 0.0
+    """Time that the GPU waits for the host in forward and backward together, whatever it has to compute."""
     attention_s: float = 0.0
     """Attention's part of forward."""
     elementwise_s: float = 0.0
@@ -120,6 +122,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         forward_tp_s=forward_tp_s + forward_cp_s + forward_ep_s,
         backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
         host_s=host_s(scenario, layout, kernels),
+        routing_wait_s=scenario.engine.constants.routing_wait_s if describe(scenario.model).experts else 0.0,
         attention_s=attention_forward_s,
         elementwise_s=elementwise_s + permuting_s,
         last_matmul_s=matmuls_s[-1],
@@ -131,8 +134,8 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
 def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float]]:
     """Times, rows, outputs and inputs of each matmul of a block on one rank, those that the engine fuses as one.
 
-    Each expert multiplies the rows that it is sent, T·k/E of each rank's tokens where all are sent as many. What they
-    reach of a large matmul's efficiency makes them as many more.
+    Those of experts are more where they are slower than others. Each expert multiplies the rows that it is sent, T·k/E
+    of each rank's tokens where all are sent as many.
     """
     sizes: list[tuple[float, float, float, float]] = []
     tokens, t = tokens_of(scenario, layout), layout.tp
@@ -149,7 +152,7 @@ def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float
                 sizes.append((1, tokens, operation.outputs / t, operation.inputs))
             case RoutedExperts(width=h, inner_width=f):
                 rows = tokens / t * operation.active_share * layout.ep
-                times = operation.number / layout.ep / scenario.engine.constants.experts_share
+                times = operation.number / layout.ep / scenario.engine.constants.experts_efficiency
                 sizes += [*[(times, rows, f, h)] * operation.num_opening, (times, rows, h, f)]
     return sizes
 
@@ -351,7 +354,7 @@ def block_ep_s(scenario: Scenario, layout: Layout) -> float:
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
     size = tokens_of(scenario, layout) / layout.tp * experts.width * activation_size(scenario)
-    return scenario.engine.constants.experts_wait_s + 2 * exchange_s(scenario, layout, size, experts.per_token)
+    return 2 * exchange_s(scenario, layout, size, experts.per_token)
 
 
 def block_cp_s(

@@ -120,6 +120,8 @@ class Constants:
     matmul_share: float = _constant(1.0, 0.5, 1.2, "share")
     """What a program leaves of the efficiency of matmuls on a GPU type, beside all else that it does: its libraries,
     gaps between kernels, clocks that fall."""
+    experts_efficiency: float = _constant(0.48, 0.2, 1.2, "share")
+    """Share of what other matmuls of their sizes achieve that those of experts do, grouped in one kernel or many."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
     fp8_efficiency: float = _constant(0.6, 0.2, 0.9, "share")
@@ -156,6 +158,9 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
+    routing_wait_s: float = _constant(2e-3, 0.0, 0.03, "s")
+    """Time that the GPU waits in a layer with experts, forward and backward: the host reads how many tokens each is
+    sent, and starts their many small kernels only then."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
@@ -166,11 +171,6 @@ class Constants:
     """Host's time for a layer whose recomputation decides for each operation, and so looks at each."""
     selective_host_tp_s: float = _constant(0.0, 0.0, 0.4, "s")
     """Host's time for a layer under selective recomputation at tp > 1."""
-    experts_wait_s: float = _constant(7e-4, 0.0, 0.02, "s")
-    """Added to forward and to backward of a layer with experts: the host waits to hear how many tokens each of them
-    has, and starts many small kernels."""
-    experts_share: float = _constant(0.48, 0.2, 1.2, "share")
-    """Share of the efficiency of a large matmul that the experts' have, whose sizes differ and come in groups."""
     exchange_efficiency: float = _constant(0.95, 0.02, 1.0, "share")
     """Share of the bandwidth of links and network that an exchange among all of ep achieves."""
     head_host_s: float = _constant(0.0, 0.0, 0.1, "s")

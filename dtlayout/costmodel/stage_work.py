@@ -68,6 +68,9 @@ def stage_work(
         gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
         waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
         host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
+    is_whole = not Recompute.parse(layout.recompute).is_selective  # which routes again
+    waited_s, again = blocks.routing_wait_s / 3, is_whole * stage.num_recomputed / max(1, stage.num_layers)
+    host_forward_s, host_backward_s = host_forward_s + waited_s, host_backward_s + (2 + again) * waited_s
     if stage.head:
         head = head_of(part, kernels)
         forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
