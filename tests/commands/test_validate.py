@@ -150,6 +150,24 @@ def test_leaving_out_gpu_types_adds_scores_of_each(measured, tmp_path, capsys):
     assert "\nGPU type left out " in capsys.readouterr().out
 
 
+def test_errors_of_rows_left_out_are_written_and_tell_how_many_lie_inside(measured, few_constants, tmp_path, capsys):
+    path = tmp_path / "errors.toml"
+    document = run_json(capsys, measured, "--errors", path)
+    assert document.keys() == DOCUMENT
+    written = toml.loads(path.read_text(encoding="utf-8"))
+    assert written["source"] == "rows left out: 24 of nanotron"
+    (known,) = (entry for entry in written["step_time"] if entry["kind"] == "known")
+    assert (known["engine"], known["gpu"], known["rows"]) == ("nanotron", "h100-80g-sxm", 22)
+    assert {entry["kind"] for entry in written["peak_memory"]} == {"known", "new GPU", "new precision", "new engine"}
+    left_out = run_json(capsys, measured, "--leave-one-out")["left_out_groups"]["engine"]["nanotron"]
+    assert left_out["speed"]["inside"] >= 0.8 and left_out["memory"]["rows"] == 24
+    assert main(["validate", str(measured), "--leave-one-out", "--worst", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("median errors, model left out ") for line in lines)
+    message = refuse(capsys, measured, "--errors", tmp_path / "none" / "errors.toml")
+    assert message.endswith(f"cannot be written: there is no folder {tmp_path / 'none'}\n")
+
+
 def test_people_see_scores_and_the_worst_rows_in_120_columns(measured, capsys):
     assert main(["validate", str(measured), "--worst", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -237,7 +255,7 @@ def test_people_see_which_way_each_engine_is_off(measured, capsys):
     assert main(["validate", str(measured)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if line.startswith("engine nanotron "))
-    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "24", "+0.0", "%", "0.0", "%"]
+    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "0", "24", "+0.0", "%", "0.0", "%", "100"]
     assert not [line for line in lines if line.startswith(("not predicted", "not scored", "predicted with"))]
 
 
