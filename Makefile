@@ -45,9 +45,10 @@ bench-recompute: .venv/.installed
 bench-dryrun: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.dryrun > benchmarks/dryrun.md
 
-# Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
+# Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips. A few
+# minutes, and some more with ARGS=--ablate; ARGS="--errors dtlayout/constants/errors.toml" writes the intervals too.
 bench-validate: .venv/.installed
-	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/validate.sh $(TABLES)
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.validate $(TABLES) $(ARGS)
 
 # Calibrate this machine's CPU, then sweep a model that it has not seen: twenty minutes with nothing else to do.
 bench-calibrate: .venv/.installed

@@ -13,6 +13,7 @@ from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
+from dtlayout.planner.intervals import find_intervals
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.text import GIB, align, choose_unit, plural
 
@@ -69,12 +70,17 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     else:
         bound = f"{limit.component}: {limit.share:.1%} of the step"
     mfu = f"{now.mfu:.1%}" if gpu.has_mfu else "n/a"
+    of_step, of_peak = find_intervals(scenario)
+    least_s, most_s = of_step.around(now.step_time_s)
+    least, most = (bound / GIB for bound in of_peak.around(now.peak_bytes))
     facts = [
         ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
         ("engine", f"{engine.name}, {state}"),
         ("fits", f"{'yes' if now.fits else 'no'}: {peak:.2f} of {capacity:.2f} GiB on {where}"),
         ("step", f"{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}"),
         ("bound by", bound),
+        ("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}"),
+        ("", f"peak {least:.2f} to {most:.2f} GiB, for {of_peak.basis}"),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
     return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes]
@@ -135,6 +141,7 @@ def _row(change: Change, now: Estimate) -> list[str]:
 
 def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
     now, gpu, growth = explanation.estimate, scenario.cluster.gpu, explanation.growth
+    intervals = find_intervals(scenario)
 
     def list_numbers(estimate: Estimate) -> dict[str, object]:
         return {
@@ -151,6 +158,9 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
     return {
         "ok": True, "gpu": gpu.name, "engine": scenario.engine.name, "calibrated": scenario.engine.is_calibrated,
         **list_numbers(now),
+        "step_time_range_s": intervals.step_time.around(now.step_time_s),
+        "peak_memory_range_bytes": intervals.peak_memory.around(now.peak_bytes),
+        "intervals": intervals.to_dict(),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
         "capacity_bytes": now.capacity_bytes, "time_s": now.time.as_dict(), "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],

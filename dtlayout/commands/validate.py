@@ -17,7 +17,17 @@ from dtlayout.costmodel.engine import ANY_GPU, Engine
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner import validate
-from dtlayout.planner.left_out import LeftOut, leave_gpus_out, leave_models_out
+from dtlayout.planner.left_out import (
+    Evidence,
+    LeftOut,
+    add_intervals,
+    gpu_of,
+    leave_engines_out,
+    leave_gpus_out,
+    leave_models_out,
+    model_of,
+    to_errors,
+)
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import (
     LOWEST_MFU,
@@ -60,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
     parser.add_argument("--leave-gpu-out", action="store_true", help="score each GPU type with constants of the others")
+    parser.add_argument(
+        "--errors", type=Path, metavar="FILE", help="write the intervals of these rows, left out both ways"
+    )
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --fit writes instead of stdout")
     parser.add_argument("--ablate", action="store_true", help="what is lost without each constant; takes minutes")
@@ -73,8 +86,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--worst={options.worst} must not be negative")
     if options.out and not options.fit:
         raise InvalidConfig("--out names the file that --fit writes; add --fit")
-    if options.out:
-        check_writable(options.out)
+    for path in filter(None, (options.out, options.errors)):
+        check_writable(path)
     rows = read_rows(options.tables, options.engine)
     runs = rows.runs
     runs = validate.on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
@@ -84,14 +97,7 @@ def run(options: argparse.Namespace) -> int:
             f"--fit takes runs of one engine, these are of {', '.join(engines)}; pass fewer tables or --engine"
         )
     predictions = validate.predict(runs)
-    left_out = {
-        of: leave_out(runs, tell)
-        for of, leave_out, is_asked in (
-            ("model", leave_models_out, options.leave_one_out),
-            ("GPU type", leave_gpus_out, options.leave_gpu_out),
-        )
-        if is_asked
-    }
+    left_out = _leave_out(options, runs)
     wanted = [g for g in groups.values() if options.fit or (options.ablate and _has_fit(g))]
     fitted = [validate.fit_group(group, tell) for group in wanted]
     fits = [
@@ -107,6 +113,25 @@ def run(options: argparse.Namespace) -> int:
         pictures = [f"written: {picture}" for picture in write_plots(predictions, options.plots)]
         lines += ["", *(pictures or ["no picture: no row has a measured number"])]
     return show(options, _to_document(options, rows, predictions, left_out, fits), lines, allow_nan=False)
+
+
+def _leave_out(options: argparse.Namespace, runs: Sequence[Run]) -> AllLeftOut:
+    """What is left out as asked, each row with intervals of the others; their errors are written as asked."""
+    models = leave_models_out(runs, tell) if options.leave_one_out or options.errors else None
+    gpus = leave_gpus_out(runs, tell) if options.leave_gpu_out or options.errors else None
+    if not models and not gpus:
+        return {}
+    evidence = Evidence(
+        models.all_predictions if models else [], gpus.all_predictions if gpus else [], leave_engines_out(runs)
+    )
+    if options.errors:
+        options.errors.write_text(to_errors(evidence), encoding="utf-8")
+    found = {}
+    if models and options.leave_one_out:
+        found["model"] = add_intervals(models, model_of, evidence)
+    if gpus and options.leave_gpu_out:
+        found["GPU type"] = add_intervals(gpus, gpu_of, evidence)
+    return found
 
 
 def tell(line: str) -> None:
@@ -246,27 +271,36 @@ def _describe(
 def _describe_left_out(of: str, found: LeftOut) -> Iterator[str]:
     """Scores by constants that never saw the rows, and the groups that could not be left out."""
     yield from ("", *_tabulate(f"{of} left out", {name: score(rows) for name, rows in found.predictions.items()}))
+    yield from _describe_groups(found.all_predictions, f", {of} left out")
     for group, rows in found.kept.items():
         (model,) = {p.run.scenario.model.name for p in rows}
         yield f"not left out, by constants that saw them: {plural(len(rows), 'row')} of {group}, all of {model}"
 
 
-def _describe_groups(predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Which way predictions are off for each engine, GPU, precision and source."""
+def _describe_groups(predictions: Sequence[Prediction], rows: str = "") -> Iterator[str]:
+    """Which way predictions are off for each engine, GPU, precision and source; `rows` says which, if not all."""
     cells = [
-        [_shorten(f"{grouping} {group}"), str(scores.rows), *_show_errors(scores.speed), *_show_errors(scores.memory)]
+        [
+            _shorten(f"{grouping} {group}", 38),
+            str(scores.rows),
+            *_show_errors(scores.speed),
+            *_show_errors(scores.memory),
+        ]
         for grouping, groups in by_group(predictions).items()
         for group, found in groups.items()
         for scores in [score_group(found)]
     ]
-    heading = ["median errors", "rows", "of speed", "signed", "absolute", "of memory", "signed", "absolute"]
+    heading = [f"median errors{rows}", "rows"]
+    heading += [each for of in ("of speed", "of memory") for each in (of, "signed", "absolute", "inside")]
     yield from ("", *align([heading, *cells]))
-    yield "of predicted / measured - 1; beside each the rows whose speed or memory is scored"
+    yield "of predicted / measured - 1; beside each the rows whose speed or memory is scored, and how many of a hundred"
+    yield "lie inside the interval that was predicted for them"
 
 
 def _show_errors(errors: Errors) -> list[str]:
     signed = "–" if errors.signed is None else f"{errors.signed:+.1%}".replace("%", " %")
-    return [str(errors.rows), signed, percent(errors.absolute)]
+    inside = "–" if errors.inside is None else f"{100 * errors.inside:.0f}"
+    return [str(errors.rows), signed, percent(errors.absolute), inside]
 
 
 def _describe_unpredicted(rows: Rows, predictions: Sequence[Prediction]) -> Iterator[str]:

@@ -249,11 +249,9 @@ class RunAheadConstants(Constants):
     """Host's time for a layer from which on it is not ahead."""
 
 
-UNCALIBRATED_ERROR = 0.25
-"""Between the medians that general constants leave on AA-Scaling's runs on A100, 13 %, and nanotron's on H100, 39 %."""
 ANY_GPU = "any"
 """Stands for a GPU type's name where constants are fitted to runs on all types together."""
-_NOTES = {"source": str, "error": float, "gpus": list[str]}
+_NOTES = {"source": str, "gpus": list[str]}
 """Keys beside an engine's fitted constants, and what they hold; `gpus` are the types that runs on any were on."""
 BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(RunAheadConstants)}
 
@@ -278,8 +276,6 @@ class Engine:
     """The GPU types of those runs."""
     source: str
     """The runs that its constants were fitted to."""
-    error: float
-    """Mean relative error of MFU that validation found; where nothing was fitted, that of general constants."""
 
     @property
     def is_calibrated(self) -> bool:
@@ -372,7 +368,6 @@ def find_engine(name: str, gpu: str) -> Engine:
         fitted=tuple(values),
         shared=tuple(name for name in shared_values if name not in values),
         shared_by=tuple(together.get("gpus", ())),
-        error=alone.get("error", UNCALIBRATED_ERROR),
     )
     sources = [table["source"] for table in (alone, together) if "source" in table]
     if sources and found.is_calibrated:
@@ -396,7 +391,6 @@ def find_unfitted(name: str, gpu: str) -> Engine:
         constants=features.kind_of_constants(**{**_achieved_on(gpu), **own}),
         fitted=(),
         source="uncalibrated: no run of this engine on this GPU type is known",
-        error=UNCALIBRATED_ERROR,
     )
 
 
@@ -415,7 +409,6 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
         fitted=tuple(measured),
         shared=tuple(each for each in engine.shared if each not in measured),
         source="measurements on these machines",
-        error=UNCALIBRATED_ERROR if gpu.prediction_error is None else gpu.prediction_error,
     )
 
 

@@ -66,11 +66,12 @@ def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):
     assert head["layout"] == "pp4·dp16 mb1 1f1b zero1 recompute=full on 64 x a100-80g-sxm"
     assert head["engine"].startswith("dtlayout, ") and head["fits"].startswith("yes: ")
     assert head["bound by"].endswith("of the step")
-    table = lines[6:11]
+    assert all(" rows of all engines" in line for line in lines[5:7])
+    table = lines[8:13]
     assert table[0].split()[2:] == [*(field.name for field in fields(MemoryEstimate)), "total"]
     assert len({len(line) for line in table}) == 1
     assert [line.split()[1] for line in table[1:]] == ["0", "1", "2", "3"]
-    assert lines[12].count("|") == 1 and "% of " in lines[12]
+    assert lines[14].count("|") == 1 and "% of " in lines[14]
     assert any(line.startswith("change ") for line in lines)
     assert "--layout.recompute=none" in text
 

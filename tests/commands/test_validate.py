@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,9 +11,11 @@ from pathlib import Path
 import pytest
 from tiny import ROOT
 
+from benchmarks.validate import explain_row
 from dtlayout import toml
 from dtlayout.cli import main
-from dtlayout.costmodel.engine import BOUNDS, find_engine
+from dtlayout.costmodel import engine
+from dtlayout.costmodel.engine import BOUNDS, find_engine, register_engine
 from dtlayout.planner import fit
 from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import predict
@@ -150,6 +151,24 @@ def test_leaving_out_gpu_types_adds_scores_of_each(measured, tmp_path, capsys):
     assert "\nGPU type left out " in capsys.readouterr().out
 
 
+def test_errors_of_rows_left_out_are_written_and_tell_how_many_lie_inside(measured, few_constants, tmp_path, capsys):
+    path = tmp_path / "errors.toml"
+    document = run_json(capsys, measured, "--errors", path)
+    assert document.keys() == DOCUMENT
+    written = toml.loads(path.read_text(encoding="utf-8"))
+    assert written["source"] == "rows left out: 24 of nanotron"
+    (known,) = (entry for entry in written["step_time"] if entry["kind"] == "known")
+    assert (known["engine"], known["gpu"], known["rows"]) == ("nanotron", "h100-80g-sxm", 22)
+    assert {entry["kind"] for entry in written["peak_memory"]} == {"known", "new GPU", "new precision", "new engine"}
+    left_out = run_json(capsys, measured, "--leave-one-out")["left_out_groups"]["engine"]["nanotron"]
+    assert left_out["speed"]["inside"] >= 0.8 and left_out["memory"]["rows"] == 24
+    assert main(["validate", str(measured), "--leave-one-out", "--worst", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("median errors, model left out ") for line in lines)
+    message = refuse(capsys, measured, "--errors", tmp_path / "none" / "errors.toml")
+    assert message.endswith(f"cannot be written: there is no folder {tmp_path / 'none'}\n")
+
+
 def test_people_see_scores_and_the_worst_rows_in_120_columns(measured, capsys):
     assert main(["validate", str(measured), "--worst", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -242,7 +261,7 @@ def test_people_see_which_way_each_engine_is_off(measured, capsys):
     assert main(["validate", str(measured)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if line.startswith("engine nanotron "))
-    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "24", "+0.0", "%", "0.0", "%"]
+    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "0", "24", "+0.0", "%", "0.0", "%", "100"]
     assert not [line for line in lines if line.startswith(("not predicted", "not scored", "predicted with"))]
 
 
@@ -282,6 +301,40 @@ def test_a_fit_can_be_written_to_a_file(measured, few_constants, tmp_path, capsy
     assert main(["validate", str(measured), "--fit", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert f"written: {out}" in printed and "[fitted" not in printed
+
+
+@pytest.fixture
+def sharing_engine(tmp_path: Path):
+    """An engine from outside with a constant of all GPU types and one of a single type; nobody has it afterwards."""
+    file = tmp_path / "sharing.toml"
+    file.write_text(
+        'engine = "sharing"\n[fitted.any]\ngpus = ["h100-80g-sxm"]\nlink_efficiency = 0.5\n'
+        "[fitted.h100-80g-sxm]\nmatmul_efficiency = 0.6\n",
+        encoding="utf-8",
+    )
+    register_engine(file)
+    yield "sharing"
+    engine._read_engines.cache_clear()
+
+
+def test_constants_of_all_gpu_types_and_of_one_are_printed_apart(sharing_engine, tmp_path, capsys):
+    rows = make_rows(engine=sharing_engine)[:12] + make_rows(engine=sharing_engine, gpu="a100-80g-sxm")[:12]
+    path = write_measured(tmp_path / "runs.csv", rows, factor=0.9)
+    assert main(["validate", str(path), "--fit", "--ablate", "--leave-gpu-out", "--worst", "0"]) == 0
+    printed = capsys.readouterr().out
+    fitted = toml.loads(printed[printed.index("# sharing: scores") : printed.index("\nsharing on h100")])["fitted"]
+    assert list(fitted) == ["any", "h100-80g-sxm"]
+    assert fitted["any"].keys() == {"source", "gpus", "link_efficiency"}
+    assert fitted["any"]["gpus"] == ["a100-80g-sxm", "h100-80g-sxm"] and fitted["any"]["source"].startswith("24 runs")
+    assert fitted["h100-80g-sxm"].keys() == {"source", "matmul_efficiency"}
+    assert fitted["h100-80g-sxm"]["source"] == "12 runs of narrow"
+    assert "sharing on a100-80g-sxm, 12 rows: uncalibrated; " in printed
+    assert "\nlink_efficiency any " in printed and "\nmatmul_efficiency h100-80g-sxm " in printed
+    document = run_json(capsys, path, "--fit")["fitted"]
+    assert {gpu: (*each["constants"],) for gpu, each in document.items()} == {
+        "any": ("link_efficiency",), "h100-80g-sxm": ("matmul_efficiency",),
+    }  # fmt: skip
+    assert (document["any"]["scores"]["rows"], document["h100-80g-sxm"]["scores"]["rows"]) == (24, 12)
 
 
 def test_ablation_shows_what_each_constant_is_worth(measured, few_constants, capsys):
@@ -382,11 +435,9 @@ def test_scoring_starts_without_torch_scipy_and_matplotlib(measured):
 
 
 def run_benchmark(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "VALIDATE_TABLES"}
-    environment |= {"OUT": str(tmp_path / "report.md"), "PYTHON": sys.executable}
     return subprocess.run(
-        ["sh", str(ROOT / "benchmarks" / "validate.sh"), *arguments],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
+        [sys.executable, "-m", "benchmarks.validate", "--out", str(tmp_path / "report.md"), *arguments], cwd=ROOT,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -401,10 +452,26 @@ def test_the_benchmark_skips_without_tables(tmp_path):
 def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     folder = tmp_path / "tables"
     folder.mkdir()
-    write_measured(folder / "small.csv", make_rows(engine="torchtitan"))
-    done = run_benchmark(tmp_path, str(folder))
+    write_measured(folder / "small.csv", make_rows(engine="torchtitan"), factor=0.8)
+    rows = make_rows(table="one")[:12]
+    write_measured(folder / "one.csv", rows)
+    write_rows(folder / "one.csv", [*rows, rows[0] | {"gpu": "abacus"}])
+    done = run_benchmark(tmp_path, str(folder), "--errors", str(tmp_path / "errors.toml"))
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| all rows | 24 |" in report
-    assert "worst by speed" in report and "CPU cores" in report
+    off = r"\+25\.0 % \| 25\.0 % \|"
+    assert re.search(rf"\| torchtitan \| h100-80g-sxm \| bfloat16 \| \d+ \| {off} {off} ", report)
+    assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| fitted to all rows | 24 |" in report
+    assert "12 rows of nanotron on h100-80g-sxm are all of one model, which cannot be left out." in report
+    assert "| one.csv | GPU type abacus is not known | 1 |" in report
+    assert re.search(r"## Worst 20 rows of \d+: speed", report) and "| not explained | +25.0 % |" in report
+    assert "CPU cores" in report and "| nanotron | h100-80g-sxm | matmul_efficiency |" in report
     assert str(tmp_path) not in report and str(ROOT) not in report
+    assert toml.loads((tmp_path / "errors.toml").read_text(encoding="utf-8"))["source"].endswith("24 of torchtitan")
+
+
+def test_a_worst_rows_reason_is_the_one_whose_beginning_is_longest():
+    reasons = {"bridge": "a release", "bridge/25.09 row 3": "dropped tokens"}
+    assert explain_row("bridge/25.09 row 31", reasons) == "dropped tokens"
+    assert explain_row("bridge/25.09 row 4", reasons) == "a release"
+    assert explain_row("titan row 3", reasons) == "not explained"
