@@ -103,6 +103,11 @@ class Precision:
             raise InvalidConfig(problems)
 
     @property
+    def multiplies_in(self) -> str:
+        """The format of the matmuls of blocks."""
+        return self.compute if self.matmul_format is None else self.matmuls
+
+    @property
     def training_problems(self) -> list[str]:
         """What keeps this trainer from it."""
         if self.matmul_format is None:

@@ -5,9 +5,9 @@ for rows of a kind. A prediction takes the first kind that it belongs to and tha
 
 | kind | rows of | whose constants |
 |---|---|---|
-| known | the engine on the GPU type in the precision | were fitted to runs of other models |
-| new GPU | the engine in the precision | were fitted to runs on other GPU types |
-| new precision | the engine | were fitted to runs on other GPU types |
+| known | the engine on the GPU type in the precision, of dense models or of mixtures | were fitted to other models |
+| new GPU | the engine in the precision, of such models | were fitted to runs on other GPU types |
+| new precision | the engine, of such models | were fitted to runs on other GPU types |
 | new engine | all engines | were fitted to no run of their engine |
 
 Layouts of one engine on one GPU type share most of their error, so whether two of them can be told apart is another
@@ -43,9 +43,13 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("known", ("engine", "gpu", "precision"), "{engine} on {gpu} in {precision}, by fits to other models"),
-    Kind("new GPU", ("engine", "precision"), "{engine} in {precision}, by fits to other GPU types"),
-    Kind("new precision", ("engine",), "{engine}, by fits to other GPU types"),
+    Kind(
+        "known",
+        ("engine", "gpu", "precision", "model"),
+        "{engine} on {gpu} in {precision}, {model}, by fits to other models",
+    ),
+    Kind("new GPU", ("engine", "precision", "model"), "{engine} in {precision}, {model}, by fits to other GPU types"),
+    Kind("new precision", ("engine", "model"), "{engine}, {model}, by fits to other GPU types"),
     Kind("new engine", (), "all engines, fitted to none of them"),
 )
 """From the nearest on."""
@@ -115,7 +119,9 @@ class Order:
 def describe_scenario(scenario: Scenario) -> dict[str, str]:
     """What tells kinds of rows apart."""
     return {
-        "engine": scenario.engine.name, "gpu": scenario.cluster.gpu.name, "precision": scenario.precision.compute,
+        "engine": scenario.engine.name, "gpu": scenario.cluster.gpu.name,
+        "precision": scenario.precision.multiplies_in,
+        "model": "dense models" if scenario.model.experts is None else "mixtures of experts",
     }  # fmt: skip
 
 
