@@ -12,7 +12,7 @@ from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError, InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts, ModelShape, divisors
+from dtlayout.model_shape import Experts, LatentAttention, ModelShape, divisors
 from dtlayout.precision import BYTES, Precision
 from dtlayout.recompute import Recompute
 
@@ -61,6 +61,17 @@ def test_a_shape_with_experts_has_some_of_them_in_some_block():
         replace(experts, per_token=9)
     with pytest.raises(InvalidConfig, match=r"experts\.dense_layers=6 leaves none of num_layers=6 blocks with experts"):
         replace(SHAPE, experts=replace(experts, dense_layers=6))
+
+
+def test_latent_attention_rotates_a_part_of_each_head():
+    latent = LatentAttention(query_rank=16, kv_rank=8, rope_width=4, value_width=6)
+    assert replace(SHAPE, num_kv_heads=12, latent_attention=latent).latent_attention == latent
+    with pytest.raises(InvalidConfig) as caught:
+        replace(SHAPE, latent_attention=replace(latent, rope_width=8))
+    assert caught.value.problems == [
+        "model.latent_attention.rope_width=8 must be below the width of a head, 8",
+        "model.num_kv_heads=4 must be num_heads=12 with latent_attention",
+    ]
 
 
 def test_only_tied_embeddings_have_a_second_name():

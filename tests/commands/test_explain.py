@@ -16,6 +16,7 @@ from dtlayout.commands.explain import EXAMPLE
 from dtlayout.costmodel.memory import MemoryEstimate
 
 EXPERTS = ("number", "per_token", "ffn_size")
+LATENT = ("query_rank", "kv_rank", "rope_width", "value_width")
 LLAMA = str(ROOT / "configs" / "llama-13b-64xa100.toml")
 
 
@@ -141,6 +142,10 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (
             ("--gpu", "cpu", *(f"--model.experts.{name}=2" for name in EXPERTS)),
             "model.experts: a mixture of experts can be predicted, not trained; use a model without them",
+        ),
+        (
+            ("--gpu", "cpu", *(f"--model.latent_attention.{name}=2" for name in LATENT)),
+            "model.latent_attention can be predicted, not trained; use a model without it",
         ),
         (
             ("--gpu", "h100-80g-sxm", "--kernels.attention=sdpa-flash"),
