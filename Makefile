@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-convert bench-saving bench-faults docs-config clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-questions bench-convert bench-saving bench-faults docs-config clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -45,9 +45,10 @@ bench-recompute: .venv/.installed
 bench-dryrun: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.dryrun > benchmarks/dryrun.md
 
-# Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips.
+# Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips. A few
+# minutes, and some more with ARGS=--ablate; ARGS="--errors dtlayout/constants/errors.toml" writes the intervals too.
 bench-validate: .venv/.installed
-	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/validate.sh $(TABLES)
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.validate $(TABLES) $(ARGS)
 
 # Calibrate this machine's CPU, then sweep a model that it has not seen: twenty minutes with nothing else to do.
 bench-calibrate: .venv/.installed
@@ -60,6 +61,10 @@ bench-two-hosts: .venv/.installed
 # What tables of measured runs say of each choice: make bench-findings TABLES="FILE …"; without one it skips.
 bench-findings: .venv/.installed
 	test -z "$(TABLES)" || for table in $(TABLES); do $(BIN)/dtlayout report $$table; done > benchmarks/findings.md
+
+# What such tables say to the questions that the study leaves open: make bench-questions TABLES="FILE …".
+bench-questions: .venv/.installed
+	test -z "$(TABLES)" || PYTHONPATH=. $(BIN)/python -m benchmarks.open_questions $(TABLES) > benchmarks/open_questions.md
 
 # Successive halving replayed on such tables: make bench-halving TABLES="FILE …"; without one it skips.
 bench-halving: .venv/.installed

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from dtlayout.planner.left_out import leave_models_out
 from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.planner.tables import read_tables
-from dtlayout.planner.validate import leave_one_out
 from dtlayout.sweep.halving import Halving, halve
 
 FULL_STEPS = 20
@@ -82,7 +82,7 @@ def main() -> int:
     if not tables:
         print("skipped: no table of measured runs; pass one")
         return 0
-    predictions = [p for rows in leave_one_out(read_tables(tables).runs).values() for p in rows]
+    predictions = [p for rows in leave_models_out(read_tables(tables).runs).predictions.values() for p in rows]
     options.out.write_text("\n".join(report(predictions, [path.name for path in tables])) + "\n", encoding="utf-8")
     print(f"written: {options.out}")
     return 0

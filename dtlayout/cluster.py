@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
+from dtlayout.precision import MatmulFormat
 
 _NUMBERS = {  # number in a file: the field of Gpu that it becomes, its unit
     "peak_bf16": ("peak_flops_per_s", "FLOP/s, dense"),
@@ -24,11 +25,21 @@ _NUMBERS = {  # number in a file: the field of Gpu that it becomes, its unit
     "network_latency": ("network_latency_s", "s"),
     "gpus_per_node": ("gpus_per_node", "GPU"),
 }
-UNITS = _NUMBERS | {  # and those that only a measured cluster gives
-    "peak_fp32": ("peak_fp32_flops_per_s", "FLOP/s, dense"),
-    "ranks_at_once": ("ranks_at_once", "rank"),
-    "prediction_error": ("prediction_error", "share"),
+_OPTIONAL = {  # of a GPU type that has it
+    "peak_fp8": ("peak_fp8_flops_per_s", "FLOP/s, dense"),
+    "peak_fp4": ("peak_fp4_flops_per_s", "FLOP/s, dense"),
+    "board_power": ("board_power_w", "W"),
+    "gpus_linked": ("gpus_linked", "GPU"),
 }
+UNITS = (
+    _NUMBERS
+    | _OPTIONAL
+    | {  # and those that only a measured cluster gives
+        "peak_fp32": ("peak_fp32_flops_per_s", "FLOP/s, dense"),
+        "ranks_at_once": ("ranks_at_once", "rank"),
+        "prediction_error": ("prediction_error", "share"),
+    }
+)
 """Number that a cluster's file may give: the field of Gpu that it becomes, its unit."""
 _WHOLE_UNITS = ("byte", "GPU")
 
@@ -56,7 +67,15 @@ class Gpu:
     network_latency_s: float
     """Start of a message between nodes, for each hop."""
     gpus_per_node: int
-    """GPUs that share a node's links."""
+    """GPUs of a node, which share its links."""
+    peak_fp8_flops_per_s: float | None = None
+    """Dense fp8 matrix FLOP/s of the data sheet, accumulated in fp32; None where no unit multiplies fp8."""
+    peak_fp4_flops_per_s: float | None = None
+    """Dense fp4 matrix FLOP/s of the data sheet; None where no unit multiplies fp4."""
+    board_power_w: float | None = None
+    """Power that the board is sold with, and where its clock falls; None where it is not known."""
+    gpus_linked: int = 1
+    """GPUs that the fast links join, where these reach beyond a node, as in a rack; 1 where they end with it."""
     capability: tuple[int, ...] = ()
     """CUDA's compute capability, major and minor; empty where there is none."""
     peak_fp32_flops_per_s: float | None = None
@@ -77,6 +96,12 @@ class Gpu:
     def has_mfu(self) -> bool:
         """Whether there is a peak that MFU is a share of; a CPU has none."""
         return self.device_type != "cpu"
+
+    def peak_of(self, matmuls: MatmulFormat) -> float | None:
+        """Dense matrix FLOP/s in a format below bf16; None where no unit multiplies it."""
+        if matmuls.peak == "fp4" or (matmuls.scales_blocks and not self.peak_fp4_flops_per_s):
+            return self.peak_fp4_flops_per_s
+        return self.peak_fp8_flops_per_s
 
     @property
     def is_known(self) -> bool:
@@ -124,6 +149,11 @@ class Cluster:
     """What predictions for it were worth so far."""
     file: str = field(default="", compare=False)
     """Path of the TOML file that it was read from; empty if there is none."""
+
+    @property
+    def gpus_linked(self) -> int:
+        """GPUs that fast links join: those of a node, or of as much of a larger domain as the cluster fills."""
+        return max(self.gpus_per_node, min(self.gpu.gpus_linked, self.num_gpus))
 
     @property
     def ranks_at_once(self) -> float:
@@ -237,9 +267,10 @@ def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
     types = {
         "gpu": str, "device_names": tuple[str, ...], "capability": tuple[int, ...], **dict.fromkeys(_NUMBERS, _Number),
     }  # fmt: skip
-    found = toml.read_keys(tables, types, tuple(types), "", problems)
-    numbers = {name: found[name] for name in _NUMBERS if name in found}
-    problems += [line for name, number in numbers.items() for line in number.problems(name, _NUMBERS[name][1])]
+    optional = dict.fromkeys(_OPTIONAL, _Number)
+    found = toml.read_keys(tables, types | optional, tuple(types), "", problems)
+    numbers = {name: number for name, number in found.items() if isinstance(number, _Number)}
+    problems += [line for name, number in numbers.items() for line in number.problems(name, UNITS[name][1])]
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
     names, capability = found["device_names"], found["capability"]

@@ -207,7 +207,7 @@ class ClusterConfig(Ranged, section="cluster"):
     gpu: str = one_of(lambda: ("auto", "cpu", *known_gpus()), "auto")
     """GPU type for MFU; auto asks the device, cpu has no peak."""
     gpus_per_node: int = ranged("must be at least 1", 8)
-    """Ranks that share a node's fast links."""
+    """Ranks that share a node's fast links; of a GPU type whose links join several nodes it is known how many."""
     file: str = ""
     """A cluster's TOML file, such as dtlayout calibrate writes; it goes before the other two."""
 
@@ -223,6 +223,12 @@ class ClusterConfig(Ranged, section="cluster"):
     def ranks_per_node(self) -> int:
         """Ranks that share a node's fast links, by the file if there is one, or `gpus_per_node`."""
         return load_cluster(self.file).gpus_per_node if self.file else self.gpus_per_node
+
+    @property
+    def ranks_linked(self) -> int:
+        """Ranks that fast links join: those of a node, or of a rack that is one domain, full or not."""
+        gpu = self.known_gpu
+        return max(self.ranks_per_node, gpu.gpus_linked if gpu else 1)
 
     def __post_init__(self) -> None:
         known = ("auto", "cpu", *known_gpus())
@@ -351,8 +357,13 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
             f"optimizer.warmup_steps={warmup_steps} is more than {name}={falls_over}, so that the learning rate would "
             f"never reach optimizer.lr; use fewer, or optimizer.decay_steps=N for the first steps of a run of N"
         )
+    problems += config.precision.training_problems
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
+    if config.model.experts is not None:
+        problems.append("model.experts: a mixture of experts can be predicted, not trained; use a model without them")
+    if config.model.latent_attention is not None:
+        problems.append("model.latent_attention can be predicted, not trained; use a model without it")
     kernels = config.choose_kernels(device, layout).kernels
     problems += kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
     problems += kernels.unrepeatable(device) if config.train.deterministic else []

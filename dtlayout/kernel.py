@@ -215,6 +215,8 @@ class LossKernel(Kernel):
     operation = "loss"
     in_chunks: bool = True
     """Whether the exact softmax is there of a chunk of tokens at a time."""
+    num_exact: int = 1
+    """Tensors of the exact format, as large as these logits, that are there at once."""
     joins_matmul: bool = False
     """Whether the logits are too; the gradients of hidden states and weight are then computed in forward."""
 
@@ -364,6 +366,8 @@ _KERNELS: tuple[Kernel, ...] = (
     LossKernel(name="eager", function="dtlayout.ops.loss:eager_loss", in_chunks=False),
     LossKernel(name="chunked", function="dtlayout.ops.loss:chunked_loss"),
     LossKernel(name="linear", function="dtlayout.ops.loss:linear_loss", joins_matmul=True),
+    # Logits, their logarithmic softmax and the gradients of both, none in the place of another.
+    LossKernel(name="torch", cpu=(), cuda=(), in_chunks=False, num_exact=4),
 )  # fmt: skip
 KERNELS: dict[str, dict[str, Kernel]] = {}
 """Key of `[kernels]` → name → kernel of all that it may name."""

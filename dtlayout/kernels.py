@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from dtlayout.device import Device
@@ -150,10 +150,9 @@ class OpenKernels:
             reasons[key] = "compile fuses it" if compiles and key != "attention" else kernel.reason
         return Chosen(Kernels(**values), {key: reasons[key] for key in vars(self) if key in reasons})
 
-    def or_usual(self) -> Kernels:
-        """Each auto replaced by the default of `Kernels`, as other engines have it."""
-        named: dict[str, Any] = {key: value for key, value in vars(self).items() if value != AUTO}
-        return Kernels(**named)
+    def or_else(self, usual: Kernels) -> Kernels:
+        """Each auto replaced by another choice."""
+        return replace(usual, **{key: value for key, value in vars(self).items() if value != AUTO})
 
 
 def _choose_kernel(key: str, need: Need, *, compiles: bool) -> Kernel:

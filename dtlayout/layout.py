@@ -38,11 +38,16 @@ class Layout:
     """Context-parallel degree: ranks that share one sequence."""
     tp: int = ranged("must be at least 1", 1)
     """Tensor-parallel degree: ranks that share every matmul; keep it inside one node."""
+    ep: int = ranged("must be at least 1", 1)
+    """Expert-parallel degree: ranks of a stage, neighbours among those of dp, cp and tp, that share the experts, which
+    can only be predicted."""
     sequence_parallel: bool = True
     """Shard the residual stream and the norms over tp along the sequence; without effect at tp = 1."""
     tp_overlap: bool = False
     """Send what sequence parallelism gathers and scatters in pieces, while matmuls work on others; without effect at
     tp = 1."""
+    ep_overlap: bool = False
+    """Exchange the tokens of one microbatch while another one is computed; without effect at ep = 1."""
     micro_batch: int = ranged("must be at least 1", 1)
     """Sequences in one forward of one data-parallel rank."""
     schedule: str = one_of(SCHEDULES, DEFAULT_SCHEDULE)
@@ -83,6 +88,11 @@ class Layout:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
+    def expert_dp(self) -> int:
+        """Ranks of a stage that hold the same experts."""
+        return self.dp * self.cp * self.tp // self.ep
+
+    @property
     def num_stages(self) -> int:
         """Pieces that the model is cut into."""
         return self.pp * self.virtual_stages
@@ -106,6 +116,11 @@ class Layout:
     def overlaps_tp(self) -> bool:
         """Whether matmuls hide a part of what tp sends."""
         return self.tp_overlap and self.shards_sequence
+
+    @property
+    def overlaps_ep(self) -> bool:
+        """Whether computation hides a part of what ep exchanges."""
+        return self.ep_overlap and self.ep > 1
 
     def num_microbatches(self, batch: Batch) -> int:
         """Forwards of one data-parallel rank in a step."""
@@ -134,7 +149,8 @@ class Layout:
         names = {"dp_replicate": "replicate", "dp_shard": "dp"}
         axes = [f"{names.get(axis, axis)}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         text = "·".join(axes) or "1 rank"
-        text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp + f" mb{self.micro_batch}"
+        text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp
+        text += f" ep{self.ep}" * (self.ep > 1) + "+overlap" * self.overlaps_ep + f" mb{self.micro_batch}"
         if self.pp > 1:
             text += f" {self.schedule}" + f" v{self.virtual_stages}" * (self.virtual_stages > 1)
         return text + f" zero{self.zero}" + f" recompute={self.recompute}" * (self.recompute != "none")
@@ -198,7 +214,7 @@ def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broke
     broken += _check_batch(layout, batch)
     if layout.cp > 1:
         broken.append(_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}]))
-    return broken
+    return broken + _check_experts(layout, model)
 
 
 def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: ModelShape, batch: Batch) -> str:
@@ -241,6 +257,21 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
         _Broken(f"tp/{name}", f"tp={tp} does not divide {name}={size}", replicated * (name == "seq_len") + repairs)
         for name, size in sizes.items()
         if size % tp
+    ]
+
+
+def _check_experts(layout: Layout, model: ModelShape) -> list[_Broken]:
+    ep = layout.ep
+    if ep > 1 and model.experts is None:
+        return [_Broken("ep", f"ep={ep}, but model {model.name} has no experts", [{"ep": 1}])]
+    sizes = {"dp * cp * tp": layout.dp * layout.cp * layout.tp}
+    if model.experts:
+        sizes["experts.number"] = model.experts.number
+    repairs = [{"ep": degree} for degree in _nearest(ep, divisors(gcd(*sizes.values())))]
+    return [
+        _Broken(f"ep/{name}", f"ep={ep} does not divide {name}={size}", repairs)
+        for name, size in sizes.items()
+        if size % ep
     ]
 
 

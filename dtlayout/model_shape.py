@@ -1,6 +1,7 @@
 """ModelShape: the sizes that make a Llama, and nothing about how it is trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dtlayout.errors import InvalidConfig
 from dtlayout.ranges import Ranged, ranged
@@ -29,6 +30,41 @@ class RopeScaling(Ranged, section="model.rope_scaling"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts(Ranged, section="model.experts"):
+    """Feed-forwards of which a router chooses some for each token; such a model can only be predicted."""
+
+    number: int = ranged("must be at least 1")
+    """Experts of a block."""
+    per_token: int = ranged("must be at least 1")
+    """Experts that compute each token."""
+    ffn_size: int = ranged("must be at least 1")
+    """Inner width of each expert (HF: moe_intermediate_size)."""
+    shared_ffn_size: int = ranged("must not be negative", 0)
+    """Inner width of the feed-forward beside them that computes every token; 0 where there is none."""
+    dense_layers: int = ranged("must not be negative", 0)
+    """First blocks without experts, whose feed-forward is model.ffn_size wide."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_token > self.number:
+            raise InvalidConfig(f"{self.section}.per_token={self.per_token} is more than number={self.number}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Ranged, section="model.latent_attention"):
+    """Queries, keys and values out of narrow vectors (DeepSeek-V2, arXiv:2405.04434); it can only be predicted."""
+
+    query_rank: int = ranged("must be at least 1")
+    """Width of the vector that a token's queries come out of (HF: q_lora_rank)."""
+    kv_rank: int = ranged("must be at least 1")
+    """Width of the vector that its keys and values come out of (HF: kv_lora_rank)."""
+    rope_width: int = ranged("must be at least 1")
+    """Part of model.head_dim that is rotated, in keys the same for all heads."""
+    value_width: int = ranged("must be at least 1")
+    """Width of a head's values; head_dim is that of its queries and keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape(Ranged, section="model"):
     """A decoder-only transformer of the Llama family."""
 
@@ -43,7 +79,7 @@ class ModelShape(Ranged, section="model"):
     num_kv_heads: int = ranged("must be at least 1")
     """Key and value heads; fewer than num_heads is grouped-query attention."""
     ffn_size: int = ranged("must be at least 1")
-    """Inner width of the feed-forward (HF: intermediate_size)."""
+    """Inner width of the feed-forward (HF: intermediate_size), where a block has no experts."""
     vocab_size: int = ranged("must be at least 1")
     """Rows of the embedding and of the head."""
     family: str = "llama"
@@ -56,6 +92,10 @@ class ModelShape(Ranged, section="model"):
     """Whether an RMSNorm goes over each head of queries and keys before the rotary embedding (Qwen3)."""
     gated_ffn: bool = True
     """Whether the feed-forward has a gate beside up and down (SwiGLU); without one it can only be predicted."""
+    experts: Experts | None = None
+    """Experts in the place of the feed-forward, where the model has them."""
+    latent_attention: LatentAttention | None = None
+    """Ranks and widths of multi-head latent attention, where the model has it."""
     tied_embeddings: bool = False
     """Whether the head reuses the embedding's weight."""
     rope_theta: float = ranged("must be above 0 and finite", 10000.0)
@@ -80,6 +120,21 @@ class ModelShape(Ranged, section="model"):
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
                 f"use one of {divisors(self.num_heads)}"
             )
+        if self.experts is not None and self.experts.dense_layers >= self.num_layers:
+            problems.append(
+                f"experts.dense_layers={self.experts.dense_layers} leaves none of num_layers={self.num_layers} blocks "
+                f"with experts; use fewer"
+            )
+        if not problems and self.latent_attention is not None:
+            rope_width = self.latent_attention.rope_width
+            if rope_width >= self.head_width:
+                problems.append(
+                    f"latent_attention.rope_width={rope_width} must be below the width of a head, {self.head_width}"
+                )
+            if self.num_kv_heads != self.num_heads:
+                problems.append(
+                    f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent_attention"
+                )
         if problems:
             raise InvalidConfig([f"model.{problem}" for problem in problems])
         if self.head_dim is not None and self.head_dim * self.num_heads == self.hidden_size:
@@ -99,6 +154,25 @@ class ModelShape(Ranged, section="model"):
     def kv_width(self) -> int:
         """Width of all key heads; values are as wide."""
         return self.num_kv_heads * self.head_width
+
+    @property
+    def num_first(self) -> int:
+        """First blocks that differ from the others: they have no experts."""
+        return self.experts.dense_layers if self.experts else 0
+
+    def kinds(self, layers: range) -> list[tuple["ModelShape", int]]:
+        """Blocks of each kind among `layers`: a model whose blocks are all like them, and how many.
+
+        A model with experts comes first, and the one without, whose blocks are the first ones, only where it has some.
+        """
+        num_dense = len(range(layers.start, min(layers.stop, self.num_first)))
+        kinds = [(self, len(layers) - num_dense)]
+        return [*kinds, (self.without_experts, num_dense)] if num_dense else kinds
+
+    @cached_property
+    def without_experts(self) -> "ModelShape":
+        """The model whose blocks are all like its first ones, without experts."""
+        return replace(self, experts=None)
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -118,6 +118,7 @@ def test_plan_prints_what_happens_to_which_module(files, capsys):
             4,
             ["tp=4 crosses nodes of 2 GPUs, and tp talks most; keep tp <= 2"],
         ),
+        (["--layout.tp=4", "--cluster.gpus_per_node=2", "--cluster.gpu=gb200", "--train.device=cuda"], 4, []),
         (["--layout.zero=3"], 2, []),
         (["--layout.zero=3", "--layout.tp=2"], 2, ["zero=3 shards nothing at dp_shard=1"]),
         (["--layout.zero=2"], 1, ["zero=2 shards nothing at dp_shard=1"]),

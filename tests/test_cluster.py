@@ -1,8 +1,10 @@
 """Constants of GPU types: every number with its unit and source, every name once; and clusters that users describe."""
 
 import copy
+import re
 from dataclasses import fields, replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,10 @@ RANGES = {  # of any GPU that trains today, and of one CPU core at the lower end
     "network_bytes_per_s": (1e9, 2e11),
     "network_latency_s": (2e-6, 1e-3),
     "gpus_per_node": (1, 72),
+    "gpus_linked": (1, 1024),
 }
+OPTIONAL = {"peak_fp8", "peak_fp4", "board_power", "gpus_linked"}
+POWERS = (250, 2000)  # W of boards that train
 
 
 def read(name: str) -> dict[str, Any]:
@@ -130,7 +135,12 @@ def test_an_unknown_gpu_is_refused_by_name_and_nothing_by_device():
         ("NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA H100", None),  # a test board, whatever it is
+        ("NVIDIA H100", "h100-96g-500w"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80g-sxm"),
+        ("NVIDIA A800 80GB PCIe", None),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200-180g-sxm"),
+        ("AMD Instinct MI355X", "mi355x-288g"),
         ("NVIDIA GH200 144G HBM3e", None),
     ],
 )
@@ -167,16 +177,44 @@ def test_the_cpu_can_be_predicted_with_but_is_no_gpu_that_mfu_knows():
 def test_every_number_is_plausible(name):
     gpu = find_gpu(name)
     measured = {"peak_fp32_flops_per_s", "ranks_at_once", "prediction_error", "achieved"}  # of users' machines alone
-    assert set(RANGES) == {f.name for f in fields(Gpu)} - {"name", "device_names", "capability"} - measured
+    optional = {"peak_fp8_flops_per_s", "peak_fp4_flops_per_s", "board_power_w"}
+    assert set(RANGES) == {f.name for f in fields(Gpu)} - {"name", "device_names", "capability"} - measured - optional
     outside = {key: getattr(gpu, key) for key, (low, high) in RANGES.items() if not low <= getattr(gpu, key) <= high}
     assert outside == {}
-    assert [type(part) for part in gpu.capability] == ([] if name in ("cpu", "mi300x-192g") else [int, int])
-    assert (type(gpu.memory_bytes), type(gpu.gpus_per_node)) == (int, int)
+    assert [type(part) for part in gpu.capability] == ([] if name.startswith(("cpu", "mi")) else [int, int])
+    assert {type(count) for count in (gpu.memory_bytes, gpu.gpus_per_node, gpu.gpus_linked)} == {int}
     assert gpu.link_latency_s <= gpu.network_latency_s
     assert gpu.network_bytes_per_s <= gpu.link_bytes_per_s <= gpu.memory_bytes_per_s
 
 
 @pytest.mark.parametrize("name", sorted(known_gpus()))
+def test_narrower_formats_are_faster_and_every_board_has_a_power(name):
+    gpu = find_gpu(name)
+    peaks = (gpu.peak_flops_per_s, gpu.peak_fp8_flops_per_s, gpu.peak_fp4_flops_per_s)
+    known = [peak for peak in peaks if peak is not None]
+    assert known == list(peaks[: len(known)])  # no fp4 without fp8
+    assert all(1.9 <= narrow / wide <= 3.1 for wide, narrow in pairwise(known))
+    assert gpu.board_power_w and POWERS[0] <= gpu.board_power_w <= POWERS[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        ("a100-80g-sxm", 1),
+        ("v100-32g-sxm", 1),
+        ("h100-80g-sxm", 2),
+        ("mi325x-256g", 2),
+        ("gb300", 3),
+        ("mi355x-288g", 3),
+    ],
+)
+def test_a_generation_multiplies_the_formats_that_it_has_units_for(name, formats):
+    gpu = find_gpu(name)
+    peaks = (gpu.peak_flops_per_s, gpu.peak_fp8_flops_per_s, gpu.peak_fp4_flops_per_s)
+    assert sum(peak is not None for peak in peaks) == formats
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(known_gpus()) if re.search(r"-\d+g", name)])
 def test_torch_reports_about_the_memory_that_the_name_says(name):
     gigabytes = int(next(part for part in name.split("-") if part[:-1].isdigit() and part[-1] == "g")[:-1])
     assert 0.98 * gigabytes * 1e9 <= find_gpu(name).memory_bytes < gigabytes * 2**30
@@ -198,7 +236,7 @@ def test_a_newer_gpu_has_more_of_everything_that_its_data_sheet_raised():
     ) == replace(h100, memory_bytes=0, memory_bytes_per_s=0)
 
 
-@pytest.mark.parametrize("key", list(read(f"{H100}.toml")))
+@pytest.mark.parametrize("key", [key for key in read(f"{H100}.toml") if key not in OPTIONAL])
 def test_a_file_that_lacks_a_key_is_refused_by_file_and_key(key):
     tables = read(f"{H100}.toml")
     del tables[key]
@@ -243,6 +281,33 @@ def test_all_problems_of_a_file_come_at_once():
     ]
 
 
+def test_an_optional_number_is_checked_like_any_other():
+    tables = read("gb200.toml")
+    tables["peak_fp4"]["unit"], tables["gpus_linked"]["value"] = "PFLOP/s", 7.5
+    assert problems_of(tables) == [
+        "some.toml: peak_fp4.unit='PFLOP/s' must be 'FLOP/s, dense'; convert the value",
+        "some.toml: gpus_linked.value=7.5 must be a whole number",
+    ]
+    del tables["peak_fp4"], tables["gpus_linked"], tables["board_power"]
+    gpu = parse_gpu(tables, "some.toml")
+    assert (gpu.peak_fp4_flops_per_s, gpu.gpus_linked, gpu.board_power_w) == (None, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "num_gpus", "gpus_per_node", "linked"),
+    [
+        ("gb200", 144, 4, 72),
+        ("gb200", 64, 4, 64),  # those of the domain that the cluster has
+        ("gb200", 2, 4, 4),
+        ("gb300", 128, 8, 72),
+        ("h100-80g-sxm", 64, 8, 8),
+        ("h100-80g-sxm", 64, 4, 4),
+    ],
+)
+def test_fast_links_join_a_node_or_as_much_of_their_domain_as_the_cluster_fills(gpu, num_gpus, gpus_per_node, linked):
+    assert Cluster(gpu=find_gpu(gpu), num_gpus=num_gpus, gpus_per_node=gpus_per_node).gpus_linked == linked
+
+
 def test_a_cluster_takes_the_nodes_of_the_vendor_unless_it_has_its_own(write):
     path = write('gpu = "h100-80g-sxm"\ngpus = 64\n')
     assert load_cluster(path) == Cluster(gpu=find_gpu(H100), num_gpus=64, gpus_per_node=8)
@@ -260,6 +325,15 @@ def test_a_cluster_puts_its_own_numbers_in_the_place_of_the_vendors(write):
     gpu = replace(find_gpu(H100), network_bytes_per_s=12.5e9, memory_bytes=80_000_000_000)
     assert load_cluster(path) == Cluster(gpu=gpu, num_gpus=16, gpus_per_node=8)
     assert find_gpu(H100).network_bytes_per_s == 50e9
+
+
+def test_a_cluster_may_have_other_links_and_another_power_limit(write):
+    path = write(
+        'gpu = "gb200"\ngpus = 128\n[gpus_linked]\nvalue = 64\nunit = "GPU"\nsource = "16 trays of a rack for a job"\n'
+        '[board_power]\nvalue = 1000\nunit = "W"\nsource = "capped"\n'
+    )
+    cluster = load_cluster(path)
+    assert (cluster.gpus_linked, cluster.gpu.board_power_w) == (64, 1000)
 
 
 def test_a_cluster_may_hold_what_was_measured_on_it(write):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dtlayout.batch import Batch
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import AXES, Layout, OpenLayout
-from dtlayout.model_shape import ModelShape
+from dtlayout.model_shape import Experts, ModelShape
 
 MODEL = ModelShape(name="m", hidden_size=96, num_layers=6, num_heads=12, num_kv_heads=4, ffn_size=40, vocab_size=56)
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b")
@@ -203,13 +203,32 @@ def test_every_rule_reports_at_once():
             Layout(dp_shard=3),
             "global_batch=8 is not a multiple of dp * micro_batch = 3 * 1 = 3; use global_batch=9 or global_batch=6",
         ),
+        (Layout(dp_shard=4, ep=2), f"ep=2, but model {MODEL.name} has no experts; use ep=1"),
     ],
 )
 def test_a_refusal_reads_like_this(layout, message):
     assert message in layout.problems(MODEL, Batch(global_batch=8, seq_len=16))
 
 
-@pytest.mark.parametrize("name", [*AXES, "micro_batch", "virtual_stages"])
+def test_ep_divides_the_experts_and_the_ranks_of_a_stage():
+    model, batch = (
+        replace(MODEL, experts=Experts(number=12, per_token=2, ffn_size=8)),
+        Batch(global_batch=8, seq_len=16),
+    )
+    for ep in (1, 2, 4):
+        assert Layout(pp=2, dp_shard=4, tp=2, ep=ep).is_legal(model, batch)
+    assert Layout(pp=2, dp_shard=4, tp=2, ep=8).problems(model, batch) == [
+        "ep=8 does not divide experts.number=12; use ep=4 or ep=2"
+    ]
+    assert Layout(pp=2, dp_shard=4, tp=2, ep=3).problems(model, batch) == [
+        "ep=3 does not divide dp * cp * tp=8; use ep=2 or ep=4"
+    ]
+    layout = Layout(dp_shard=4, tp=2, ep=4)
+    assert (layout.world_size, layout.expert_dp, str(layout)) == (8, 2, "dp4·tp2+sp ep4 mb1 zero1")
+    assert str(replace(layout, ep_overlap=True)) == "dp4·tp2+sp ep4+overlap mb1 zero1"
+
+
+@pytest.mark.parametrize("name", [*AXES, "ep", "micro_batch", "virtual_stages"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_degree_is_positive(name, value):
     with pytest.raises(InvalidLayout, match=rf"^layout\.{name}={value} must be at least 1$"):

@@ -12,7 +12,7 @@ from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError, InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape, divisors
+from dtlayout.model_shape import Experts, LatentAttention, ModelShape, divisors
 from dtlayout.precision import BYTES, Precision
 from dtlayout.recompute import Recompute
 
@@ -47,6 +47,30 @@ def test_a_shape_reports_every_size_that_is_not_positive():
         "model.num_layers=0 must be at least 1",
         "model.num_heads=0 must be at least 1",
         "model.vocab_size=-1 must be at least 1",
+    ]
+
+
+def test_a_shape_with_experts_has_some_of_them_in_some_block():
+    experts = Experts(number=8, per_token=2, ffn_size=16, dense_layers=2)
+    shape = replace(SHAPE, experts=experts)
+    assert shape.kinds(range(6)) == [(shape, 4), (SHAPE, 2)]
+    assert shape.kinds(range(1, 2)) == [(shape, 0), (SHAPE, 1)]
+    assert shape.kinds(range(2, 5)) == [(shape, 3)]
+    assert SHAPE.kinds(range(3)) == [(SHAPE, 3)]
+    with pytest.raises(InvalidConfig, match=r"^model.experts.per_token=9 is more than number=8$"):
+        replace(experts, per_token=9)
+    with pytest.raises(InvalidConfig, match=r"experts\.dense_layers=6 leaves none of num_layers=6 blocks with experts"):
+        replace(SHAPE, experts=replace(experts, dense_layers=6))
+
+
+def test_latent_attention_rotates_a_part_of_each_head():
+    latent = LatentAttention(query_rank=16, kv_rank=8, rope_width=4, value_width=6)
+    assert replace(SHAPE, num_kv_heads=12, latent_attention=latent).latent_attention == latent
+    with pytest.raises(InvalidConfig) as caught:
+        replace(SHAPE, latent_attention=replace(latent, rope_width=8))
+    assert caught.value.problems == [
+        "model.latent_attention.rope_width=8 must be below the width of a head, 8",
+        "model.num_kv_heads=4 must be num_heads=12 with latent_attention",
     ]
 
 

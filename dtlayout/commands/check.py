@@ -68,9 +68,10 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
 def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     """What is legal, but hardly meant."""
     notes = []
-    gpus = config.cluster.ranks_per_node
+    gpus = config.cluster.ranks_linked
+    places = "nodes" if gpus == config.cluster.ranks_per_node else "racks"
     if layout.tp > 1 and crosses_node("tp", layout, gpus):
-        notes.append(f"tp={layout.tp} crosses nodes of {plural(gpus, 'GPU')}, and tp talks most; keep tp <= {gpus}")
+        notes.append(f"tp={layout.tp} crosses {places} of {plural(gpus, 'GPU')}, and tp talks most; keep tp <= {gpus}")
     if layout.zero > 1 and layout.dp_shard == 1:
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere

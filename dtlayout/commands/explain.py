@@ -8,11 +8,12 @@ from dtlayout.commands.arguments import add_config, choose_gpu, show
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
+from dtlayout.planner.intervals import find_intervals
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.text import GIB, align, choose_unit, plural
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     layout = _check(config, world_size, engine, gpu)
     scenario = replace(own_scenario(config, world_size, gpu), engine=engine)
     is_own = engine.name == OWN_ENGINE
-    kernels = predicted_kernels(config, layout, gpu) if is_own else config.kernels.or_usual()
+    kernels = predicted_kernels(config, layout, gpu) if is_own else engine_kernels(scenario, config.kernels, layout)
     explanation = explain(scenario, layout, kernels)
     return show(options, _to_document(scenario, explanation), _describe(scenario, explanation))
 
@@ -51,7 +52,7 @@ def _check(config: Config, world_size: int, engine: Engine, gpu: Gpu) -> Layout:
         return check_layout(config, world_size, device_of(gpu))
     layout = config.layout.resolve(world_size)
     layout.check(config.model, config.batch)
-    if problems := engine.recompute_problems(layout.recompute):
+    if problems := engine.model_problems(config.model) + engine.layout_problems(layout):
         raise InvalidLayout(problems)
     return layout
 
@@ -69,12 +70,17 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     else:
         bound = f"{limit.component}: {limit.share:.1%} of the step"
     mfu = f"{now.mfu:.1%}" if gpu.has_mfu else "n/a"
+    of_step, of_peak = find_intervals(scenario)
+    least_s, most_s = of_step.around(now.step_time_s)
+    least, most = (bound / GIB for bound in of_peak.around(now.peak_bytes))
     facts = [
         ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
         ("engine", f"{engine.name}, {state}"),
         ("fits", f"{'yes' if now.fits else 'no'}: {peak:.2f} of {capacity:.2f} GiB on {where}"),
         ("step", f"{now.step_time_s:.3f} s, MFU {mfu}{'' if now.fits else ', if it did fit'}"),
         ("bound by", bound),
+        ("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}"),
+        ("", f"peak {least:.2f} to {most:.2f} GiB, for {of_peak.basis}"),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
     return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes]
@@ -135,6 +141,7 @@ def _row(change: Change, now: Estimate) -> list[str]:
 
 def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
     now, gpu, growth = explanation.estimate, scenario.cluster.gpu, explanation.growth
+    intervals = find_intervals(scenario)
 
     def list_numbers(estimate: Estimate) -> dict[str, object]:
         return {
@@ -151,6 +158,9 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
     return {
         "ok": True, "gpu": gpu.name, "engine": scenario.engine.name, "calibrated": scenario.engine.is_calibrated,
         **list_numbers(now),
+        "step_time_range_s": intervals.step_time.around(now.step_time_s),
+        "peak_memory_range_bytes": intervals.peak_memory.around(now.peak_bytes),
+        "intervals": intervals.to_dict(),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
         "capacity_bytes": now.capacity_bytes, "time_s": now.time.as_dict(), "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],

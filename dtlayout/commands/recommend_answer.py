@@ -1,7 +1,7 @@
 """One search's answer, as values, JSON and text: the best layouts, what stands against others, all that was asked."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from dtlayout.models.counting import count_parameters
 from dtlayout.optimizers import AdamW
 from dtlayout.planner import reasons
 from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_thumb
+from dtlayout.planner.intervals import Intervals, find_intervals, find_least_apart, find_order
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow
 from dtlayout.planner.space import Space, parse_choice
@@ -73,6 +74,49 @@ def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verifi
     raise InvalidLayout([problem, *_describe_dry_runs(found)])
 
 
+class Alike(NamedTuple):
+    """How far down the list of the best its order may be chance."""
+
+    places: int
+    """Leading places that cannot be told apart; 1 where the first stands alone."""
+    least: float
+    """Difference of the predicted steps, over the shorter one, from which on pairs are counted."""
+    most: float | None
+    """Difference up to which they are; None where that is open."""
+    pairs: int
+    """Pairs of measured layouts of one sweep that were predicted so far apart."""
+    right: int
+    """Those of them that came in their predicted order."""
+
+    def __str__(self) -> str:
+        share = f"{100 * self.right / self.pairs:.0f} of 100 times"
+        if self.places == 1:
+            return f"1 is apart from 2: layouts predicted {self.least:.1%} apart or more came in that order {share}."
+        within = "any distance" if self.most is None else f"{self.most:.1%}"
+        return (
+            f"Places 1 to {self.places} cannot be told apart: layouts predicted within {within} of each other came in "
+            f"the predicted order {share}."
+        )
+
+
+def find_alike(times_s: Sequence[float], engine: str) -> Alike | None:
+    """How many of the leading layouts cannot be told apart, by their steps; None where there is nothing to compare."""
+    orders = find_order(engine)
+    apart, fastest_s = find_least_apart(orders), min(times_s)
+    differences = [time_s / fastest_s - 1 for time_s in times_s]
+    places = next((i for i, difference in enumerate(differences) if difference >= apart), len(differences))
+    if places > 1:
+        counted = [order for order in orders if order.least <= max(differences[:places])]
+        most = min((order.least for order in orders if order not in counted), default=None)
+    else:
+        counted = [order for order in orders if order.least >= apart]
+        most = None
+    pairs, right = (sum(getattr(order, name) for order in counted) for name in ("pairs", "right"))
+    if len(times_s) < 2 or not pairs:
+        return None
+    return Alike(max(places, 1), 0.0 if places > 1 else apart, most, pairs, right)
+
+
 class Answer:
     """Everything that one search has to say."""
 
@@ -80,6 +124,7 @@ class Answer:
         self.result, self.options, self.verified = result, options, verified
         self.scenario, self.best = search.space.scenario, result.ranked[0]
         pairs = enumerate(pairwise(result.ranked), start=2)
+        self.alike = find_alike([estimate.step_time_s for estimate in result.ranked], self.scenario.engine.name)
         self.leads = [reasons.describe_lead(own, following, place) for place, (own, following) in pairs]
 
         def verdict(layout: Layout, kernels: Kernels) -> reasons.Verdict:
@@ -107,6 +152,7 @@ class Answer:
             "scenario": _to_scenario(scenario, result.allowed_bytes),
             "searched": {"layouts": result.num_layouts, "counts": result.counts},
             "layouts": [{**_to_layout(scenario, e), "why": why} for e, why in zip(result.ranked, whys, strict=True)],
+            "alike": self.alike and self.alike._asdict(),
             "against": [{"change": name, **_to_verdict(verdict)} for name, verdict in self.against],
         }
         if self.verified:
@@ -134,6 +180,7 @@ class Answer:
         best, options = self.best, self.options
         lines = [*_describe_scenario(self.scenario), "", *_table(self.scenario, self.result), ""]
         lines += [f"{place}  {lead}." for place, lead in enumerate(self.leads, start=1)]
+        lines += [str(self.alike)] * (self.alike is not None)
         if self.verified:
             lines += ["", "Dry runs:", *(f"  {line}" for line in _describe_dry_runs(self.verified))]
         lines += ["", f"Against other choices than those of 1, {best.layout}:"]
@@ -163,11 +210,13 @@ class Answer:
 
     def give_reasons(self) -> list[str]:
         """Why the best is the best, for people who find it in a file."""
-        best, engine = self.best, self.scenario.engine
+        best, of_step = self.best, find_intervals(self.scenario).step_time
+        is_known = self.scenario.engine.is_calibrated
+        low_s, high_s = of_step.around(best.step_time_s)
         lines = [
             f"Predicted: {best.layout}, {_describe_mfu(self.scenario, best)}, {best.step_time_s:.3f} s a step "
-            f"(each to about {engine.error:.0%}{'' if engine.is_calibrated else ', uncalibrated'}), "
-            f"{best.peak_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB.",
+            f"({low_s:.3f} to {high_s:.3f}), {best.peak_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB.",
+            f"The range held for {of_step.basis}{'' if is_known else '; this engine is uncalibrated here'}.",
         ]
         if self.leads:
             lines.append(f"Before the next best, {self.result.ranked[1].layout}: {self.leads[0]}.")
@@ -196,7 +245,7 @@ def list_scale(scenario: Scenario, rows: Sequence[ScaleRow]) -> list[str]:
             f"{scenario.batch.num_tokens / e.step_time_s:,.0f}", str(e.layout.num_microbatches(scenario.batch)),
             f"{e.time.bubble / e.step_time_s:.1%}", f"{row.efficiency:.1%}",
         ])  # fmt: skip
-    return [*_describe_scenario(scenario), "", *align(cells, (">6", "<", ">12", ">8", ">12"))]
+    return [*_describe_scenario(scenario), "", *align(cells, (">6", "<", ">18", ">8", ">12"))]
 
 
 def explain_nothing(space: Space, result: SearchResult) -> list[str]:
@@ -226,20 +275,23 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
         "model": asdict(scenario.model), "parameters": count_parameters(scenario.model),
         "batch": asdict(scenario.batch), "gpu": scenario.cluster.gpu.name, "num_gpus": scenario.cluster.num_gpus,
         "gpus_per_node": scenario.cluster.gpus_per_node, "engine": scenario.engine.name,
-        "calibrated": scenario.engine.is_calibrated, "error_band": scenario.engine.error,
+        "calibrated": scenario.engine.is_calibrated,
+        "intervals": find_intervals(scenario).to_dict(),
         "records": [asdict(record) for record in scenario.cluster.records],
         "precision": asdict(scenario.precision), "optimizer": scenario.optimizer.name, "allowed_bytes": allowed_bytes,
     }  # fmt: skip
 
 
 def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:
+    intervals = find_intervals(scenario)
     return {
         "name": _full_name(scenario, e), "layout": asdict(e.layout), "kernels": asdict(e.kernels),
         "stage_layers": e.stage_layers,
         "mfu": e.mfu if scenario.cluster.gpu.has_mfu else None, "step_time_s": e.step_time_s,
         "tokens_per_s": scenario.batch.num_tokens / e.step_time_s, "time": e.time.as_dict(),
         "memory": [rank.as_dict() for rank in e.memory], "busiest_rank": e.busiest_rank, "peak_bytes": e.peak_bytes,
-        "capacity_bytes": e.capacity_bytes,
+        "capacity_bytes": e.capacity_bytes, "step_time_range_s": intervals.step_time.around(e.step_time_s),
+        "peak_range_bytes": intervals.peak_memory.around(e.peak_bytes),
     }  # fmt: skip
 
 
@@ -266,17 +318,26 @@ def _describe_counts(result: SearchResult) -> str:
 
 def _describe_scenario(scenario: Scenario) -> list[str]:
     model, batch, cluster, engine = scenario.model, scenario.batch, scenario.cluster, scenario.engine
+    intervals = find_intervals(scenario)
     known = "" if engine.is_calibrated else f", uncalibrated: no run of it on {engine.gpu} is known"
+    known += "; nothing like it was measured" * intervals.step_time.is_foreign
     per_node = cluster.gpus_per_node
     nodes = f" in nodes of {per_node}" if cluster.num_gpus > per_node > 1 else ""
+    nodes += f", {cluster.gpus_linked} joined by fast links" if cluster.gpus_linked > per_node else ""
     updated = "" if scenario.optimizer == AdamW() else f", updated by {scenario.optimizer.name}"
     return [
         f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {cluster.num_gpus} x "
         f"{cluster.gpu.name}{nodes}; {plural(batch.global_batch, 'sequence')} of {plural(batch.seq_len, 'token')} "
         f"a step{updated}",
-        f"engine {engine.name}{known}; predicted speeds are good to about {engine.error:.0%}",
+        f"engine {engine.name}{known}",
+        *_describe_intervals(intervals),
         *map(str, cluster.records),
     ]
+
+
+def _describe_intervals(intervals: Intervals) -> Iterator[str]:
+    for name, interval in zip(("step", "peak"), intervals, strict=True):
+        yield f"{name} {interval.low:.2f} to {interval.high:.2f} times as predicted, for {interval.basis}"
 
 
 def _table(scenario: Scenario, result: SearchResult) -> list[str]:
@@ -288,15 +349,16 @@ def _table(scenario: Scenario, result: SearchResult) -> list[str]:
         parts = [f"{100 * seconds / e.step_time_s:.1f}" for seconds in e.time.as_dict().values()]
         shares.append([f"{place:<3}", *parts])
     first = f"<{max(len(row[0]) for row in layouts) - 11}"
-    return [*align(layouts, ("<", ">12", ">8", "<")), "", *align(shares, (first, *[">9"] * (len(shares[0]) - 1)))]
+    return [*align(layouts, ("<", ">18", ">8", "<")), "", *align(shares, (first, *[">9"] * (len(shares[0]) - 1)))]
 
 
 def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -> str:
-    """MFU with its error band; the CPU has no peak, so no MFU."""
+    """MFU with its range; the CPU has no peak, so no MFU."""
     if not scenario.cluster.gpu.has_mfu:
         return "n/a" if short else "MFU n/a"
-    band = 100 * estimate.mfu * scenario.engine.error
-    return f"{100 * estimate.mfu:.1f} ± {band:.1f} %" if short else f"{100 * estimate.mfu:.1f} ± {band:.1f} % MFU"
+    of_step, percents = find_intervals(scenario).step_time, 100 * estimate.mfu
+    text = f"{percents:.1f} ({percents / of_step.high:.0f} to {percents / of_step.low:.0f}) %"
+    return text if short else f"{text} MFU"
 
 
 def _bar(estimate: Estimate) -> str:

@@ -15,7 +15,7 @@ from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner.scores import score
-from dtlayout.planner.validate import fit_group, on_cluster, with_engine
+from dtlayout.planner.validate import fit_group, on_cluster, with_engines
 from dtlayout.report.rows import read_rows
 from dtlayout.sweep.results import Journal, keep_longest
 from dtlayout.text import plural
@@ -46,10 +46,10 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"{', '.join(sorted(strangers))} ran on another GPU type than that of {options.into}")
     records = [record for folder in options.sweeps if (record := make_record(folder))]
     names = identifiable_constants([run.layout for run in runs], cluster.gpu.device_type)
-    engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=names)
-    fitted = fit_group(with_engine(on_cluster(runs, cluster), engine), tell)
+    engine = replace(find_engine_on(OWN_ENGINE, cluster.gpu), fitted=names, shared=())
+    fitted = fit_group(with_engines(on_cluster(runs, cluster), engine), tell)
     today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    update(options.into, fitted.engine, records, f"dtlayout refit, {today}, {plural(len(runs), 'run')}")
+    update(options.into, fitted.engines[0], records, f"dtlayout refit, {today}, {plural(len(runs), 'run')}")
     before, after = fitted.before.median_ape, score(fitted.predictions).median_ape
     document = {"ok": True, "file": str(options.into), "records": list(map(asdict, records)),
                 "median_error_before": before, "median_error_after": after}  # fmt: skip

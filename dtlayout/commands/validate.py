@@ -4,7 +4,7 @@ import argparse
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import quantiles
@@ -13,10 +13,21 @@ from typing import Any
 from dtlayout import toml
 from dtlayout.cluster import load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.costmodel.engine import Engine
+from dtlayout.costmodel.engine import ANY_GPU, Engine
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner import validate
+from dtlayout.planner.left_out import (
+    Evidence,
+    LeftOut,
+    add_intervals,
+    gpu_of,
+    leave_engines_out,
+    leave_gpus_out,
+    leave_models_out,
+    model_of,
+    to_errors,
+)
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import (
     LOWEST_MFU,
@@ -34,6 +45,8 @@ from dtlayout.text import align, choose_unit, plural, wrap
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
+AllLeftOut = Mapping[str, LeftOut]
+"""What was left out of the fits, model or GPU type → what was predicted then."""
 Fits = Sequence[tuple[validate.Fitted, Sequence[validate.Ablation]]]
 """What was fitted to each engine's runs, with what each of its constants is worth where that was asked."""
 _SCORES = {
@@ -56,6 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predict our own runs on its GPU type with this cluster file; else with what was measured when they ran",
     )  # fmt: skip
     parser.add_argument("--leave-one-out", action="store_true", help="score each model with constants of the others")
+    parser.add_argument("--leave-gpu-out", action="store_true", help="score each GPU type with constants of the others")
+    parser.add_argument(
+        "--errors", type=Path, metavar="FILE", help="write the intervals of these rows, left out both ways"
+    )
     parser.add_argument("--fit", action="store_true", help="fit the engine's constants to these runs, as TOML")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --fit writes instead of stdout")
     parser.add_argument("--ablate", action="store_true", help="what is lost without each constant; takes minutes")
@@ -69,22 +86,22 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--worst={options.worst} must not be negative")
     if options.out and not options.fit:
         raise InvalidConfig("--out names the file that --fit writes; add --fit")
-    if options.out:
-        check_writable(options.out)
+    for path in filter(None, (options.out, options.errors)):
+        check_writable(path)
     rows = read_rows(options.tables, options.engine)
     runs = rows.runs
     runs = validate.on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
-    groups = validate.group_runs(runs)
+    groups = validate.group_for_fit(runs)
     if options.fit and len(engines := sorted({engine for engine, _ in groups})) > 1:
         raise InvalidConfig(
             f"--fit takes runs of one engine, these are of {', '.join(engines)}; pass fewer tables or --engine"
         )
     predictions = validate.predict(runs)
-    left_out = validate.leave_one_out(runs, tell) if options.leave_one_out else {}
-    wanted = [g for g in groups.values() if options.fit or (options.ablate and g[0].scenario.engine.is_calibrated)]
+    left_out = _leave_out(options, runs)
+    wanted = [g for g in groups.values() if options.fit or (options.ablate and _has_fit(g))]
     fitted = [validate.fit_group(group, tell) for group in wanted]
     fits = [
-        (each, validate.ablate([p.run for p in each.predictions], each.engine, tell) if options.ablate else [])
+        (each, validate.ablate([p.run for p in each.predictions], each.engines, tell) if options.ablate else [])
         for each in fitted
     ]
     if options.out:
@@ -98,6 +115,25 @@ def run(options: argparse.Namespace) -> int:
     return show(options, _to_document(options, rows, predictions, left_out, fits), lines, allow_nan=False)
 
 
+def _leave_out(options: argparse.Namespace, runs: Sequence[Run]) -> AllLeftOut:
+    """What is left out as asked, each row with intervals of the others; their errors are written as asked."""
+    models = leave_models_out(runs, tell) if options.leave_one_out or options.errors else None
+    gpus = leave_gpus_out(runs, tell) if options.leave_gpu_out or options.errors else None
+    if not models and not gpus:
+        return {}
+    evidence = Evidence(
+        models.all_predictions if models else [], gpus.all_predictions if gpus else [], leave_engines_out(runs)
+    )
+    if options.errors:
+        options.errors.write_text(to_errors(evidence), encoding="utf-8")
+    found = {}
+    if models and options.leave_one_out:
+        found["model"] = add_intervals(models, model_of, evidence)
+    if gpus and options.leave_gpu_out:
+        found["GPU type"] = add_intervals(gpus, gpu_of, evidence)
+    return found
+
+
 def tell(line: str) -> None:
     """Say what takes so long, to who waits for it."""
     if sys.stderr.isatty():
@@ -108,37 +144,61 @@ def _to_document(
     options: argparse.Namespace,
     rows: Rows,
     predictions: Sequence[Prediction],
-    left_out: dict[str, list[Prediction]],
+    left_out: AllLeftOut,
     fits: Fits,
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "tables": {table: asdict(score(found)) for table, found in by_table(predictions).items()},
         "pooled": asdict(score(predictions)),
-        "groups": {
-            grouping: {group: asdict(score_group(found)) for group, found in groups.items()}
-            for grouping, groups in by_group(predictions).items()
-        },
+        "groups": _to_groups(predictions),
         "rows": _count(rows),
         "unpredicted": dict(_count_reasons(rows)),
         "unpredicted_rows": [row._asdict() for row in rows.unpredicted],
         "changed": {change: len(runs) for change, runs in _find_changes(predictions).items()},
     }
-    if options.leave_one_out:
-        document["left_out"] = {model: asdict(score(rows)) for model, rows in left_out.items()}
+    for of, key in (("model", "left_out"), ("GPU type", "left_out_gpu")):
+        if of in left_out:
+            document[key] = {name: asdict(score(found)) for name, found in left_out[of].predictions.items()}
+            document[f"{key}_groups"] = _to_groups(left_out[of].all_predictions)
+            document[f"{key}_kept"] = {group: asdict(score(found)) for group, found in left_out[of].kept.items()}
     if options.fit:
-        document["fitted"] = {
-            f.engine.gpu: {"engine": f.engine.name, "constants": _list_constants(f.engine),
-                           "at_bounds": list(f.engine.at_bounds), "scores": asdict(score(f.predictions))}
-            for f, _ in fits
-        }  # fmt: skip
+        document["fitted"] = {gpu: values for each, _ in fits for gpu, values in _to_fits(each).items()}
     if options.ablate:
         document["ablations"] = [
-            {"engine": f.engine.name, "gpu": f.engine.gpu, "constant": a.constant, "neutral": a.neutral}
-            | asdict(a.scores)
+            {"engine": f.engines[0].name, "gpu": a.gpu, "constant": a.constant, "neutral": a.neutral} | asdict(a.scores)
             for f, ablations in fits
             for a in ablations
         ]
     return document
+
+
+def _has_fit(runs: Sequence[Run]) -> bool:
+    return any(engine.fitted or engine.shared for engine in validate.find_engines(runs))
+
+
+def _to_groups(predictions: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
+    return {
+        grouping: {group: asdict(score_group(found)) for group, found in groups.items()}
+        for grouping, groups in by_group(predictions).items()
+    }
+
+
+def _to_fits(fitted: validate.Fitted) -> dict[str, dict[str, Any]]:
+    """GPU type → what was fitted to its runs."""
+    at_bounds = _find_at_bounds(fitted)
+    return {
+        gpu: {
+            "engine": fitted.engines[0].name, "constants": constants,
+            "at_bounds": [name for name in at_bounds if name in constants],
+            "scores": asdict(score(_find_on(gpu, fitted.predictions))),
+        }
+        for gpu, constants in _list_constants(fitted.engines).items()
+    }  # fmt: skip
+
+
+def _find_on(gpu: str, predictions: Iterable[Prediction]) -> list[Prediction]:
+    """The predictions for runs on a GPU type; for all, ANY_GPU."""
+    return [p for p in predictions if gpu in (ANY_GPU, p.run.scenario.cluster.gpu.name)]
 
 
 def _count(rows: Rows) -> dict[str, int]:
@@ -168,18 +228,23 @@ def _describe(
     options: argparse.Namespace,
     rows: Rows,
     predictions: Sequence[Prediction],
-    left_out: dict[str, list[Prediction]],
+    left_out: AllLeftOut,
     fits: Fits,
 ) -> Iterator[str]:
     """The lines of a validation: engines, scores, what is not predicted, the worst rows, and what was fitted."""
     for (name, gpu), group in validate.group_runs(p.run for p in predictions).items():
         engine = group[0].scenario.engine
         title = f"{name} on {gpu}, {plural(len(group), 'row')}"
-        if not engine.is_calibrated:
-            yield f"{title}: uncalibrated; general constants, no run stands behind them"
-        else:
+        if engine.is_calibrated:
             yield f"{title}: constants from {engine.source}"
+        else:
+            behind = engine.source.partition("; ")[2] or "general constants, no run stands behind them"
+            yield f"{title}: uncalibrated; {behind}"
+        if engine.fitted:
             yield from wrap("  fitted constants: ", engine.fitted)
+        if engine.shared:
+            yield from wrap("  fitted to its runs on all GPU types: ", engine.shared)
+        if engine.fitted or engine.shared:
             yield from wrap("  of these at a bound: ", engine.at_bounds or ["none"])
     if predictions:
         tables = {table: score(found) for table, found in by_table(predictions).items()}
@@ -191,9 +256,8 @@ def _describe(
     else:
         yield "no row can be scored"
     yield from _describe_unpredicted(rows, predictions)
-    if left_out:
-        models = {model: score(found) for model, found in left_out.items()}
-        yield from ("", *_tabulate("left out of the fit", models))
+    for of, found in left_out.items():
+        yield from _describe_left_out(of, found)
     yield from _describe_worst(predictions, options.worst)
     for fitted, ablations in fits:
         if options.fit and options.out:
@@ -204,22 +268,39 @@ def _describe(
             yield from _describe_ablations(fitted, ablations)
 
 
-def _describe_groups(predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Which way predictions are off for each engine, GPU, precision and source."""
+def _describe_left_out(of: str, found: LeftOut) -> Iterator[str]:
+    """Scores by constants that never saw the rows, and the groups that could not be left out."""
+    yield from ("", *_tabulate(f"{of} left out", {name: score(rows) for name, rows in found.predictions.items()}))
+    yield from _describe_groups(found.all_predictions, f", {of} left out")
+    for group, rows in found.kept.items():
+        (model,) = {p.run.scenario.model.name for p in rows}
+        yield f"not left out, by constants that saw them: {plural(len(rows), 'row')} of {group}, all of {model}"
+
+
+def _describe_groups(predictions: Sequence[Prediction], rows: str = "") -> Iterator[str]:
+    """Which way predictions are off for each engine, GPU, precision and source; `rows` says which, if not all."""
     cells = [
-        [_shorten(f"{grouping} {group}"), str(scores.rows), *_show_errors(scores.speed), *_show_errors(scores.memory)]
+        [
+            _shorten(f"{grouping} {group}", 38),
+            str(scores.rows),
+            *_show_errors(scores.speed),
+            *_show_errors(scores.memory),
+        ]
         for grouping, groups in by_group(predictions).items()
         for group, found in groups.items()
         for scores in [score_group(found)]
     ]
-    heading = ["median errors", "rows", "of speed", "signed", "absolute", "of memory", "signed", "absolute"]
+    heading = [f"median errors{rows}", "rows"]
+    heading += [each for of in ("of speed", "of memory") for each in (of, "signed", "absolute", "inside")]
     yield from ("", *align([heading, *cells]))
-    yield "of predicted / measured - 1; beside each the rows whose speed or memory is scored"
+    yield "of predicted / measured - 1; beside each the rows whose speed or memory is scored, and how many of a hundred"
+    yield "lie inside the interval that was predicted for them"
 
 
 def _show_errors(errors: Errors) -> list[str]:
     signed = "–" if errors.signed is None else f"{errors.signed:+.1%}".replace("%", " %")
-    return [str(errors.rows), signed, percent(errors.absolute)]
+    inside = "–" if errors.inside is None else f"{100 * errors.inside:.0f}"
+    return [str(errors.rows), signed, percent(errors.absolute), inside]
 
 
 def _describe_unpredicted(rows: Rows, predictions: Sequence[Prediction]) -> Iterator[str]:
@@ -312,38 +393,54 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
 
 def _format_fragment(fitted: validate.Fitted) -> str:
     """Fitted constants as the engine's file has them, with what is left of the errors as comments."""
-    engine, scores = fitted.engine, score(fitted.predictions)
-    ran = [p.run for p in fitted.predictions if p.run.ran]
-    models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
+    scores = score(fitted.predictions)
     cells = [[name, _show(fitted.before, name), _show(scores, name)] for name in _SCORES]
-    summary = [f"{engine.name}: scores of the {plural(scores.rows, 'row')} before and after this fit"]
+    summary = [f"{fitted.engines[0].name}: scores of the {plural(scores.rows, 'row')} before and after this fit"]
     summary += align(cells, ("<16", ">6", ">8"))
     errors = [100 * p.speed_error for p in fitted.predictions if p.is_scored]
     if len(errors) > 1:
         tenths = quantiles(errors, n=10, method="inclusive")
         spread = ", ".join(f"{name} {tenths[i]:+.1f} %" for name, i in (("p10", 0), ("median", 4), ("p90", 8)))
         summary.append(f"error of speed after: {spread}")
-    summary.append(f"at a bound: {', '.join(engine.at_bounds) or 'none'}")
-    values = {"source": f"{plural(len(ran), 'run')} of {models}", **_list_constants(engine)}
-    return "".join(f"# {line}\n" for line in summary) + toml.dumps({"fitted": {engine.gpu: values}})
+    summary.append(f"at a bound: {', '.join(_find_at_bounds(fitted)) or 'none'}")
+    tables = {}
+    for gpu, constants in _list_constants(fitted.engines).items():
+        ran = [p.run for p in _find_on(gpu, fitted.predictions) if p.run.ran]
+        models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
+        gpus = {"gpus": sorted({run.scenario.cluster.gpu.name for run in ran})} if gpu == ANY_GPU else {}
+        tables[gpu] = {"source": f"{plural(len(ran), 'run')} of {models}", **gpus, **constants}
+    return "".join(f"# {line}\n" for line in summary) + toml.dumps({"fitted": tables})
 
 
-def _list_constants(engine: Engine) -> dict[str, float]:
-    """The fitted constants of an engine, with as many digits as a fit knows."""
-    return {name: float(f"{getattr(engine.constants, name):.4g}") for name in engine.fitted}
+def _find_at_bounds(fitted: validate.Fitted) -> list[str]:
+    return list(dict.fromkeys(name for engine in fitted.engines for name in engine.at_bounds))
+
+
+def _list_constants(engines: Sequence[Engine]) -> dict[str, dict[str, float]]:
+    """GPU type → the constants fitted to its runs, with as many digits as a fit knows; ANY_GPU's are on all types."""
+    tables: dict[str, dict[str, float]] = {}
+    for engine in engines:
+        for gpu, names in ((ANY_GPU, engine.shared), (engine.gpu, engine.fitted)):
+            values = {name: float(f"{getattr(engine.constants, name):.4g}") for name in names}
+            if values:
+                tables.setdefault(gpu, {}).update(values)
+    return dict(sorted(tables.items(), key=lambda item: item[0] != ANY_GPU))
 
 
 def _describe_ablations(fitted: validate.Fitted, ablations: Sequence[validate.Ablation]) -> Iterator[str]:
     """Each constant's worth: scores without it, less those with all."""
     whole = score(fitted.predictions)
-    shown, constants = ("fit", "mape", "tau", "memory"), fitted.engine.constants
+    shown, by_gpu = ("fit", "mape", "tau", "memory"), {engine.gpu: engine for engine in fitted.engines}
+    first = fitted.engines[0]
     rows = [["constant", "value", "neutral", *(_SCORES[name] for name in shown)]]
     rows.append(["(all of them)", "", "", *(_show(whole, name) for name in shown)])
     for a in ablations:
+        value = getattr(by_gpu.get(a.gpu, first).constants, a.constant)
         changes = [_change(getattr(a.scores, name), getattr(whole, name), name) for name in shown]
-        rows.append([a.constant, f"{getattr(constants, a.constant):.4g}", f"{a.neutral:.4g}", *changes])
-    title = f"{fitted.engine.name} on {fitted.engine.gpu} without one constant, the others of its kind fitted again"
-    yield from ("", title, *align(rows))
+        of = f" {a.gpu}" * (len(by_gpu) > 1)
+        rows.append([a.constant + of, f"{value:.4g}", f"{a.neutral:.4g}", *changes])
+    where = validate.describe_group(first.name, ", ".join(by_gpu))
+    yield from ("", f"{where} without one constant, the others of its kind fitted again", *align(rows))
 
 
 def _change(without: float | None, whole: float | None, name: str) -> str:

@@ -22,7 +22,7 @@ class Link(NamedTuple):
     latency_s: float
     """Time of each hop."""
     crosses_nodes: bool
-    """Whether any hop leaves a node."""
+    """Whether any hop takes the network, beyond the GPUs that fast links join."""
 
 
 def half_all_reduce_s(size_bytes: float, num_ranks: int, link: Link) -> float:
@@ -43,41 +43,62 @@ def all_reduce_s(size_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def node_link(scenario: Scenario) -> Link:
-    """Between the GPUs of a node."""
+    """Between GPUs that fast links join: those of a node, or of several (`Cluster.gpus_linked`)."""
     constants = scenario.engine.constants
     bytes_per_s = scenario.cluster.gpu.link_bytes_per_s * constants.link_efficiency
     return Link(bytes_per_s, constants.collective_start_s, constants.link_latency_s, crosses_nodes=False)
 
 
 def tp_link(scenario: Scenario, layout: Layout) -> Link:
-    """The node's links, or the network of all GPUs of a node together where tp does not fit into one."""
+    """The fast links, or the network of all GPUs that they join together where tp does not fit among these."""
     inside, constants, cluster = node_link(scenario), scenario.engine.constants, scenario.cluster
-    if cluster.gpus_per_node % layout.tp == 0:
+    if cluster.gpus_linked % layout.tp == 0:
         return inside
-    outside = min(layout.tp, cluster.gpus_per_node) * cluster.gpu.network_bytes_per_s * constants.tp_network_efficiency
+    outside = min(layout.tp, cluster.gpus_linked) * cluster.gpu.network_bytes_per_s * constants.tp_network_efficiency
     return Link(min(inside.bytes_per_s, outside), 0.0, constants.tp_network_latency_s, crosses_nodes=True)
 
 
 def data_link(scenario: Scenario, layout: Layout, stride: int, num_ranks: int) -> Link:
     """For a group of `num_ranks` ranks, `stride` apart: inside a node, or a ring through several.
 
-    In a node k ranks of the group lie together, and drive k^sharing of its network cards at once. Congestion grows with
-    the nodes of the whole job, because all groups reduce at the same time.
+    In a node, or what fast links join to one, k ranks of the group lie together, and drive k^sharing of its network
+    cards at once. Congestion grows with the nodes of the whole job, because all groups reduce at the same time.
     """
-    gpu, constants, per_node = scenario.cluster.gpu, scenario.engine.constants, scenario.cluster.gpus_per_node
-    inside = node_link(scenario)
-    if stride * num_ranks <= per_node:
+    cluster, constants = scenario.cluster, scenario.engine.constants
+    gpu, linked, inside = cluster.gpu, cluster.gpus_linked, node_link(scenario)
+    if stride * num_ranks <= linked:
         return inside
-    together = max(1, min(num_ranks, per_node // stride))
-    congestion = 1 + layout.world_size / per_node * constants.network_congestion
+    together = max(1, min(num_ranks, linked // stride))
+    congestion = 1 + layout.world_size / cluster.gpus_per_node * constants.network_congestion
     share = constants.network_efficiency * together**constants.network_sharing / congestion
     bytes_per_s = min(inside.bytes_per_s, gpu.network_bytes_per_s * share)
     return Link(bytes_per_s, 0.0, gpu.network_latency_s, crosses_nodes=True)
 
 
+def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: int) -> float:
+    """An all-to-all over the ep ranks, neighbours: each rank's tokens, `size_bytes`, go to `copies` experts each.
+
+    Each rank is sent as many, and a rank's own stay where they are. Those for ranks that fast links join take these,
+    the others its own network card, at the same time. An engine that sends a token once to each node hands it on there.
+    """
+    if (ep := layout.ep) == 1:
+        return 0.0
+    gpu, reached = scenario.cluster.gpu, scenario.engine.constants.exchange_efficiency
+    inside, near = node_link(scenario), min(ep, scenario.cluster.gpus_linked)
+    link_bytes_per_s, network_bytes_per_s = gpu.link_bytes_per_s * reached, gpu.network_bytes_per_s * reached
+    if near == ep:
+        return inside.start_s + (ep - 1) / ep * copies * size_bytes / link_bytes_per_s + inside.latency_s
+    nodes = ep / near
+    near_copies, far_copies = copies * (near - 1) / ep, copies * (1 - 1 / nodes)
+    if scenario.engine.features.sends_tokens_once:
+        near_copies, far_copies = copies * (near - 1) / near, (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
+    sending_s = max(near_copies * size_bytes / link_bytes_per_s, far_copies * size_bytes / network_bytes_per_s)
+    return inside.start_s + sending_s + gpu.network_latency_s
+
+
 def message_link(scenario: Scenario, layout: Layout) -> Link:
-    """Between neighbouring stages: the network, unless the whole job is in one node."""
-    if layout.world_size <= scenario.cluster.gpus_per_node:
+    """Between neighbouring stages: the network, unless fast links join the whole job."""
+    if layout.world_size <= scenario.cluster.gpus_linked:
         return node_link(scenario)._replace(start_s=0.0)  # two ranks need not meet
     gpu, efficiency = scenario.cluster.gpu, scenario.engine.constants.message_efficiency
     return Link(gpu.network_bytes_per_s * efficiency, 0.0, gpu.network_latency_s, crosses_nodes=True)

@@ -1,19 +1,19 @@
 """Seconds of a block and of the loss for one microbatch on one rank, and what tp sends in them.
 
-T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp. docs/time-model.md derives every formula; forward
-is one third of elementwise traffic, backward two.
+T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp; E experts, of which k compute a token.
+docs/time-model.md derives every formula; forward is one third of elementwise traffic, backward two.
 """
 
 from math import inf
 from typing import NamedTuple
 
-from dtlayout.costmodel.comm import data_link, half_all_reduce_s, message_link, tp_link
+from dtlayout.costmodel.comm import data_link, exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_attention_flops_per_token
-from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary
+from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary, RoutedExperts
 from dtlayout.models.families import describe
 from dtlayout.models.operations import Attention, Matmul, Operation
 from dtlayout.plans.plan import OVERLAPPED_PIECES
@@ -33,19 +33,23 @@ class BlockTime(NamedTuple):
     backward_s: float
     """Matmuls, attention and elementwise kernels of backward, without recomputation."""
     forward_tp_s: float
-    """tp's collectives and cp's messages that forward waits for."""
+    """tp's collectives, cp's messages and ep's exchanges that forward waits for."""
     backward_tp_s: float
-    """tp's collectives and cp's messages that backward waits for."""
+    """tp's collectives, cp's messages and ep's exchanges that backward waits for."""
     host_s: float = 0.0
     """Least time that the host needs for forward and backward together."""
+    routing_wait_s: float = 0.0
+    """Time that the GPU waits for the host in forward and backward together, whatever it has to compute."""
     attention_s: float = 0.0
     """Attention's part of forward."""
     elementwise_s: float = 0.0
-    """The part of norms, rotary embedding and activation function in forward."""
+    """The part of norms, rotary embedding, activation function and permutations in forward."""
     last_matmul_s: float = 0.0
     """The last matmul's part of forward."""
     forward_cp_s: float = 0.0
     """cp's messages, a part of `forward_tp_s`."""
+    forward_ep_s: float = 0.0
+    """ep's exchanges, a part of `forward_tp_s`."""
 
 
 def operation_s(scenario: Scenario, kernels: Kernels, operation: Operation) -> float:
@@ -64,7 +68,26 @@ def matmul_s(scenario: Scenario, m: float, n: float, k: float) -> float:
     fill = constants.matmul_fill
     flops = 2.0 * (m + fill) * (n + fill) * (k + fill)
     moved_s = pass_s(scenario, activation_size(scenario) * (m * n + n * k + m * k))
-    return max(flops / (matrix_flops_per_s(scenario) * constants.matmul_efficiency), moved_s)
+    efficiency = constants.matmul_efficiency * constants.matmul_share
+    return max(flops / (matrix_flops_per_s(scenario) * efficiency), moved_s)
+
+
+def linear_s(scenario: Scenario, m: float, n: float, k: float) -> float:
+    """`matmul_s` of a linear layer in a block, in the format in which these multiply; casts are no part of it.
+
+    What multiplies faster is filled as slowly: the sizes are lengthened as bf16's are, and by as much more as the
+    peak is higher, along the sum.
+    """
+    if (fmt := scenario.precision.matmul_format) is None:
+        return matmul_s(scenario, m, n, k)
+    constants, gpu = scenario.engine.constants, scenario.cluster.gpu
+    if not (peak := gpu.peak_of(fmt)):
+        return inf
+    efficiency = constants.fp8_efficiency if fmt.peak == "fp8" else constants.fp4_efficiency
+    fill = constants.matmul_fill
+    flops = 2.0 * (m + fill) * (n + fill) * (k + fill * peak / gpu.peak_flops_per_s)
+    moved_s = pass_s(scenario, activation_size(scenario) * m * n + fmt.held_bytes * (n * k + m * k))
+    return max(flops / (peak * efficiency * constants.matmul_share), moved_s)
 
 
 def matrix_flops_per_s(scenario: Scenario) -> float:
@@ -78,38 +101,59 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
     """A block without recomputation."""
     tokens = tokens_of(scenario, layout)
-    matmuls_s = [matmul_s(scenario, tokens, n, k) for n, k in _matmul_sizes(scenario, layout)]
-    elementwise_s = pass_s(scenario, tokens * _traffic_bytes(scenario, layout, kernels)) / 3
+    matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k in _matmul_sizes(scenario, layout)]
+    traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
+    elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if _has_eager_norms(kernels):
         num_norms = sum(isinstance(each, Norm) for each in describe(scenario.model).block)
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
+    permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
+    ep_s = block_ep_s(scenario, layout)  # as much in backward
+    forward_s = sum(matmuls_s) + attention_forward_s + elementwise_s + permuting_s
+    backward_s = 2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s + permuting_s
+    hidden = scenario.engine.constants.overlap if layout.overlaps_ep and not scenario.is_on_host else 0.0
+    forward_ep_s, backward_ep_s = max(0.0, ep_s - hidden * forward_s), max(0.0, ep_s - hidden * backward_s)
     forward_tp_s, backward_tp_s = block_tp_s(scenario, layout)
     forward_cp_s, backward_cp_s = block_cp_s(scenario, layout, attention_forward_s, attention_backward_s)
     return BlockTime(
-        forward_s=sum(matmuls_s) + attention_forward_s + elementwise_s,
-        backward_s=2 * (sum(matmuls_s) + elementwise_s) + attention_backward_s,
-        forward_tp_s=forward_tp_s + forward_cp_s,
-        backward_tp_s=backward_tp_s + backward_cp_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        forward_tp_s=forward_tp_s + forward_cp_s + forward_ep_s,
+        backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
         host_s=host_s(scenario, layout, kernels),
+        routing_wait_s=scenario.engine.constants.routing_wait_s if describe(scenario.model).experts else 0.0,
         attention_s=attention_forward_s,
-        elementwise_s=elementwise_s,
+        elementwise_s=elementwise_s + permuting_s,
         last_matmul_s=matmuls_s[-1],
         forward_cp_s=forward_cp_s,
+        forward_ep_s=forward_ep_s,
     )
 
 
-def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float]]:
-    """Outputs and inputs of each matmul of a block on one tp rank, those that the engine fuses as one."""
-    sizes: list[tuple[float, float]] = []
+def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float]]:
+    """Times, rows, outputs and inputs of each matmul of a block on one rank, those that the engine fuses as one.
+
+    Those of experts are more where they are slower than others. Each expert multiplies the rows that it is sent, T·k/E
+    of each rank's tokens where all are sent as many.
+    """
+    sizes: list[tuple[float, float, float, float]] = []
+    tokens, t = tokens_of(scenario, layout), layout.tp
+    shared = t if layout.shards_sequence else 1
     for operation in describe(scenario.model).block:
         match operation:
             case Linear(style="rowwise"):
-                sizes.append((operation.outputs, operation.inputs / layout.tp))
+                sizes.append((1, tokens, operation.outputs, operation.inputs / t))
+            case Linear(style="replicated"):
+                sizes.append((1, tokens / shared, operation.outputs, operation.inputs))
             case Linear(fuses=True) if scenario.engine.features.fuses_qkv:
-                sizes[-1] = (sizes[-1][0] + operation.outputs / layout.tp, operation.inputs)
+                sizes[-1] = (1, tokens, sizes[-1][2] + operation.outputs / t, operation.inputs)
             case Linear():
-                sizes.append((operation.outputs / layout.tp, operation.inputs))
+                sizes.append((1, tokens, operation.outputs / t, operation.inputs))
+            case RoutedExperts(width=h, inner_width=f):
+                rows = tokens / t * operation.active_share * layout.ep
+                times = operation.number / layout.ep / scenario.engine.constants.experts_efficiency
+                sizes += [*[(times, rows, f, h)] * operation.num_opening, (times, rows, h, f)]
     return sizes
 
 
@@ -137,7 +181,45 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
                 traffic += rope_traffic * operation.width / t
             case Activation():
                 traffic += widening * _FFN_TRAFFIC_BYTES * operation.width / t
+            case RoutedExperts():
+                traffic += widening * _FFN_TRAFFIC_BYTES * operation.per_token * operation.inner_width / t
     return traffic
+
+
+def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Moved for each token of a block by casts for its linear layers, forward and backward: what each of them reads,
+    once where several read the same, and the gradients of what they give.
+
+    Weights are cast once a step and left out; a router stays as it is.
+    """
+    if (fmt := scenario.precision.matmul_format) is None:
+        return 0.0
+    t = layout.tp
+    shared = t if layout.shards_sequence else 1
+    elements = 0.0
+    for operation in describe(scenario.model).block:
+        match operation:
+            case Linear(style="rowwise"):
+                elements += operation.inputs / t + operation.outputs / shared
+            case Linear(style="colwise"):
+                elements += operation.inputs / shared * operation.keeps_input + operation.outputs / t
+            case RoutedExperts(width=h, inner_width=f):
+                copies = operation.number * operation.active_share / t
+                elements += copies * (h + operation.num_opening * f + f + h)
+    return fmt.cast_bytes * elements
+
+
+def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:
+    """Moved for each token where forward sorts k copies of it by expert, and adds their results up.
+
+    What is exchanged is sorted by rank before, and by expert afterwards; and so on its way back. The router's scores
+    are left out: they are E numbers beside k·h.
+    """
+    if (experts := describe(scenario.model).experts) is None:
+        return 0.0
+    copies = experts.per_token
+    sorted_again = 4 * copies if layout.ep > 1 else 0
+    return activation_size(scenario) * (2 * (1 + copies) + sorted_again) * experts.width / layout.tp
 
 
 def _has_eager_norms(kernels: Kernels) -> bool:
@@ -149,8 +231,8 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
 
     torch.utils.checkpoint leaves out the last matmul and its reduction, of which backward needs nothing, and what is
     kept; around a compiled block it leaves out nothing, and where the two overlap not them. With anything kept tp sends
-    half of what forward sends, the gathers of sequence parallelism, and cp nothing where that is attention. Separate
-    attention keeps no softmax.
+    half of what forward sends, the gathers of sequence parallelism, and cp nothing where that is attention. ep sends
+    tokens again, and no results. Separate attention keeps no softmax.
     """
     recompute = Recompute.parse(layout.recompute)
     if scenario.engine.features.checkpointing == "megatron":
@@ -160,16 +242,18 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
     matmuls_s = block.forward_s - block.attention_s - block.elementwise_s
     matmuls_s -= 0.0 if layout.overlaps_tp else block.last_matmul_s
     again_s, again_cp_s = block.elementwise_s, 0.0
-    if "matmuls" not in recompute.kept:
-        again_s += matmuls_s
+    again_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
     if "attention" in recompute.kept:
         again_s += score_traffic_s(scenario, layout, kernels)
     else:
         again_s, again_cp_s = again_s + block.attention_s, block.forward_cp_s
-    tp_s = block.forward_tp_s - block.forward_cp_s
+    tp_s = block.forward_tp_s - block.forward_cp_s - block.forward_ep_s
+    again_beside_s = again_cp_s + block.forward_ep_s / 2
     if recompute.is_selective:
-        return again_s, again_cp_s + tp_s * (0.5 if layout.shards_sequence else 0.0)
-    return again_s, again_cp_s + tp_s * (0.75 if layout.shards_sequence else 0.5)
+        return again_s, again_beside_s + tp_s * (0.5 if layout.shards_sequence else 0.0)
+    description = describe(scenario.model)
+    left_out = description.tp_closes_block / max(1, description.num_branches)  # the last reduction, half an all-reduce
+    return again_s, again_beside_s + tp_s * (1 - left_out * (0.5 if layout.shards_sequence else 1.0))
 
 
 def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
@@ -219,15 +303,20 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     """
     if layout.tp == 1:
         return 0.0, 0.0
-    features, exposed = scenario.engine.features, scenario.engine.constants.tp_exposed
+    features, link = scenario.engine.features, tp_link(scenario, layout)
+    hides = features.runs_ahead or not link.crosses_nodes  # buffers that all ranks of tp write to end with fast links
+    exposed = scenario.engine.constants.tp_exposed if hides else 1.0
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
-    half_s = half_all_reduce_s(size, layout.tp, tp_link(scenario, layout))
+    half_s = gather_s = half_all_reduce_s(size, layout.tp, link)
+    if (fmt := scenario.precision.matmul_format) and layout.shards_sequence:  # what is gathered is cast before
+        gather_s = half_all_reduce_s(size * fmt.sent_bytes / activation_size(scenario), layout.tp, link)
     num_branches = describe(scenario.model).num_branches
     num_gathered = num_branches * (2 if features.regathers_inputs else 1)
-    num_backward = features.input_reductions + (num_gathered if layout.shards_sequence else features.input_reductions)
+    num_reduced = features.input_reductions * num_branches / 2
+    forward_s, backward_s = num_branches * (half_s + gather_s), num_reduced * half_s
+    backward_s += num_gathered * gather_s if layout.shards_sequence else num_reduced * half_s
     forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, half_s)
-    forward_s, backward_s = 2 * num_branches * half_s - forward_hidden_s, num_backward * half_s - backward_hidden_s
-    return forward_s * exposed, backward_s * exposed
+    return (forward_s - forward_hidden_s) * exposed, (backward_s - backward_hidden_s) * exposed
 
 
 def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float) -> tuple[float, float]:
@@ -249,12 +338,23 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float)
     for each in describe(scenario.model).block:
         if isinstance(each, Linear) and each.style == "colwise":
             opening_s += matmul_s(scenario, tokens, each.outputs / layout.tp, each.inputs)
-        elif isinstance(each, Linear):
+        elif isinstance(each, Linear) and each.style == "rowwise":
             closing_s = matmul_s(scenario, tokens, each.outputs, each.inputs / layout.tp)
             forward_s += 2 * half_s - exposed_s(opening_s) - exposed_s(closing_s)
             backward_s += 2 * half_s - exposed_s(closing_s) - exposed_s(opening_s, after_s=opening_s)
             opening_s = 0.0
     return forward_s, backward_s
+
+
+def block_ep_s(scenario: Scenario, layout: Layout) -> float:
+    """ep's exchanges in a block's forward: of k copies of each token to its experts, and of their results.
+
+    tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2).
+    """
+    if (experts := describe(scenario.model).experts) is None:
+        return 0.0
+    size = tokens_of(scenario, layout) / layout.tp * experts.width * activation_size(scenario)
+    return 2 * exchange_s(scenario, layout, size, experts.per_token)
 
 
 def block_cp_s(
@@ -268,7 +368,8 @@ def block_cp_s(
     if (cp := layout.cp) == 1:
         return 0.0, 0.0
     link = data_link(scenario, layout, layout.tp, cp)
-    kv = 2 * tokens_of(scenario, layout) * scenario.model.kv_width / layout.tp * activation_size(scenario)
+    kv_width = describe(scenario.model).attention.kv_width
+    kv = tokens_of(scenario, layout) * kv_width / layout.tp * activation_size(scenario)
 
     def exposed_s(size: float, attention_s: float) -> float:
         return (cp - 1) * max(0.0, size / link.bytes_per_s + link.latency_s - attention_s / cp)

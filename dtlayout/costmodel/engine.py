@@ -2,9 +2,9 @@
 
 Features say what a program does: what it shards, what it sends, what it keeps. They are read off its code. Constants
 say how fast and how large: shares of a data sheet's peak, seconds, bytes. They are fitted by `dtlayout validate --fit`
-to runs of that engine on one GPU type, inside bounds that physics sets; where no runs are known, the engine's general
-values stand and a prediction is called uncalibrated. constants/engines/*.toml holds both, and `register_engine` takes
-a file of the same form.
+to runs of that engine, inside bounds that physics sets: those that hold on any GPU type to all of its runs, others to
+those on one type. Where no runs are known, general values stand and a prediction is called uncalibrated.
+constants/engines/*.toml holds both, and `register_engine` takes a file of the same form.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,9 @@ from typing import Any, Literal
 from dtlayout import toml
 from dtlayout.cluster import Gpu, gpu_named
 from dtlayout.errors import InvalidConfig
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.recompute import Recompute
 
@@ -66,9 +69,21 @@ class Features:
     """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
     runs_ahead: bool = False
     """Whether the host starts tp's collectives long before the GPU gets there, which hold their buffers meanwhile."""
+    pipeline_zero: Literal[1, 2, 3] = 3
+    """Highest stage of ZeRO that it has in a pipeline: below 3 parameters stay gathered, below 2 gradients whole."""
+    schedules: tuple[str, ...] = ()
+    """Pipeline schedules that it has; all, where none is named."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
+    kept_matmuls: float = 1.0
+    """Share of a block's matmuls whose results selective recomputation keeps, where it keeps any."""
+    has_experts: bool = False
+    """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens, and the latent attention that
+    some of them have."""
+    sends_tokens_once: bool = False
+    """Whether a token that several experts of a node compute goes there once and is handed on inside (DeepEP); else a
+    copy goes to each."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 
@@ -79,13 +94,40 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usual:
+    """What a program does where a published run does not say; None is what nobody can tell."""
+
+    micro_batch: int | None = None
+    """Sequences."""
+    zero: int | None = None
+    """Stage of ZeRO, 1 to 3."""
+    recompute: str | None = None
+    """As `layout.recompute`."""
+    sequence_parallel: bool | None = None
+    """Beside tensor parallelism."""
+    fuses_norms: bool = False
+    """Whether a norm is one kernel, also where it is not called so."""
+    kernels: Kernels = field(default_factory=Kernels)
+    """Its kernels: also behind what is called a flash attention, of any version."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Constants:
     """How fast and how large; a share is of the data sheet's number."""
 
     matmul_efficiency: float = _constant(0.8, 0.4, 0.95, "share")
     """Share of the peak that a large matmul achieves."""
+    matmul_share: float = _constant(1.0, 0.5, 1.2, "share")
+    """What a program leaves of the efficiency of matmuls on a GPU type, beside all else that it does: its libraries,
+    gaps between kernels, clocks that fall."""
+    experts_efficiency: float = _constant(0.48, 0.2, 1.2, "share")
+    """Share of what other matmuls of their sizes achieve that those of experts do, grouped in one kernel or many."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
+    fp8_efficiency: float = _constant(0.6, 0.2, 0.9, "share")
+    """Share of the peak in fp8 that a large matmul achieves, casts not counted."""
+    fp4_efficiency: float = _constant(0.5, 0.2, 0.9, "share")
+    """Share of the peak in fp4 that a large matmul achieves, casts not counted."""
     flash2_efficiency: float = _constant(0.65, 0.02, 0.9, "share")
     """Share of the peak that FlashAttention-2 achieves, the half that the mask hides not counted."""
     flash3_efficiency: float = _constant(0.65, 0.2, 0.9, "share")
@@ -116,6 +158,9 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
+    routing_wait_s: float = _constant(2e-3, 0.0, 0.03, "s")
+    """Time that the GPU waits in a layer with experts, forward and backward: the host reads how many tokens each is
+    sent, and starts their many small kernels only then."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
@@ -126,6 +171,8 @@ class Constants:
     """Host's time for a layer whose recomputation decides for each operation, and so looks at each."""
     selective_host_tp_s: float = _constant(0.0, 0.0, 0.4, "s")
     """Host's time for a layer under selective recomputation at tp > 1."""
+    exchange_efficiency: float = _constant(0.95, 0.02, 1.0, "share")
+    """Share of the bandwidth of links and network that an exchange among all of ep achieves."""
     head_host_s: float = _constant(0.0, 0.0, 0.1, "s")
     """Host's time for embedding, head and loss of one microbatch."""
     message_host_s: float = _constant(0.0, 0.0, 0.02, "s")
@@ -172,8 +219,8 @@ class Constants:
     """Kept by a block for each token beside what its formula counts: masks, copies in another format."""
     logit_bytes: float = _constant(12.0, 4.0, 30.0, "byte/logit")
     """Needed for each logit at the loss's peak."""
-    gathered_logit_bytes: float = _constant(6.0, 0.0, 16.0, "byte/logit")
-    """Added to `logit_bytes` where logits are gathered over tp."""
+    gathered_logit_bytes: float = _constant(7.0, 0.0, 16.0, "byte/logit")
+    """Added to `logit_bytes` where logits are gathered over tp: in bf16, their gradient, and own columns of both."""
     overhead_bytes: float = _constant(0.5e9, 0.0, 6e9, "byte")
     """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
     context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")
@@ -202,10 +249,10 @@ class RunAheadConstants(Constants):
     """Host's time for a layer from which on it is not ahead."""
 
 
-UNCALIBRATED_ERROR = 0.25
-"""Between the medians that general constants leave on AA-Scaling's runs on A100, 13 %, and nanotron's on H100, 39 %."""
-_NOTES = ("source", "error")
-"""Keys beside an engine's fitted constants."""
+ANY_GPU = "any"
+"""Stands for a GPU type's name where constants are fitted to runs on all types together."""
+_NOTES = {"source": str, "gpus": list[str]}
+"""Keys beside an engine's fitted constants, and what they hold; `gpus` are the types that runs on any were on."""
 BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in fields(RunAheadConstants)}
 
 
@@ -222,16 +269,18 @@ class Engine:
     constants: Constants
     """How fast and how large."""
     fitted: tuple[str, ...]
-    """The constants that were fitted to runs on this GPU type; empty means uncalibrated."""
+    """The constants that were fitted to runs on this GPU type alone."""
+    shared: tuple[str, ...] = ()
+    """Other constants, which were fitted to runs on all GPU types together."""
+    shared_by: tuple[str, ...] = ()
+    """The GPU types of those runs."""
     source: str
     """The runs that its constants were fitted to."""
-    error: float
-    """Mean relative error of MFU that validation found; where nothing was fitted, that of general constants."""
 
     @property
     def is_calibrated(self) -> bool:
         """Whether runs of this engine on this GPU type stand behind the constants."""
-        return bool(self.fitted)
+        return bool(self.fitted) or self.gpu in self.shared_by
 
     def recompute_problems(self, recompute: str) -> list[str]:
         """A line for a kind that the engine does not have; none but ours and torchtitan's tells operations apart."""
@@ -242,12 +291,40 @@ class Engine:
 
     def schedule_problems(self, schedule: str) -> list[str]:
         """A line for a schedule that is known not to run: our own trainer's runtime does not have all."""
-        return schedule_problems(schedule) if self.name == OWN_ENGINE else []
+        if self.name == OWN_ENGINE:
+            return schedule_problems(schedule)
+        known = self.features.schedules or (schedule,)
+        advice = f"use {' or '.join(known)}"
+        return [] if schedule in known else [f"layout.schedule={schedule} is nothing that {self.name} has; {advice}"]
+
+    def zero_problems(self, zero: int, pp: int) -> list[str]:
+        """A line for a stage of ZeRO that the engine does not have in a pipeline."""
+        most = self.features.pipeline_zero
+        if pp == 1 or zero <= most:
+            return []
+        return [f"layout.zero={zero} in a pipeline is nothing that {self.name} has; use zero={most} or less"]
+
+    def layout_problems(self, layout: Layout) -> list[str]:
+        """A line for everything in a legal layout that the engine does not have."""
+        problems = self.schedule_problems(layout.schedule) if layout.pp > 1 else []
+        return problems + self.zero_problems(layout.zero, layout.pp) + self.recompute_problems(layout.recompute)
+
+    def model_problems(self, model: ModelShape) -> list[str]:
+        """A line for what the engine cannot train of a model."""
+        if self.features.has_experts:
+            return []
+        names = {"experts": "mixture of experts", "latent_attention": "multi-head latent attention"}
+        lacking = ((name, words) for name, words in names.items() if getattr(model, name) is not None)
+        return [
+            f"model.{name}: {self.name} has no {words}; use a model without, or another engine"
+            for name, words in lacking
+        ]
 
     @property
     def at_bounds(self) -> tuple[str, ...]:
         """The fitted constants that stand at a bound: the runs don't determine them, or the formula is wrong."""
-        values = ((name, getattr(self.constants, name), *BOUNDS[name]) for name in self.fitted)
+        names = (*self.shared, *self.fitted)
+        values = ((name, getattr(self.constants, name), *BOUNDS[name]) for name in names)
         return tuple(name for name, value, low, high in values if min(value - low, high - value) < 1e-3 * (high - low))
 
     def with_constants(self, **values: float) -> "Engine":
@@ -258,6 +335,12 @@ class Engine:
 def known_engines() -> list[str]:
     """Names of all engines."""
     return list(_read_engines())
+
+
+def find_usual(name: str) -> Usual:
+    """What the engine called `name` does where a run does not say; nothing, where that engine is not known."""
+    usual: Usual = _read_engines().get(name, {}).get("usual", Usual())
+    return usual
 
 
 def register_engine(file: str | Path) -> None:
@@ -274,22 +357,40 @@ def register_engine(file: str | Path) -> None:
 def find_engine(name: str, gpu: str) -> Engine:
     """The engine called `name` on a GPU type; InvalidConfig names them all if there is none.
 
-    Its constants are general ones, then those of the GPU type, then its own, with those that hold beside a GPU alone,
-    then those fitted to its runs there.
+    Its constants are those before any fit (`find_unfitted`), then those fitted to its runs on any GPU type, then those
+    fitted to its runs on this one.
+    """
+    unfitted, fits = find_unfitted(name, gpu), _read_engines()[name].get("fitted", {})
+    alone, together = fits.get(gpu, {}), fits.get(ANY_GPU, {})
+    values, shared_values = _constants_in(alone), _constants_in(together)
+    found = replace(
+        unfitted.with_constants(**{**shared_values, **values}),
+        fitted=tuple(values),
+        shared=tuple(name for name in shared_values if name not in values),
+        shared_by=tuple(together.get("gpus", ())),
+    )
+    sources = [table["source"] for table in (alone, together) if "source" in table]
+    if sources and found.is_calibrated:
+        return replace(found, source="; ".join(sources))
+    return replace(found, source="; ".join([found.source, *(f"constants from {source}" for source in sources)]))
+
+
+def find_unfitted(name: str, gpu: str) -> Engine:
+    """The engine called `name` on a GPU type before any of its runs was seen; InvalidConfig if there is none.
+
+    Its constants are general ones, then those of the GPU type, then its own, with those that hold beside a GPU alone.
     """
     if (table := _read_engines().get(name)) is None:
         raise InvalidConfig(f"engine {name!r} is unknown; use one of {', '.join(known_engines())}")
-    features, measured = table.get("features", Features()), table.get("fitted", {}).get(gpu, {})
-    values, beside_gpu = _constants_in(measured), gpu_named(gpu).device_type == "cuda"
+    features, beside_gpu = table.get("features", Features()), gpu_named(gpu).device_type == "cuda"
     own = table.get("constants", {}) | (table.get("beside_gpu", {}) if beside_gpu else {})
     return Engine(
         name=name,
         gpu=gpu,
         features=features,
-        constants=features.kind_of_constants(**{**_achieved_on(gpu), **own, **values}),
-        fitted=tuple(values),
-        source=measured.get("source", "uncalibrated: no run of this engine on this GPU type is known"),
-        error=measured.get("error", UNCALIBRATED_ERROR),
+        constants=features.kind_of_constants(**{**_achieved_on(gpu), **own}),
+        fitted=(),
+        source="uncalibrated: no run of this engine on this GPU type is known",
     )
 
 
@@ -306,8 +407,8 @@ def find_engine_on(name: str, gpu: Gpu) -> Engine:
     return replace(
         engine.with_constants(**measured),
         fitted=tuple(measured),
+        shared=tuple(each for each in engine.shared if each not in measured),
         source="measurements on these machines",
-        error=UNCALIBRATED_ERROR if gpu.prediction_error is None else gpu.prediction_error,
     )
 
 
@@ -323,10 +424,10 @@ def _constants_in(table: Mapping[str, Any]) -> dict[str, Any]:
 
 _FILE = {
     "engine": str, "features": Features, "constants": dict[str, Any], "beside_gpu": dict[str, Any],
-    "fitted": dict[str, dict[str, Any]],
+    "usual": Usual, "fitted": dict[str, dict[str, Any]],
 }  # fmt: skip
 """Keys of an engine's file; `beside_gpu` has constants of a host that computes nothing itself, and below `fitted` a GPU
-type has constants and _NOTES."""
+type or ANY_GPU has constants and _NOTES."""
 
 
 @cache
@@ -345,6 +446,8 @@ def _parse_engine(tables: dict[str, Any], file: str) -> dict[str, Any]:
         problems += _problems(found.get(table, {}), table, features)
     for gpu, values in found.get("fitted", {}).items():
         problems += _problems(_constants_in(values), f"fitted.{gpu}", features)
+        notes = {key: value for key, value in values.items() if key in _NOTES}
+        toml.read_keys(notes, _NOTES, (), f"fitted.{gpu}", problems)
     if problems:
         raise InvalidConfig([f"{file}: {problem}" for problem in problems])
     return found

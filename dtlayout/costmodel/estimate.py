@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from dtlayout.costmodel.compute import block_time, head_time
-from dtlayout.costmodel.memory import Components, MemoryEstimate, count_stage_parameters, estimate_memory
+from dtlayout.costmodel.memory import (
+    Components,
+    MemoryEstimate,
+    count_stage_experts,
+    count_stage_parameters,
+    estimate_memory,
+)
 from dtlayout.costmodel.parts import CutLayout, PipelineLayout, StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.costmodel.stage_work import StageWork, send_s, stage_work
@@ -115,11 +121,12 @@ class Estimator:
             lambda layout, kernels: estimate_memory(scenario, layout, kernels, cut_once(part_of(layout, CutLayout)))
         )
         """Peak of each pipeline rank, from a Layout and kernels."""
-        self.block = cache(partial(block_time, scenario))
+        blocks = {kind: cache(partial(block_time, of_kind)) for kind, of_kind in scenario.kinds.items()}
+        self.block = blocks[scenario.model]
         """A block of one microbatch, without recomputation, from a BlockLayout and kernels."""
         self.head = cache(partial(head_time, scenario))
         """Head and loss of one microbatch, from a BlockLayout and kernels."""
-        self.stage_work = cache(partial(stage_work, scenario, self.block, self.head))
+        self.stage_work = cache(partial(stage_work, scenario, blocks, self.head))
         """One microbatch on one stage, from a StageClass, a StageLayout and kernels."""
 
     def estimate(self, layout: Layout, kernels: Kernels) -> Estimate:
@@ -143,7 +150,9 @@ class Estimator:
     def work(self, layout: Layout, kernels: Kernels) -> list[StageWork]:
         """One microbatch on each stage."""
         recompute, part = Recompute.parse(layout.recompute), part_of(layout, StageLayout)
-        return [self.stage_work(StageClass.of(stage, recompute), part, kernels) for stage in self.stages(layout)]
+        num_first = self.scenario.model.num_first
+        stages = [StageClass.of(stage, recompute, num_first) for stage in self.stages(layout)]
+        return [self.stage_work(stage, part, kernels) for stage in stages]
 
     def time(self, layout: Layout, kernels: Kernels, memory: Sequence[MemoryEstimate]) -> TimeEstimate:
         """The step of the rank that ends last."""
@@ -198,10 +207,13 @@ class Estimator:
     def update_s(self, rank: int, layout: Layout, m: int, work: Sequence[StageWork]) -> tuple[float, float]:
         """Exposed data-parallel communication and the optimizer of a pipeline rank, seconds."""
         chunks, own = layout.placement.take(self.stages(layout), rank), StageWork.add(layout.placement.take(work, rank))
-        n = sum(count_stage_parameters(self.scenario.model, chunk, layout.tp) for chunk in chunks)
+        model = self.scenario.model
+        n = sum(count_stage_parameters(model, chunk, layout.tp, layout.ep) for chunk in chunks)
+        of_experts = sum(count_stage_experts(model, chunk, layout.ep) for chunk in chunks)
         num_layers = sum(len(chunk.layers) for chunk in chunks)
         has_head = any(chunk.head for chunk in chunks)
-        return update_times(self.scenario, layout, n, num_layers, m, own.forward_s, own.backward_s, has_head=has_head)
+        times = own.forward_s, own.backward_s
+        return update_times(self.scenario, layout, n, num_layers, m, *times, has_head=has_head, of_experts=of_experts)
 
     def play(self, layout: Layout, m: int, work: Sequence[StageWork], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.phase import Part, Phase, changes
-from dtlayout.models.description import Activation, Linear, Norm, SelfAttention, Weight
+from dtlayout.models.description import Activation, Linear, Norm, Rotary, RoutedExperts, SelfAttention, Weight
 
 Steps = list[tuple[Part, float]]
 
@@ -34,11 +34,16 @@ class WeightGradients(NamedTuple):
 
 
 def block_forward(size: Sizes, kept: float) -> Phase:
-    """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp."""
+    """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp.
+
+    Or, instead of these two, the results of experts and their sum.
+    """
     in_attention = size.in_attention
     dropped = min(size.block - kept, size.last_branch) if kept < size.block else 0.0
-    summing = (size.stream + size.whole * size.reorders) if size.is_split else 0.0
-    at_end = kept + dropped + size.whole + summing + 2 * size.stream
+    closing = size.whole + ((size.stream + size.whole * size.reorders) if size.is_split else 0.0)
+    if (experts := size.description.experts) and not size.description.tp_closes_block:
+        closing = size.copies(experts) + size.stream
+    at_end = kept + dropped + closing + 2 * size.stream
     return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
 
 
@@ -50,17 +55,25 @@ def block_backward(size: Sizes, weights: WeightGradients, kept: float, recompute
         match operation:
             case Norm():
                 steps += _norm_backward(size, operation, weights)
-                if not operation.is_of_heads:
+                if not (operation.is_of_heads or operation.is_latent):
                     steps.append((_A, -size.stream))  # added to the residual stream's
             case Linear(style="rowwise"):
                 steps += _closing_backward(size, operation, weights)
+            case Linear(style="replicated"):
+                is_second = operation.keeps_input or isinstance(after, RoutedExperts)  # that reads the same
+                steps += _replicated_backward(size, operation, weights, adds=is_second)
             case Linear():
-                steps += _opening_backward(size, operation, weights, adds=isinstance(after, Linear))
+                adds = isinstance(after, Linear) and after.style == "colwise"
+                steps += _opening_backward(size, operation, weights, adds=adds)
+            case Rotary(shared_width=shared, num_copies=num_copies) if shared:
+                steps += [(_A, size.element * shared / size.stream_ranks - size.split(num_copies * shared))]
             case SelfAttention():
-                query, inputs = size.split(operation.query_width), size.split(operation.input_width)
-                steps += [(_A, size.backward_work), (_A, inputs - size.backward_work - size.attention - query)]
+                output, inputs = size.split(operation.output_width), size.split(operation.input_width)
+                steps += [(_A, size.backward_work), (_A, inputs - size.backward_work - size.attention - output)]
             case Activation():
-                steps += _activation_backward(size, operation)
+                steps += _activation_backward(size.split(operation.width), size.count_kept(operation))
+            case RoutedExperts():
+                steps += _experts_backward(size, operation, weights, adds=isinstance(after, Linear))
     return changes(*steps, (_A, size.block - recomputed - kept))
 
 
@@ -83,7 +96,7 @@ def head_backward(size: Sizes, weights: WeightGradients) -> Phase:
         to_input: Steps = [(_L, -size.whole - size.head_weight), (_A, size.whole), *weights.come(head)]
     else:
         to_input = [(_A, size.whole), *weights.come(head), (_L, -size.logits), (_A, -size.norm_output)]
-    return changes(*to_input, *_sum_over_tp(size), *_norm_backward(size, norm, weights))
+    return changes(*to_input, *_sum_over_tp(size, size.whole), *_norm_backward(size, norm, weights))
 
 
 def embedding_backward(size: Sizes, weights: WeightGradients) -> Phase:
@@ -100,20 +113,42 @@ def _closing_backward(size: Sizes, matmul: Linear, weights: WeightGradients) -> 
 
 def _opening_backward(size: Sizes, matmul: Linear, weights: WeightGradients, *, adds: bool) -> Steps:
     """A matmul that opens a branch; `adds` where another one has left a gradient of their common input."""
-    steps: Steps = [(_A, size.whole), *weights.come(*matmul.weights), (_A, -size.split(matmul.outputs))]
+    read = size.element * matmul.inputs
+    steps: Steps = [(_A, read), *weights.come(*matmul.weights), (_A, -size.split(matmul.outputs))]
     steps += _add_two(size) if adds else []
-    return steps + ([(_A, -size.norm_output), *_sum_over_tp(size)] if matmul.keeps_input else [])
+    return steps + ([(_A, -size.kept_by(matmul)), *_sum_over_tp(size, read)] if matmul.keeps_input else [])
 
 
-def _activation_backward(size: Sizes, activation: Activation) -> Steps:
-    """The gradient of its result gives way to those of what it reads, and what it keeps goes.
+def _replicated_backward(size: Sizes, matmul: Linear, weights: WeightGradients, *, adds: bool) -> Steps:
+    """A matmul of a rank's own part of the residual stream; `adds` where that has a gradient already."""
+    written = size.element * matmul.outputs / size.stream_ranks
+    steps: Steps = [(_A, size.stream), *weights.come(*matmul.weights), (_A, -written)]
+    return [*steps, (_A, -size.stream * adds - size.kept_by(matmul))]
 
-    By what that is: without a gate; both gradients in place; one after the other.
+
+def _experts_backward(size: Sizes, experts: RoutedExperts, weights: WeightGradients, *, adds: bool) -> Steps:
+    """From the gradient of the residual stream, copied for each expert of a token, to that of what the experts read.
+
+    `adds` where a shared expert has left a gradient of the same.
     """
-    f = size.split(activation.width)
+    copies, inside = size.copies(experts), size.split(experts.per_token * experts.inner_width)
+    *opening, closing = experts.weights
+    steps: Steps = [(_A, copies), (_A, inside), *weights.come(closing), (_A, -inside - copies)]
+    steps += [*_activation_backward(inside, size.count_kept(experts)), (_A, copies)]
+    steps += [(_A, copies), (_A, -copies)] * (experts.num_opening - 1)  # of gate, added to that of up
+    steps += [*weights.come(*opening), (_A, -experts.num_opening * inside - copies), (_A, size.stream), (_A, -copies)]
+    steps.append((_A, size.element * experts.number / size.stream_ranks))  # of the router's scores
+    return steps + ([(_A, -size.stream)] if adds else [])
+
+
+def _activation_backward(f: float, num_kept: int) -> Steps:
+    """The gradient of its result, f bytes, gives way to those of what it reads, and what it keeps goes.
+
+    By the number of tensors that it keeps: without a gate; both gradients in place; one after the other.
+    """
     silu: Steps = [(_A, f), (_A, -2 * f)]
     steps: dict[int, Steps] = {1: silu, 2: [(_A, -f)], 3: [(_A, 2 * f), (_A, -3 * f), *silu]}
-    return steps[size.count_kept(activation)]
+    return steps[num_kept]
 
 
 def _gather(size: Sizes) -> Steps:
@@ -131,12 +166,12 @@ def _add_two(size: Sizes) -> Steps:
     return [(_A, -size.whole)] if size.adds_in_place else [(_A, size.whole), (_A, -2 * size.whole)]
 
 
-def _sum_over_tp(size: Sizes) -> Steps:
+def _sum_over_tp(size: Sizes, whole: float) -> Steps:
     """An all-reduce writes its result beside its input; a reduce-scatter first puts that in the order of ranks."""
     if size.shards_sequence:
-        copied = size.whole * size.reorders
-        return [(_A, copied + size.stream), (_A, -copied - size.whole)]
-    return [(_A, size.whole), (_A, -size.whole)] if size.is_split else []
+        copied = whole * size.reorders
+        return [(_A, copied + whole / size.stream_ranks), (_A, -copied - whole)]
+    return [(_A, whole), (_A, -whole)] if size.is_split else []
 
 
 def _norm_backward(size: Sizes, norm: Norm, weights: WeightGradients) -> Steps:

@@ -6,14 +6,14 @@ are played in the schedule's order. The optimizer needs nothing beside what the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from itertools import groupby
 from typing import NamedTuple
 
 from dtlayout.costmodel import fsdp2_blocks as autograd
 from dtlayout.costmodel.fsdp2_sizes import Sizes
-from dtlayout.costmodel.fsdp2_units import Sharding, Unit, stage_units
+from dtlayout.costmodel.fsdp2_units import Sharding, Unit, block_unit, stage_units
 from dtlayout.costmodel.phase import IDLE, NOTHING, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
@@ -141,34 +141,60 @@ def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -
 
 def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Callable[[StageSlice], _Stage]":
     """What makes the stages of a layout; of those that are alike it makes one."""
-    size, sharding = Sizes(scenario, layout, kernels), Sharding(scenario, layout)
-    make = cache(partial(_Stage, scenario.model, layout, size, sharding))
-    every = Recompute.parse(layout.recompute).every or 1  # where blocks begin says no more than which are recomputed
+    sizes = {kind: Sizes(of_kind, layout, kernels) for kind, of_kind in scenario.kinds.items()}
+    make = cache(partial(_Stage, scenario.model, layout, sizes, Sharding(scenario, layout)))
+    every = Recompute.parse(layout.recompute).every or 1
+    num_first = scenario.model.num_first
 
     def to_stage(chunk: StageSlice) -> _Stage:
-        start = chunk.layers.start % every
+        start = chunk.layers.start
+        if start >= num_first:  # where blocks begin then says no more than which are recomputed
+            start = num_first + (start - num_first) % every
         return make(StageSlice(range(start, start + len(chunk.layers)), chunk.embedding, chunk.head))
 
     return to_stage
 
 
+class _Run(NamedTuple):
+    """Blocks of a stage that follow each other and are alike."""
+
+    size: Sizes
+    unit: Unit
+    kept: float
+    """Left by each for its backward."""
+    recomputed: float
+    """Added to that when it is computed again."""
+    num_blocks: int
+
+
 class _Stage:
     """One stage's forward and backward."""
 
-    def __init__(self, model: ModelShape, layout: Layout, size: Sizes, sharding: Sharding, chunk: StageSlice):
+    def __init__(
+        self,
+        model: ModelShape,
+        layout: Layout,
+        sizes: Mapping[ModelShape, Sizes],
+        sharding: Sharding,
+        chunk: StageSlice,
+    ):
         recompute, layers = Recompute.parse(layout.recompute), chunk.layers
         self.has_embedding, self.has_head = chunk.embedding, chunk.head
-        self.size, self.sharding = size, sharding
-        self.units = stage_units(
-            model, layout.tp, has_embedding=chunk.embedding, has_head=chunk.head, sums_embedding=sharding.sums_embedding
-        )
-        runs = [list(run) for _, run in groupby(layers, recompute.covers)]
-        self.runs = [(size.kept(recompute, run[0]), size.recomputed(recompute, run[0]), len(run)) for run in runs]
+        self.size, self.sharding = sizes[model], sharding
+        size, ends = self.size, {"has_embedding": chunk.embedding, "has_head": chunk.head}
+        self.units = stage_units(model, layout.tp, sums_embedding=sharding.sums_embedding, **ends)
+        self.runs = []
+        for (_, is_first), run in groupby(layers, lambda layer: (recompute.covers(layer), layer < model.num_first)):
+            (layer, *others), kind = run, model.without_experts if is_first else model
+            own = sizes[kind]
+            kept, again = own.kept(recompute, layer), own.recomputed(recompute, layer)
+            self.runs.append(_Run(own, block_unit(kind, layout.tp, layout.ep), kept, again, 1 + len(others)))
         is_kept = size.keeps_stream or any(map(recompute.covers, layers[:1]))
         self.kept_mask = size.mask if size.keeps_mask or recompute.count(layers) else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.stream
-        ends = [unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit]
-        self.counts = dict.fromkeys(ends, 1) | {self.units.block: len(layers)}
+        self.counts = Counter(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
+        for each in self.runs:
+            self.counts[each.unit] += each.num_blocks
         self.keeps_head = chunk.head and sharding.zero == 3
         self.forward = cache(lambda *how: sequence(self._forward(*how)))
         """One microbatch; the first one gathers what ZeRO-1 and -2 keep, and none what lies there."""
@@ -179,7 +205,7 @@ class _Stage:
     def state(self) -> Phase:
         """Masters and what the optimizer keeps of them."""
         params, optimizer = self.sharding.params, self.sharding.optimizer
-        num_parameters = sum(n * unit.count(self.sharding.shards) for unit, n in self.counts.items())
+        num_parameters = sum(n * self.sharding.shard(unit) for unit, n in self.counts.items())
         steps = optimizer.step_bytes * sum(n * len(unit.weights) for unit, n in self.counts.items())
         kept = optimizer.state_bytes(params) * num_parameters + steps
         return changes((_P, params * num_parameters), (Part.OPTIMIZER, kept))
@@ -201,7 +227,7 @@ class _Stage:
             drops = sharding.zero == 3 and unit is not units.head
             return sequence((sharding.gather(unit, before), work, sharding.drop(unit) if drops else IDLE))
 
-        blocks = {kept: autograd.block_forward(self.size, kept) for kept, _, _ in self.runs}
+        block_forward = cache(autograd.block_forward)
         before = None if head_is_gathered else units.root
         if before and gathers:
             yield sharding.gather(before, None)
@@ -210,11 +236,11 @@ class _Stage:
             yield run(units.embedding, IDLE, before)
             before = units.embedding
         yield changes((_A, self.size.mask))
-        for kept, _, count in self.runs:
-            work = blocks[kept]
-            yield run(units.block, work, before)
-            yield run(units.block, work, units.block).times(count - 1)
-            before = units.block
+        for each in self.runs:
+            work = block_forward(each.size, each.kept)
+            yield run(each.unit, work, before)
+            yield run(each.unit, work, each.unit).times(each.num_blocks - 1)
+            before = each.unit
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
             work = autograd.head_forward(self.size)
@@ -225,7 +251,8 @@ class _Stage:
             yield sharding.drop(units.root)
 
     def _backward(self, is_first: bool, is_last: bool, head_is_gathered: bool) -> Iterator[Phase]:
-        size, sharding, units = self.size, self.sharding, self.units
+        size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
+        first_block, last_block = (runs[0].unit, runs[-1].unit) if runs else (None, None)
         reduces = sharding.zero > 1 or is_last
 
         def run(unit: Unit, work: Phase, ahead: Unit | None, reduced: Unit | None) -> Phase:
@@ -235,31 +262,30 @@ class _Stage:
             finish = sharding.finish_backward(unit, reduced if reduces else None, is_first=is_first, is_last=is_last)
             return sequence((begin, work, finish))
 
-        reduced = (units.root or units.embedding or units.block) if sharding.zero > 1 and not is_first else None
+        reduced = (units.root or units.embedding or first_block) if sharding.zero > 1 and not is_first else None
         if sharding.zero == 3:
-            ahead = (None if head_is_gathered else units.head) if units.head else units.block
+            ahead = (None if head_is_gathered else units.head) if units.head else last_block
             gathered = sharding.gathered(units.root) if units.root and not head_is_gathered else 0
             yield changes((_P, gathered), (_B, sharding.buffer(ahead)))
         if self.has_head:
             with_head = units.head or units.root
             assert with_head, "a stage with a head has its weight in a unit"
             work = autograd.head_backward(size, sharding.gradients_of(with_head, is_first=is_first))
-            yield run(units.head, work, units.block, reduced) if units.head else work
+            yield run(units.head, work, last_block, reduced) if units.head else work
             reduced = units.head or reduced
         else:
             yield changes((_B, size.stream))  # the gradient that is received
-        weights = sharding.gradients_of(units.block, is_first=is_first)
-        blocks = {(kept, again): autograd.block_backward(size, weights, kept, again) for kept, again, _ in self.runs}
-        for i, (kept, again, count) in enumerate(reversed(self.runs), start=1):
-            work = blocks[kept, again]
-            after = units.embedding if i == len(self.runs) else units.block
-            yield run(units.block, work, units.block if count > 1 else after, reduced)
-            if i == 1 and not self.has_head:
+        block_backward = cache(self._block_backward)
+        for i, each in reversed(list(enumerate(runs))):
+            unit, work = each.unit, block_backward(each._replace(num_blocks=1), is_first)
+            after = runs[i - 1].unit if i else units.embedding
+            yield run(unit, work, unit if each.num_blocks > 1 else after, reduced)
+            if each is runs[-1] and not self.has_head:
                 yield changes((_A, size.stream))  # from here on there is a gradient of its own
-            yield run(units.block, work, units.block, units.block).times(count - 2)
-            if count > 1:
-                yield run(units.block, work, after, units.block)
-            reduced = units.block
+            yield run(unit, work, unit, unit).times(each.num_blocks - 2)
+            if each.num_blocks > 1:
+                yield run(unit, work, after, unit)
+            reduced = unit
         yield changes((_A, -self.kept_mask))
         if self.has_embedding:
             with_embedding = units.embedding or units.root
@@ -277,3 +303,7 @@ class _Stage:
             (_B, 0.0 if self.has_head else -size.stream),
             (_A, 0.0 if self.has_embedding else -size.stream - self.received),
         )
+
+    def _block_backward(self, run: _Run, is_first: bool) -> Phase:
+        weights = self.sharding.gradients_of(run.unit, is_first=is_first)
+        return autograd.block_backward(run.size, weights, run.kept, run.recomputed)

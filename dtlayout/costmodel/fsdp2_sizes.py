@@ -19,7 +19,7 @@ from dtlayout.costmodel.scenario import Scenario, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
 from dtlayout.layout import Layout
-from dtlayout.models.description import Activation, Linear, Norm, Operation, SelfAttention
+from dtlayout.models.description import Activation, Linear, Norm, Operation, RoutedExperts, SelfAttention
 from dtlayout.models.families import describe
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
@@ -76,7 +76,9 @@ class Sizes:
         """Hidden states, T·h·e."""
         self.stream = self.whole / self.stream_ranks
         """The residual stream: hidden states outside of branches."""
-        self.norm_output = self.stream if scenario.engine.features.regathers_inputs else self.whole
+        self.input_ranks = self.stream_ranks if scenario.engine.features.regathers_inputs else 1
+        """Ranks that share what a matmul that opens a branch keeps of its input."""
+        self.norm_output = self.whole / self.input_ranks
         """The output of a norm as the matmuls that read it keep it: whole, or what they gather again in backward."""
         self.has_norm_kernel = kernels.compiles_blocks or scenario.cluster.gpu.device_type not in norm.separate
         """Whether a norm is one kernel."""
@@ -87,6 +89,8 @@ class Sizes:
         """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
         self.num_gated_kept = 2 if kernels.compiles_blocks else swiglu.num_kept - 1
         """Tensors that a gated activation keeps beside its result: its inputs and, if not computed again, silu."""
+        self.kept_matmuls = scenario.engine.features.kept_matmuls
+        """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
         self.keeps_last = not kernels.compiles_blocks
         """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
         self._weigh_attention(scenario, layout, kernels)
@@ -101,15 +105,17 @@ class Sizes:
         """
         model, seq_len = scenario.model, scenario.batch.seq_len
         kernel = find_kernel(AttentionKernel, kernels.attention)
-        query, key = self.split(model.query_width), self.split(model.kv_width)
-        inputs = query + 2 * (query if kernel.repeats_heads else key)
+        attention = self.description.attention
+        query, key = self.split(attention.query_width), self.split(attention.num_kv_heads * attention.head_width)
+        output = self.split(attention.output_width)
+        inputs = 2 * query + output if kernel.repeats_heads else self.split(attention.input_width)
         rows = self.exact_element * model.num_heads / self.tp
         has_mask = scenario.document_mask and kernel.needs_mask(scenario.cluster.gpu.device_type)
         self.mask = self.element * seq_len if has_mask else 0.0
         """The mask that keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
         self.keeps_mask = kernel.keeps_mask
         """Whether attention keeps the mask for its backward."""
-        self.attention_results = query + (0.0 if kernel.holds_scores else rows)
+        self.attention_results = output + (0.0 if kernel.holds_scores else rows)
         """Results of attention's kernels, which selective recomputation keeps instead of q and k."""
         saved: float = getattr(scenario.engine.constants, kernel.saved) if kernel.saved else 0.0
         saved *= tokens_of(scenario, layout) * model.num_heads / self.tp
@@ -122,7 +128,7 @@ class Sizes:
         """Work space of attention's backward: gradients of q, k and v, or of scores."""
         if kernel.copies_exactly:
             copy, softmax = rows * model.head_width, rows * seq_len
-            self.attention, self.attention_results = 3 * copy + softmax + query, softmax + copy
+            self.attention, self.attention_results = 3 * copy + softmax + output, softmax + copy
             self.forward_work, self.backward_work = softmax + key, max(inputs, 2 * softmax)
 
     def _weigh_loss(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
@@ -136,7 +142,8 @@ class Sizes:
         self.head_weight = weight if loss.joins_matmul else 0.0
         """The head's weight, and its gradient; 0 where that is not computed in forward."""
         early = self.head_weight + self.whole if loss.joins_matmul else 0.0
-        self.loss = early + 2 * self.logits + self.exact_element * columns * at_once
+        num_own = 2 if loss.num_exact == 1 else 1  # the gradient comes in the place of one that is exact
+        self.loss = early + num_own * self.logits + loss.num_exact * self.exact_element * columns * at_once
         """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property
@@ -151,7 +158,7 @@ class Sizes:
         for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
             held += self.kept_by(operation)
             if isinstance(operation, Linear):
-                held += self.result_of(operation)
+                held += sum(self.results_of(operation))
             elif isinstance(operation, Norm) and operation.is_of_heads and self.keeps_stream:
                 held -= self.split(operation.width)  # a projection, which is there anyway
         return held
@@ -174,32 +181,53 @@ class Sizes:
         rest = self.product_element * width + self.exact_element * num_rows
         return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
 
-    def result_of(self, operation: Operation) -> float:
-        """What recomputation may keep of an operation: of a matmul its outputs, or a term of the branch's sum."""
-        if not isinstance(operation, Linear):
-            return self.attention_results
-        return self.split(operation.outputs) if operation.style == "colwise" else self.whole
+    def results_of(self, operation: Operation) -> list[float]:
+        """What recomputation may keep of an operation: of each matmul its outputs, or a term of the branch's sum."""
+        match operation:
+            case Linear(style="colwise"):
+                return [self.split(operation.outputs)]
+            case Linear(style="replicated"):
+                return [self.element * operation.outputs / self.stream_ranks]
+            case Linear():
+                return [self.whole]
+            case RoutedExperts():
+                opened = self.split(operation.per_token * operation.inner_width)
+                return [*[opened] * operation.num_opening, self.copies(operation)]
+        return [self.attention_results]
 
     def results(self, recompute: Recompute, *, last: bool) -> float:
         """Results that a recomputed block keeps, that of its last matmul only if `last`."""
-        skipped = None if last else next(each for each in reversed(self.description.block) if isinstance(each, Linear))
-        kept = (each for each in self.description.block if each.kept_as in recompute.kept and each is not skipped)
-        return sum(map(self.result_of, kept))
+        kept: list[float] = []
+        for operation in (each for each in self.description.block if each.kept_as in recompute.kept):
+            share = self.kept_matmuls if operation.kept_as == "matmuls" else 1.0
+            kept += [share * size for size in self.results_of(operation)]
+        return sum(kept[:-1] if "matmuls" in recompute.kept and not last else kept)
 
     def kept_by(self, operation: Operation) -> float:
         """Kept by an operation for its backward, and by no other one."""
         match operation:
             case Norm():
                 return self.norm(operation).kept
+            case Linear(style="colwise", keeps_input=True):
+                return self.element * operation.inputs / self.input_ranks
+            case Linear(style="rowwise", keeps_input=True):
+                return self.split(operation.inputs)
             case Linear(keeps_input=True):
-                return self.norm_output if operation.style == "colwise" else self.split(operation.inputs)
+                return self.stream
             case SelfAttention():
                 return self.attention
             case Activation():
                 return self.count_kept(operation) * self.split(operation.width)
+            case RoutedExperts():
+                inside = self.split(operation.per_token * operation.inner_width)
+                return self.copies(operation) + (self.count_kept(operation) + 1) * inside
         return 0.0
 
-    def count_kept(self, activation: Activation) -> int:
+    def copies(self, experts: RoutedExperts) -> float:
+        """The tokens that a rank's experts are sent, k copies of each of its own where all are sent as many."""
+        return self.split(experts.per_token * experts.width)
+
+    def count_kept(self, activation: Activation | RoutedExperts) -> int:
         """Tensors that an activation keeps beside its result."""
         return self.num_gated_kept if activation.gated else 1
 
@@ -210,7 +238,7 @@ class Sizes:
         """
         if not recompute.covers(layer):
             return self.block
-        num_sums = self.description.num_branches - (not self.keeps_last)
+        num_sums = self.description.num_branches - (self.description.tp_closes_block and not self.keeps_last)
         sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
         return self.stream + sums + self.results(recompute, last=self.keeps_last)
 

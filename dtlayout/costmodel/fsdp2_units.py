@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients
 from dtlayout.costmodel.phase import Part, Phase, changes
-from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import Weight
@@ -43,22 +43,23 @@ class Unit:
     partial: int = 0
     """Parameters of which every tp rank has a gradient, one part of a sum, until it is reduced: all of an embedding, or
     none."""
+    of_experts: frozenset[str] = frozenset()
+    """Names of the weights that are stacks of experts' matrices, which fewer ranks hold."""
 
-    def count(self, shards: int = 1) -> int:
+    def count(self, shards: int = 1, expert_shards: int = 1) -> int:
         """Parameters of the largest shard: rows are split over the ranks."""
-        return _count_shard(self, shards)
+        return _count_shard(self, shards, is_of_experts=False) + _count_shard(self, expert_shards, is_of_experts=True)
 
 
 @lru_cache(maxsize=1024)
-def _count_shard(unit: Unit, shards: int) -> int:
-    return sum(ceil(rows / shards) * prod(columns) for rows, *columns in unit.weights.values())
+def _count_shard(unit: Unit, shards: int, *, is_of_experts: bool) -> int:
+    own = (shape for name, shape in unit.weights.items() if (name in unit.of_experts) == is_of_experts)
+    return sum(ceil(rows / shards) * prod(columns) for rows, *columns in own)
 
 
 class StageUnits(NamedTuple):
-    """The units of a stage; a stage without embedding or head has none of it."""
+    """The units of a stage beside its blocks; a stage without embedding or head has none of it."""
 
-    block: Unit
-    """Each of its blocks."""
     embedding: Unit | None
     """Where it is not tied."""
     head: Unit | None
@@ -69,21 +70,34 @@ class StageUnits(NamedTuple):
 
 @lru_cache(maxsize=256)
 def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool, sums_embedding: bool) -> StageUnits:
-    """Units of a stage; `sums_embedding` is the engine's feature."""
+    """Units of a stage beside its blocks; `sums_embedding` is the engine's feature."""
     description = describe(model)
 
     def local(*weights: Weight) -> dict[str, Shape]:
         return {weight.name: weight.local_shape(tp) for weight in weights}
 
-    block, norm = Unit(local(*description.block_weights)), description.final_norm.weights
+    norm = description.final_norm.weights
     whole_table = description.embedding.numel if tp > 1 and sums_embedding else 0
     embedding = Unit(local(description.embedding), partial=whole_table) if has_embedding else None
     head = Unit(local(*norm, description.head)) if has_head else None
     if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
-        return StageUnits(block, None, None, Unit(local(description.head, *norm)))
+        return StageUnits(None, None, Unit(local(description.head, *norm)))
     if model.tied_embeddings:
-        return StageUnits(block, None, None, head or embedding)
-    return StageUnits(block, embedding, head, None)
+        return StageUnits(None, None, head or embedding)
+    return StageUnits(embedding, head, None)
+
+
+@lru_cache(maxsize=256)
+def block_unit(model: ModelShape, tp: int, ep: int) -> Unit:
+    """The unit of a block; the matrices of a rank's experts lie under each other."""
+    shapes, of_experts = dict[str, Shape](), set[str]()
+    for weight in describe(model).block_weights:
+        shape = weight.local_shape(tp, ep)
+        if weight.is_of_experts:
+            of_experts.add(weight.name)
+            shape = (shape[0] * shape[1], *shape[2:])
+        shapes[weight.name] = shape
+    return Unit(shapes, of_experts=frozenset(of_experts))
 
 
 class Sharding:
@@ -94,6 +108,7 @@ class Sharding:
         formats = scenario.precision
         self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
+        self.expert_shards = count_expert_shards(layout)
         self.tp, self.sums_embedding = layout.tp, scenario.engine.features.sums_embedding
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
         is_alone = self.shards == 1 and not self.is_hybrid
@@ -101,9 +116,14 @@ class Sharding:
         self.finish_backward = cache(self._finish_backward)
         """The end of a unit's backward, [Note: a unit's reduction]; `before` has the buffer of the last reduction."""
 
+    def shard(self, unit: Unit) -> int:
+        """Parameters of a unit's shard, the largest."""
+        return unit.count(self.shards, self.expert_shards)
+
     def padded(self, unit: Unit) -> int:
         """Parameters of a unit with the padding of its shards."""
-        return self.shards * unit.count(self.shards)
+        everywhere = self.shards * _count_shard(unit, self.shards, is_of_experts=False)
+        return everywhere + self.expert_shards * _count_shard(unit, self.expert_shards, is_of_experts=True)
 
     def gathered(self, unit: Unit) -> int:
         """Bytes of a unit's parameters to compute with."""
@@ -116,7 +136,7 @@ class Sharding:
     def gather(self, unit: Unit, before: Unit | None) -> Phase:
         """In forward: into its buffer, which stays until the next one is there, and out of it."""
         size = self.buffer(unit)
-        flat = size / self.shards
+        flat = self.compute * self.shard(unit) if size else 0
         return changes((_B, size + flat), (_B, -flat - self.buffer(before)), (_P, self.gathered(unit)))
 
     def begin_backward(self, unit: Unit, ahead: Unit | None) -> Phase:
@@ -156,7 +176,7 @@ class Sharding:
         local, last = size * unit.count(), size * prod([*unit.weights.values()][-1]) if self.shards > 1 else 0
         buffer = self.reduce * self.padded(unit)
         copy = buffer if self.copies_buffer else 0
-        out, shard = buffer / self.shards, self.params * self.padded(unit) / self.shards
+        out, shard = self.reduce * self.shard(unit), self.params * self.shard(unit)
         waits = self.is_hybrid and not is_last
         left = out if waits else shard
         had = 0.0 if is_first or self.zero == 1 else out if self.is_hybrid else shard
@@ -173,7 +193,7 @@ class Sharding:
     def summed(self, unit: Unit) -> float:
         """Bytes of a unit's shard, summed over replicas, that stay until the last backward is over."""
         is_cast = self.is_hybrid and self.reduce != self.params
-        return self.reduce * unit.count(self.shards) if is_cast else 0
+        return self.reduce * self.shard(unit) if is_cast else 0
 
     def reduction(self, unit: Unit | None) -> int:
         """Bytes of the buffer through which a unit is reduced."""

@@ -3,9 +3,10 @@
 Here with a distributed optimizer; under FSDP2 components are what they are at one moment (fsdp2_memory.py).
 
 n parameters of a stage on one tp rank, S = dp_shard · cp, t = tp, T tokens of a microbatch on one cp rank, h hidden,
-f FFN, V vocabulary, a heads, e bytes of an activation. The tp, dp and cp ranks of a pipeline rank hold the same. The
-peak is that of the fullest moment of the schedule; what an optimizer step or a reduction needs beside it is not added,
-because activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; activations arXiv:2205.05198, sec. 4.
+f FFN, V vocabulary, a heads, e bytes of an activation, k experts of a token. The tp, dp and cp ranks of a pipeline rank
+hold the same. The peak is that of the fullest moment of the schedule; what an optimizer step or a reduction needs
+beside it is not added, because activations are gone by then. Sources: ZeRO arXiv:1910.02054, sec. 3; activations
+arXiv:2205.05198, sec. 4.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +16,27 @@ from functools import lru_cache
 from dtlayout.costmodel.engine import RunAheadConstants
 from dtlayout.costmodel.fsdp2_memory import fullest_bytes, overhead_bytes, table_bytes
 from dtlayout.costmodel.phase import Part
-from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards, tokens_of
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    activation_size,
+    count_expert_shards,
+    count_state_shards,
+    tokens_of,
+)
 from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
-from dtlayout.models.description import Activation, Linear, Norm, Rotary, SelfAttention, Weight
+from dtlayout.models.description import (
+    Activation,
+    Linear,
+    Norm,
+    Rotary,
+    RoutedExperts,
+    SelfAttention,
+    Weight,
+)
 from dtlayout.models.families import describe
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
@@ -91,9 +106,11 @@ def estimate_ranks(
     for rank in ranks:
         chunks = layout.placement.take(stages, rank)
         peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
-        n = sum(count_stage_parameters(scenario.model, chunk, layout.tp) for chunk in chunks)
+        n = sum(count_stage_parameters(scenario.model, chunk, layout.tp, layout.ep) for chunk in chunks)
+        of_experts = sum(count_stage_experts(scenario.model, chunk, layout.ep) for chunk in chunks)
+        unit = largest_unit(scenario.model, chunks, layout.tp, layout.ep)
         yield MemoryEstimate(
-            **state_bytes(scenario, layout, n, largest_unit(scenario.model, chunks, layout.tp)),
+            **state_bytes(scenario, layout, n, unit, of_experts),
             activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
             logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
             run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
@@ -101,12 +118,18 @@ def estimate_ranks(
         )
 
 
-def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int) -> float:
-    """Parameters that one tp rank holds of a stage; a tied head counts once."""
-    block, embedding, norm, head = _count_local_parameters(model, tp)
+def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int, ep: int = 1) -> float:
+    """Parameters that one rank holds of a stage, experts included; a tied head counts once."""
+    _, embedding, norm, head = _count_local_parameters(model, tp)
     is_tied = model.tied_embeddings and stage.embedding
     ends = embedding * stage.embedding + norm * stage.head + head * (stage.head and not is_tied)
-    return len(stage.layers) * block + ends
+    blocks = sum(count * _count_local_parameters(kind, tp)[0] for kind, count in model.kinds(stage.layers))
+    return blocks + ends + count_stage_experts(model, stage, ep)
+
+
+def count_stage_experts(model: ModelShape, stage: StageSlice, ep: int) -> float:
+    """Parameters of experts that one rank holds of a stage."""
+    return sum(count * _count_experts(kind) for kind, count in model.kinds(stage.layers)) / ep
 
 
 def count_head_parameters(model: ModelShape, tp: int) -> float:
@@ -117,34 +140,47 @@ def count_head_parameters(model: ModelShape, tp: int) -> float:
 
 @lru_cache(maxsize=256)
 def _count_local_parameters(model: ModelShape, tp: int) -> tuple[float, float, float, float]:
-    """Parameters that one tp rank holds of a block, the embedding, the final norm and the head."""
+    """Parameters that one tp rank holds of a block but its experts, the embedding, the final norm and the head."""
 
     def count(*weights: Weight) -> float:
-        return sum(weight.numel if weight.split is None else weight.numel / tp for weight in weights)
+        own = (weight for weight in weights if not weight.is_of_experts)
+        return sum(weight.numel if weight.split is None else weight.numel / tp for weight in own)
 
     d = describe(model)
     return count(*d.block_weights), count(d.embedding), count(*d.final_norm.weights), count(d.head)
 
 
-def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int) -> float:
+@lru_cache(maxsize=256)
+def _count_experts(model: ModelShape) -> int:
+    """Parameters of all experts of a block."""
+    return sum(weight.numel for weight in describe(model).block_weights if weight.is_of_experts)
+
+
+def largest_unit(model: ModelShape, chunks: Sequence[StageSlice], tp: int, ep: int = 1) -> float:
     """Parameters of the largest FSDP unit: a block, or the embedding or head where there is one."""
     ends = any(chunk.embedding or chunk.head for chunk in chunks)
-    return max(count_block_parameters(model), count_embedding_parameters(model) if ends else 0) / tp
+    experts = _count_experts(model)
+    block = (count_block_parameters(model) - experts) / tp + experts / ep
+    return max(block, count_embedding_parameters(model) / tp if ends else 0.0)
 
 
-def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float) -> dict[str, float]:
+def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float, of_experts: float = 0.0) -> dict[str, float]:
     """Component → bytes of n parameters and of what belongs to them, of which the largest FSDP unit has `unit`.
 
     bf16 weights, over S under ZeRO-3. Gradients are whole while they accumulate, and over S where each microbatch's are
     reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights and what it keeps of them, over S.
-    Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way.
+    Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way. The parameters of
+    experts among them, `of_experts`, have as many ranks as hold the same experts in the place of S.
     """
-    features, shards, gathers = scenario.engine.features, count_state_shards(layout), layout.zero == 3
+    features, gathers = scenario.engine.features, layout.zero == 3
     bucket = features.bucket_bytes * n if layout.dp > 1 else 0.0
+    shard = n / count_state_shards(layout)
+    if of_experts:
+        shard = (n - of_experts) / count_state_shards(layout) + of_experts / count_expert_shards(layout)
     return {
-        "parameters": 2 * n / (shards if gathers else 1),
-        "gradients": features.gradient_bytes * n / (shards if layout.zero > 1 and layout.pp == 1 else 1),
-        "optimizer": (4 + scenario.optimizer.state_bytes(4)) * n / shards,
+        "parameters": 2 * (shard if gathers else n),
+        "gradients": features.gradient_bytes * (shard if layout.zero > 1 and layout.pp == 1 else n),
+        "optimizer": (4 + scenario.optimizer.state_bytes(4)) * shard,
         "buffers": bucket + (2 * 2 * unit if gathers else 0.0),
     }
 
@@ -154,12 +190,17 @@ def activation_bytes(
 ) -> float:
     """Held by all microbatches in flight at the fullest moment: Σ microbatches · layers · bytes a layer."""
     tokens, recompute = tokens_of(scenario, layout), Recompute.parse(layout.recompute)
-    whole, kept = block_bytes_per_token(scenario, layout, kernels)
-    covered = [recompute.count(chunk.layers) for chunk in chunks]
-    by_chunk = [c * kept + (len(chunk.layers) - c) * whole for c, chunk in zip(covered, chunks, strict=True)]
-    in_flight = max(weigh_moments(peaks, by_chunk))
-    working_set = whole - kept if any(covered) else 0.0
-    return tokens * (in_flight + working_set)
+    bytes_of = {kind: block_bytes_per_token(each, layout, kernels) for kind, each in scenario.kinds.items()}
+    by_chunk, working_set = [], 0.0
+    for chunk in chunks:
+        held, covered = 0.0, recompute.count(chunk.layers)
+        for kind, count in scenario.model.kinds(chunk.layers):
+            whole, kept = bytes_of[kind]
+            c = covered * count / max(1, len(chunk.layers))
+            held += c * kept + (count - c) * whole
+            working_set = max(working_set, whole - kept if c else 0.0)
+        by_chunk.append(held)
+    return tokens * (max(weigh_moments(peaks, by_chunk)) + working_set)
 
 
 def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
@@ -167,10 +208,11 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
 
     Norms keep what they read, matmuls too where nothing else keeps it, attention q, k, v and its output, the activation
     gate, up and silu(gate). Sequence parallelism splits what norms read, and what they write where inputs are gathered
-    again; tp what lies inside a branch.
+    again; tp what lies inside a branch, and the tokens of experts, each of which keeps k copies of what it reads.
     """
     model, features, constants = scenario.model, scenario.engine.features, scenario.engine.constants
     e, h, t = activation_size(scenario), model.hidden_size, layout.tp
+    read = fmt.held_bytes if (fmt := scenario.precision.matmul_format) else e  # what a matmul keeps of its input
     shared = t if layout.shards_sequence else 1
     is_eager = find_kernel(NormKernel, kernels.norm).is_eager
     norm = e + (constants.norm_saved_bytes / 2 if is_eager else 0.0)
@@ -180,16 +222,22 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
             case Norm():
                 beside_scores += norm * operation.width / (t if operation.is_of_heads else shared)
             case Linear(style="colwise", keeps_input=True):
-                beside_scores += e * operation.inputs / (shared if features.regathers_inputs else 1)
+                beside_scores += read * operation.inputs / (shared if features.regathers_inputs else 1)
             case Linear(style="rowwise", keeps_input=True):
-                beside_scores += e * operation.inputs / t
+                beside_scores += read * operation.inputs / t
             case Rotary():
                 beside_scores += features.rope_saved_bytes * operation.width / t
             case SelfAttention():
-                beside_scores += e * (operation.input_width + operation.query_width) / t
+                beside_scores += e * (operation.input_width + operation.output_width) / t
             case Activation():
                 num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept - 1 if operation.gated else 1
                 beside_scores += e * num_kept * operation.width / t
+            case Linear(style="replicated", keeps_input=True):
+                beside_scores += e * operation.inputs / shared
+            case RoutedExperts():
+                num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept if operation.gated else 2
+                inside = num_kept * operation.inner_width  # what the activation keeps, and its result
+                beside_scores += e * operation.per_token * (operation.width + inside) / t
     whole = beside_scores + score_bytes(scenario, layout, kernels)
     recompute = Recompute.parse(layout.recompute)
     if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)

@@ -23,9 +23,11 @@ class BlockLayout(NamedTuple):
 
     tp: int
     cp: int
+    ep: int
     micro_batch: int
     shards_sequence: bool
     overlaps_tp: bool
+    overlaps_ep: bool
     is_pipelined: bool
     world_size: int
 
@@ -35,9 +37,11 @@ class StageLayout(NamedTuple):
 
     tp: int
     cp: int
+    ep: int
     micro_batch: int
     shards_sequence: bool
     overlaps_tp: bool
+    overlaps_ep: bool
     is_pipelined: bool
     world_size: int
     recompute: str
@@ -102,16 +106,19 @@ class StageClass(NamedTuple):
     """Whether it turns tokens into vectors."""
     head: bool
     """Whether it holds the final norm, the head and the loss."""
+    first: int = 0
+    """Where its blocks begin, as far as a model's first blocks differ from the others: at most as many as do."""
 
     @classmethod
-    def of(cls, stage: StageSlice, recompute: Recompute) -> "StageClass":
-        """The class of a stage."""
-        return cls(len(stage.layers), recompute.count(stage.layers), stage.embedding, stage.head)
+    def of(cls, stage: StageSlice, recompute: Recompute, num_first: int = 0) -> "StageClass":
+        """The class of a stage of a model whose first blocks, so many, differ from the others."""
+        first = min(stage.layers.start, num_first)
+        return cls(len(stage.layers), recompute.count(stage.layers), stage.embedding, stage.head, first)
 
     @property
     def example(self) -> StageSlice:
-        """A stage with as many blocks and the same ends; its blocks are counted from 0."""
-        return StageSlice(range(self.num_layers), self.embedding, self.head)
+        """A stage with as many blocks of each kind and the same ends."""
+        return StageSlice(range(self.first, self.first + self.num_layers), self.embedding, self.head)
 
 
 P = TypeVar("P", BlockLayout, StageLayout, CutLayout, StateLayout)

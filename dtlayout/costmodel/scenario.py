@@ -1,11 +1,11 @@
 """Scenario: what stays the same while layouts are compared, and how an engine cuts its model into stages for one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.stage_split import STAGE_SPLITS
 from dtlayout.device import Device, device_of
 from dtlayout.kernel import Need
@@ -42,6 +42,12 @@ class Scenario:
         return self.cluster.gpu.device_type == "cpu"
 
     @cached_property
+    def kinds(self) -> dict[ModelShape, "Scenario"]:
+        """Each model of `ModelShape.kinds` → this scenario with that model: blocks are all alike there."""
+        first, *others = [kind for kind, _ in self.model.kinds(range(self.model.num_layers))]
+        return {first: self, **{kind: replace(self, model=kind) for kind in others}}
+
+    @cached_property
     def device(self) -> Device:
         """The kind of device that its ranks run on."""
         return device_of(self.cluster.gpu)
@@ -50,7 +56,7 @@ class Scenario:
 def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> Kernels:
     """What the engine runs on this device where a kernel is an auto: ours the fastest, others the usual one."""
     if scenario.engine.name != OWN_ENGINE:
-        return kernels.or_usual()
+        return kernels.or_else(find_usual(scenario.engine.name).kernels)
     need = Need(
         device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width, tp=layout.tp,
         recompute=layout.recompute, document_mask=scenario.document_mask,
@@ -62,12 +68,23 @@ def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
     problems = kernels.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
     engine = scenario.engine
-    return problems + engine.schedule_problems(layout.schedule) + engine.recompute_problems(layout.recompute)
+    if (fmt := scenario.precision.matmul_format) and not scenario.cluster.gpu.peak_of(fmt):
+        problems.append(f"precision.matmuls={fmt.name} is no format that {scenario.cluster.gpu.name} multiplies in")
+    elif engine.name == OWN_ENGINE:
+        problems += scenario.precision.training_problems
+    problems += engine.model_problems(scenario.model)
+    return problems + engine.layout_problems(layout)
 
 
 def count_state_shards(layout: Layout) -> int:
     """Ranks that share the state: those of dp_shard and cp, in FSDP2 as in Megatron; 1 where it is not sharded."""
     return layout.dp_shard * layout.cp if layout.dp_shard > 1 or layout.dp == 1 else 1
+
+
+def count_expert_shards(layout: Layout) -> int:
+    """Ranks that share the state of the experts that they all hold, as `count_state_shards` of everything else."""
+    is_sharded = layout.dp_shard > 1 or layout.dp == 1
+    return max(1, layout.dp_shard * layout.cp * layout.tp // layout.ep) if is_sharded else 1
 
 
 def tokens_of(scenario: Scenario, layout: Layout) -> float:

@@ -1,9 +1,11 @@
 """Update: the end of a step, when gradients are reduced, parameters gathered and updated."""
 
+from typing import NamedTuple
+
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s
 from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
-from dtlayout.costmodel.scenario import Scenario, activation_size, count_state_shards
+from dtlayout.costmodel.scenario import Scenario, activation_size, count_expert_shards, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
 
@@ -21,16 +23,24 @@ def update_times(
     backward_s: float,
     *,
     has_head: bool,
+    of_experts: float = 0.0,
 ) -> tuple[float, float]:
     """Seconds of exposed data-parallel communication and of the optimizer, on a rank of n parameters.
 
-    The parameters are of `num_layers` blocks and, where it has the head, of that and others; m microbatches of so many
-    seconds hide what can be hidden.
+    The parameters are of `num_layers` blocks, of which experts have `of_experts`, and, where it has the head, of that
+    and others; m microbatches of so many seconds hide what can be hidden.
     """
-    traffic = n * (_GRADIENT_TRAFFIC_BYTES + scenario.optimizer.update_bytes / count_state_shards(layout))
+    everywhere, update_bytes = n - of_experts, scenario.optimizer.update_bytes
+    traffic = everywhere * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_state_shards(layout))
+    if of_experts:
+        traffic += of_experts * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_expert_shards(layout))
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
-    again = n - (count_head_parameters(scenario.model, layout.tp) if keeps_head else 0.0)
-    dp_s = _data_parallel_s(scenario, layout, n, again, m, forward_s, backward_s)
+    head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
+    parts = [_once_s(scenario, layout, everywhere, head, keeps_head=keeps_head)]
+    if of_experts:
+        parts.append(_experts_once_s(scenario, layout, of_experts))
+    once = _Once(*map(sum, zip(*parts, strict=True)))
+    dp_s = _data_parallel_s(scenario, layout, once, m, forward_s, backward_s)
     optimizer_s = pass_s(scenario, traffic)
     if scenario.is_on_host:
         constants = scenario.engine.constants
@@ -54,38 +64,80 @@ def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
     return m if is_each else 1
 
 
+class _Once(NamedTuple):
+    """Seconds of sending everything once, whatever hides it."""
+
+    reduce_s: float
+    """Gradients are summed over the ranks that share the state."""
+    copy_s: float
+    """Their shards are summed over the replicas."""
+    gather_s: float
+    """Parameters are gathered."""
+    again_s: float
+    """Parameters are gathered for a backward; 0 where they are there."""
+
+
+def _once_s(scenario: Scenario, layout: Layout, n: float, head: float, *, keeps_head: bool) -> _Once:
+    """What all ranks of a stage have: n parameters, `head` of them the head's, which it may keep for its backward."""
+    shards, e = count_state_shards(layout), activation_size(scenario)
+    gathered = _weight_size(scenario) * (n - head) + e * head
+    again = gathered - e * head * keeps_head
+    return _send_once(scenario, layout, n, gathered, again, shards, layout.dp * layout.cp // shards, layout.tp)
+
+
+def _experts_once_s(scenario: Scenario, layout: Layout, n: float) -> _Once:
+    """A rank's n parameters of experts; each `ep`-th rank of a stage has the same ones."""
+    shards, gathered = count_expert_shards(layout), _weight_size(scenario) * n
+    return _send_once(scenario, layout, n, gathered, gathered, shards, max(1, layout.expert_dp // shards), layout.ep)
+
+
+def _weight_size(scenario: Scenario) -> float:
+    """Bytes of a block's weight while it is gathered; the embedding counts as one."""
+    fmt = scenario.precision.matmul_format
+    return fmt.gathered_bytes if fmt else activation_size(scenario)
+
+
+def _send_once(
+    scenario: Scenario,
+    layout: Layout,
+    n: float,
+    gather_bytes: float,
+    again_bytes: float,
+    shards: int,
+    copies: int,
+    stride: int,
+) -> _Once:
+    """Among `shards` ranks, `stride` apart, that share a state of n parameters of which there are `copies`."""
+    features = scenario.engine.features
+    reduce_bytes = features.reduce_bytes * n
+    if features.sharding == "fsdp2":
+        reduce_bytes = BYTES[scenario.precision.reduce] * n
+    shard_link = data_link(scenario, layout, stride, shards)
+    reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
+    copy_link = data_link(scenario, layout, stride * shards, copies)
+    return _Once(
+        reduce_s=2 * reduce_s if features.reduction == "all-reduce" else reduce_s,
+        copy_s=2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link),
+        gather_s=half_all_reduce_s(gather_bytes, shards, shard_link),
+        again_s=half_all_reduce_s(again_bytes, shards, shard_link) if layout.zero == 3 else 0.0,
+    )
+
+
 def _data_parallel_s(
-    scenario: Scenario, layout: Layout, n: float, again: float, m: int, forward_s: float, backward_s: float
+    scenario: Scenario, layout: Layout, once: _Once, m: int, forward_s: float, backward_s: float
 ) -> float:
     """A step's reductions and gathers, as far as computation does not hide them.
 
     Gradients are reduced behind the backward that completes them, parameters gathered behind the forward (and,
-    under ZeRO-3, `again` of n behind the backward) that uses them.
+    under ZeRO-3, behind the backward, where they share the link with the reduction) that uses them.
     """
-    if layout.dp * layout.cp == 1:
-        return 0.0
-    features, hidden = scenario.engine.features, hidden_share(scenario)
-    reduce_bytes, gather_bytes = features.reduce_bytes * n, activation_size(scenario) * n
-    if features.sharding == "fsdp2":
-        reduce_bytes = BYTES[scenario.precision.reduce] * n
-    shards = count_state_shards(layout)
-    copies = layout.dp * layout.cp // shards
-    shard_link = data_link(scenario, layout, layout.tp, shards)
-    reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
-    gather_s = half_all_reduce_s(gather_bytes, shards, shard_link)
-    if features.reduction == "all-reduce":
-        reduce_s = 2 * reduce_s
-    copy_link = data_link(scenario, layout, layout.tp * shards, copies)
-    copy_s = 2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link)
-    reductions = count_reductions(scenario, layout, m)
-    # Behind the same backward as the reduction, on the same link.
-    again_s = half_all_reduce_s(activation_size(scenario) * again, shards, shard_link) if layout.zero == 3 else 0.0
+    reductions, hidden = count_reductions(scenario, layout, m), hidden_share(scenario)
 
     def exposed_s(sending_s: float, computing_s: float) -> float:
         return max(0.0, sending_s - hidden * computing_s)
 
-    exposed = (reductions - 1) * exposed_s(reduce_s + again_s, backward_s)
-    exposed += (m - reductions) * exposed_s(again_s, backward_s)
-    exposed += exposed_s(reduce_s + copy_s + again_s, backward_s)
-    exposed += (m if layout.zero == 3 else 1) * exposed_s(gather_s, forward_s)
+    exposed = (reductions - 1) * exposed_s(once.reduce_s + once.again_s, backward_s)
+    exposed += (m - reductions) * exposed_s(once.again_s, backward_s)
+    exposed += exposed_s(once.reduce_s + once.copy_s + once.again_s, backward_s)
+    exposed += (m if layout.zero == 3 else 1) * exposed_s(once.gather_s, forward_s)
     return exposed

@@ -3,14 +3,22 @@
 h hidden, q width of all query heads, V vocabulary, L layers, s sequence.
 """
 
+from collections.abc import Callable
+
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import SelfAttention
 from dtlayout.models.families import describe
 
 
 def count_block_parameters(model: ModelShape) -> int:
-    """Parameters of one block: of a Llama 2·h·(q + kv) + 3·h·f + 2·h, with a gate."""
+    """Parameters of one block: of a Llama 2·h·(q + kv) + 3·h·f + 2·h, with a gate; all experts where it has them."""
     return sum(weight.numel for weight in describe(model).block_weights)
+
+
+def count_active_block_parameters(model: ModelShape) -> int:
+    """Parameters of one block that compute a token: of experts those of a token's."""
+    operations = describe(model).block
+    return sum(round(each.active_share * sum(weight.numel for weight in each.weights)) for each in operations)
 
 
 def count_embedding_parameters(model: ModelShape) -> int:
@@ -20,24 +28,33 @@ def count_embedding_parameters(model: ModelShape) -> int:
 
 def count_parameters(model: ModelShape) -> int:
     """All parameters, a tied head counted once, the final norm included."""
+    return _count_whole(model, count_block_parameters)
+
+
+def count_active_parameters(model: ModelShape) -> int:
+    """Parameters that compute a token: all but those of experts that are not chosen for it."""
+    return _count_whole(model, count_active_block_parameters)
+
+
+def _count_whole(model: ModelShape, count_block: Callable[[ModelShape], int]) -> int:
     embeddings = count_embedding_parameters(model) * (1 if model.tied_embeddings else 2)
     norm = sum(weight.numel for weight in describe(model).final_norm.weights)
-    return embeddings + model.num_layers * count_block_parameters(model) + norm
+    return embeddings + sum(n * count_block(kind) for kind, n in model.kinds(range(model.num_layers))) + norm
 
 
 def count_model_flops_per_token(model: ModelShape, seq_len: int) -> float:
     """FLOPs that MFU credits to a token, forward and backward: 6·N + 12·L·q·s.
 
     The convention of the study (arXiv:2311.05610) and of PaLM (arXiv:2204.02311, appendix B): N is every parameter,
-    embeddings included, a tied one once; attention is counted whole although the mask is causal; what is computed
-    again in backward is not credited.
+    embeddings included, a tied one once, of experts those of a token; attention is counted whole although the mask is
+    causal; what is computed again in backward is not credited.
     """
-    return 6 * count_parameters(model) + 3 * model.num_layers * count_attention_flops_per_token(model, seq_len)
+    return 6 * count_active_parameters(model) + 3 * model.num_layers * count_attention_flops_per_token(model, seq_len)
 
 
 def count_block_flops_per_token(model: ModelShape, seq_len: int) -> float:
-    """Forward FLOPs of one block for a token: two a weight, and 4·q·s for the two matmuls of attention."""
-    return 2 * count_block_parameters(model) + count_attention_flops_per_token(model, seq_len)
+    """Forward FLOPs of one block for a token: two an active weight, and 4·q·s for the two matmuls of attention."""
+    return 2 * count_active_block_parameters(model) + count_attention_flops_per_token(model, seq_len)
 
 
 def count_head_flops_per_token(model: ModelShape) -> float:

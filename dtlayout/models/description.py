@@ -1,5 +1,7 @@
 """What a model computes, as data: the operations of a block in order, and the ends of the model. No torch.
 
+Of a model with experts this is a block with them; its first blocks may have none (`ModelShape.kinds`).
+
 Whatever depends on a model's structure is derived from this, and from nothing else: parameters and FLOPs
 (`models.counting`), tensor-parallel styles and FSDP units (`plans`), initial weights (`plans.init`), what is held for
 backward and for how long (`costmodel.memory`, `costmodel.fsdp2_blocks`), and the time of a block and of what is
@@ -33,6 +35,8 @@ class Weight:
     """Initial values; "residual" are normal ones of a matrix that writes into the residual stream."""
     split: Literal[0, 1] | None = None
     """The dimension that tp splits; None where each rank has all of it."""
+    is_of_experts: bool = False
+    """Whether it is a stack of matrices, one for each expert, which ep splits and tp does not."""
     decays: bool = True
     """Whether weight decay pulls at it."""
 
@@ -41,8 +45,10 @@ class Weight:
         """Parameters, over all tp ranks."""
         return prod(self.shape)
 
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """The weight's shape on each of `tp` ranks."""
+    def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """The weight's shape on each of `tp` ranks, an expert's on each of `ep`."""
+        if self.is_of_experts:
+            return (self.shape[0] // ep, *self.shape[1:])
         return tuple(size // tp if dim == self.split else size for dim, size in enumerate(self.shape))
 
 
@@ -53,6 +59,8 @@ class _Operation:
     """Parameters that belong to it."""
     kept_as: ClassVar[Kept | None] = None
     """The word of a recomputation that keeps its result; without one it is always computed again."""
+    active_share: ClassVar[float] = 1.0
+    """Fraction of its weights that computes a token."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Norm(_Operation):
     """Elements of a token."""
     num_heads: int = 0
     """Heads that are normalised each for itself, which tp splits; 0 for the residual stream."""
+    is_latent: bool = False
+    """Whether it normalises the narrow vector of a token that latent attention makes of the residual stream."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -88,8 +98,9 @@ class Linear(_Operation):
     """Elements of a token that it reads."""
     outputs: int
     """Elements of a token that it makes."""
-    style: Literal["colwise", "rowwise"]
-    """What tp splits: outputs, which opens a branch; or inputs, which closes it, with a sum over the ranks."""
+    style: Literal["colwise", "rowwise", "replicated"]
+    """What tp splits: outputs, which opens a branch; inputs, which closes it, with a sum over the ranks; or nothing:
+    each rank multiplies what it has of the residual stream."""
     keeps_input: bool
     """Whether it keeps its input for the weight's gradient; not where another operation keeps the same."""
     bias: bool = False
@@ -100,13 +111,53 @@ class Linear(_Operation):
     @cached_property
     def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
         """The matrix, and a bias that is split like its rows."""
-        is_columns = self.style == "colwise"
+        rows: Literal[0] | None = 0 if self.style == "colwise" else None
         matrix = Weight(
             f"{self.module}.weight", (self.outputs, self.inputs),
-            "normal" if is_columns else "residual", 0 if is_columns else 1,
+            "residual" if self.style == "rowwise" else "normal", 1 if self.style == "rowwise" else rows,
         )  # fmt: skip
-        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", 0 if is_columns else None, decays=False)
+        bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", rows, decays=False)
         return (matrix, bias) if self.bias else (matrix,)
+
+
+@dataclass(frozen=True)
+class RoutedExperts(_Operation):
+    """Feed-forwards, each for those tokens that the matmul before them, a router, sends it; and the sum of a token's.
+
+    ep splits the experts and tokens travel to them; tp splits no expert, but shares out the tokens.
+    """
+
+    kept_as = "matmuls"
+    module: str
+    """The module's name in the block."""
+    number: int
+    """Experts."""
+    per_token: int
+    """Experts that compute a token."""
+    width: int
+    """Elements of a token outside of an expert."""
+    inner_width: int
+    """Elements of a token inside one."""
+    gated: bool
+    """Whether the activation multiplies two tensors."""
+
+    @property
+    def num_opening(self) -> int:
+        """Matmuls of an expert before its activation: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
+    def active_share(self) -> float:  # type: ignore[override]
+        """Experts of a token among all."""
+        return self.per_token / self.number
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:  # type: ignore[override]
+        """A stack of each matrix."""
+        opening, closing = (self.number, self.inner_width, self.width), (self.number, self.width, self.inner_width)
+        names = ("gate_proj", "up_proj")[-self.num_opening :]
+        stacks = [Weight(f"{self.module}.{name}.weight", opening, "normal", is_of_experts=True) for name in names]
+        return (*stacks, Weight(f"{self.module}.down_proj.weight", closing, "residual", is_of_experts=True))
 
 
 @dataclass(frozen=True)
@@ -114,7 +165,11 @@ class Rotary(_Operation):
     """The rotary embedding of queries and keys, in fp32 or finer inside."""
 
     width: int
-    """Elements of a token's queries."""
+    """Elements of a token's queries that it turns."""
+    shared_width: int = 0
+    """Elements of its keys that all heads have in common, and that are copied for each; 0 where a key has its own."""
+    num_copies: int = 0
+    """Heads that they are copied for."""
 
 
 @dataclass(frozen=True)
@@ -127,21 +182,33 @@ class SelfAttention(_Operation):
     num_kv_heads: int
     """Key and value heads."""
     head_width: int
-    """Width of each."""
+    """Width of each query and key."""
+    value_width: int
+    """Width of each value."""
 
     @property
     def query_width(self) -> int:
-        """Elements of a token's queries, and of the output."""
+        """Elements of a token's queries."""
         return self.num_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys and values."""
+        return self.num_kv_heads * (self.head_width + self.value_width)
 
     @property
     def input_width(self) -> int:
         """Elements of a token's queries, keys and values."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
+        return self.query_width + self.kv_width
+
+    @property
+    def output_width(self) -> int:
+        """Elements of a token's output."""
+        return self.num_heads * self.value_width
 
     def flops_per_token(self, seq_len: int) -> float:
         """Scores and weighted values, forward, the half that the mask hides counted too."""
-        return 4.0 * self.query_width * seq_len
+        return 2.0 * (self.query_width + self.output_width) * seq_len
 
 
 @dataclass(frozen=True)
@@ -162,7 +229,7 @@ class Residual(_Operation):
     """Elements of a token."""
 
 
-Operation = Norm | Linear | Rotary | SelfAttention | Activation | Residual
+Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Residual
 
 
 @dataclass(frozen=True)
@@ -172,7 +239,7 @@ class Description:
     embedding: Weight
     """Turns tokens into vectors; split over the vocabulary."""
     block: tuple[Operation, ...]
-    """What each block does, in order."""
+    """What each block does, in order; one with experts, where only the first ones have none."""
     final_norm: Norm
     """Before the head."""
     head: Weight
@@ -184,9 +251,24 @@ class Description:
         return tuple(weight for operation in self.block for weight in operation.weights)
 
     @cached_property
+    def attention(self) -> SelfAttention:
+        """The attention of a block."""
+        return next(each for each in self.block if isinstance(each, SelfAttention))
+
+    @cached_property
+    def experts(self) -> RoutedExperts | None:
+        """The experts of a block, where it has them."""
+        return next((each for each in self.block if isinstance(each, RoutedExperts)), None)
+
+    @cached_property
     def num_branches(self) -> int:
         """Branches of a block, each closed by a sum over tp."""
         return sum(isinstance(each, Linear) and each.style == "rowwise" for each in self.block)
+
+    @cached_property
+    def tp_closes_block(self) -> bool:
+        """Whether the last matmul is one that closes a branch, and so is not that of routed experts."""
+        return isinstance(next(each for each in reversed(self.block) if each.kept_as == "matmuls"), Linear)
 
     def find(self, name: str) -> Weight:
         """The weight that is called so in the whole model, "model.layers.3.mlp.up_proj.weight"; KeyError if none."""
@@ -197,30 +279,75 @@ class Description:
 
 
 def describe_llama(model: ModelShape) -> Description:
-    """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3."""
-    h, f, q, kv = model.hidden_size, model.ffn_size, model.query_width, model.kv_width
+    """A Llama; with biases of q, k and v a Qwen2, with norms of q and k a Qwen3, with experts a Qwen3-MoE.
+
+    With latent attention and experts it is a DeepSeek-V3.
+    """
+    h = model.hidden_size
     table = (model.vocab_size, h)
-    head_norms = (Norm("self_attn.q_norm", q, model.num_heads), Norm("self_attn.k_norm", kv, model.num_kv_heads))
-    gate = Linear("mlp.gate_proj", h, f, "colwise", keeps_input=True)
     return Description(
         embedding=Weight(f"{EMBEDDING}.weight", table, "normal", 0),
         block=(
             Norm("input_layernorm", h),
-            Linear("self_attn.q_proj", h, q, "colwise", keeps_input=True, bias=model.qkv_bias),
-            Linear("self_attn.k_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
-            Linear("self_attn.v_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
-            *(head_norms if model.qk_norm else ()),
-            Rotary(q),
-            SelfAttention(model.num_heads, model.num_kv_heads, model.head_width),
-            Linear("self_attn.o_proj", q, h, "rowwise", keeps_input=False),
+            *(_describe_attention(model) if model.latent_attention is None else _describe_latent_attention(model)),
             Residual(h),
             Norm("post_attention_layernorm", h),
-            *((gate,) if model.gated_ffn else ()),
-            Linear("mlp.up_proj", h, f, "colwise", keeps_input=not model.gated_ffn),
-            Activation(f, model.gated_ffn),
-            Linear("mlp.down_proj", f, h, "rowwise", keeps_input=True),
+            *_describe_ffn(model),
             Residual(h),
         ),
         final_norm=Norm(FINAL_NORM, h),
         head=Weight(f"{HEAD}.weight", table, "normal", 0),
+    )
+
+
+def _describe_attention(model: ModelShape) -> tuple[Operation, ...]:
+    h, q, kv, width = model.hidden_size, model.query_width, model.kv_width, model.head_width
+    head_norms = (Norm("self_attn.q_norm", q, model.num_heads), Norm("self_attn.k_norm", kv, model.num_kv_heads))
+    return (
+        Linear("self_attn.q_proj", h, q, "colwise", keeps_input=True, bias=model.qkv_bias),
+        Linear("self_attn.k_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
+        Linear("self_attn.v_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
+        *(head_norms if model.qk_norm else ()),
+        Rotary(q),
+        SelfAttention(model.num_heads, model.num_kv_heads, width, width),
+        Linear("self_attn.o_proj", q, h, "rowwise", keeps_input=False),
+    )
+
+
+def _describe_latent_attention(model: ModelShape) -> tuple[Operation, ...]:
+    latent, h, heads, width = model.latent_attention, model.hidden_size, model.num_heads, model.head_width
+    assert latent, "only models with latent attention come here"
+    query_rank, kv_rank, rope, value = latent.query_rank, latent.kv_rank, latent.rope_width, latent.value_width
+    return (
+        Linear("self_attn.q_a_proj", h, query_rank, "replicated", keeps_input=True),
+        Norm("self_attn.q_a_layernorm", query_rank, is_latent=True),
+        Linear("self_attn.q_b_proj", query_rank, heads * width, "colwise", keeps_input=True),
+        Linear("self_attn.kv_a_proj_with_mqa", h, kv_rank + rope, "replicated", keeps_input=False),
+        Norm("self_attn.kv_a_layernorm", kv_rank, is_latent=True),
+        Linear("self_attn.kv_b_proj", kv_rank, heads * (width - rope + value), "colwise", keeps_input=True),
+        Rotary(heads * rope, shared_width=rope, num_copies=heads),
+        SelfAttention(heads, heads, width, value),
+        Linear("self_attn.o_proj", heads * value, h, "rowwise", keeps_input=False),
+    )
+
+
+def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
+    h, experts = model.hidden_size, model.experts
+    if experts is None:
+        return _describe_dense_ffn("mlp", h, model.ffn_size, gated=model.gated_ffn)
+    shared = experts.shared_ffn_size
+    return (
+        Linear("mlp.gate", h, experts.number, "replicated", keeps_input=not shared),
+        RoutedExperts("mlp.experts", experts.number, experts.per_token, h, experts.ffn_size, model.gated_ffn),
+        *(_describe_dense_ffn("mlp.shared_expert", h, shared, gated=model.gated_ffn) if shared else ()),
+    )
+
+
+def _describe_dense_ffn(module: str, h: int, f: int, *, gated: bool) -> tuple[Operation, ...]:
+    gate = Linear(f"{module}.gate_proj", h, f, "colwise", keeps_input=True)
+    return (
+        *((gate,) if gated else ()),
+        Linear(f"{module}.up_proj", h, f, "colwise", keeps_input=not gated),
+        Activation(f, gated),
+        Linear(f"{module}.down_proj", f, h, "rowwise", keeps_input=True),
     )

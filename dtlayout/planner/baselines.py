@@ -39,15 +39,15 @@ class Baseline(NamedTuple):
 
 
 def choose_by_thumb(search: Search) -> Baseline | None:
-    """Data parallel; else tp with sequence parallelism in a node; else pp; else recompute everything as well."""
+    """Data parallel; else tp with sequence parallelism on fast links; else pp; else recompute everything as well."""
     cluster, layers = search.space.scenario.cluster, search.space.scenario.model.num_layers
-    in_node = divisors(min(cluster.gpus_per_node, cluster.num_gpus))
+    linked = divisors(min(cluster.gpus_linked, cluster.num_gpus))
     stages = [pp for pp in divisors(cluster.num_gpus) if 1 < pp <= layers]
     attempts: dict[str, list[dict[str, Any]]] = {
         "data parallel with a distributed optimizer fits": [{}],
-        "data parallel alone does not fit; tp={tp} in a node does": [{"tp": tp} for tp in in_node[1:]],
-        "no tp in a node fits; tp={tp} with pp={pp} does": [
-            {"tp": tp, "pp": pp} for pp in stages for tp in reversed(in_node)
+        "data parallel alone does not fit; tp={tp} on fast links does": [{"tp": tp} for tp in linked[1:]],
+        "no tp on fast links fits; tp={tp} with pp={pp} does": [
+            {"tp": tp, "pp": pp} for pp in stages for tp in reversed(linked)
         ],
     }
     for recompute, (text, choices) in product(("none", "full"), attempts.items()):
@@ -79,7 +79,7 @@ def _fit_by_size(space: Space) -> Iterator[dict[str, Any]]:
     """The Playbook's step 1: what it tries for a model of this size on so many GPUs, in its order."""
     cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
     num_parameters, num_gpus = count_parameters(space.scenario.model), cluster.num_gpus
-    tensor = [tp for tp in divisors(min(cluster.gpus_per_node, num_gpus)) if tp > 1]
+    tensor = [tp for tp in divisors(min(cluster.gpus_linked, num_gpus)) if tp > 1]
     full = max([tp for tp in tensor if space.allows_tensor(tp, True)], default=1)
     stages = [pp for pp in divisors(num_gpus) if 1 < pp <= layers]
     sharded = {"zero": 3, "recompute": "full"}
@@ -134,8 +134,8 @@ def _changes(name: str, space: Space, layout: Layout) -> list[dict[str, Any]]:
     """The Playbook's step 3: what it tries of a degree, in its order."""
     cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
     match name:
-        case "tp":  # up to the size of a node
-            return [{"tp": tp} for tp in divisors(cluster.gpus_per_node) if tp > layout.tp]
+        case "tp":  # up to what fast links join
+            return [{"tp": tp} for tp in divisors(cluster.gpus_linked) if tp > layout.tp]
         case "dp":  # more of it with ZeRO-3, or with fewer stages, at the same batch
             fewer = [{"pp": pp} for pp in reversed(divisors(layout.pp)) if pp < layout.pp]
             return [*fewer, *({"pp": 1, "zero": 3, "recompute": r} for r in (layout.recompute, "full"))]

@@ -114,8 +114,10 @@ def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
     None if nothing fits on MOST_GPUS. All are bounded by the work of their busiest rank, and only those are predicted
     whose bound is below the best.
     """
-    factor = 2
+    scenario, factor = estimator.scenario, 2
     while factor * now.layout.world_size <= MOST_GPUS:
+        larger = replace(scenario.cluster, num_gpus=factor * now.layout.world_size)
+        estimator = Estimator(replace(scenario, cluster=larger))
         grown = [g for g in set(_grow(estimator.scenario, now.layout, factor)) if _fits(estimator, g, now.kernels)]
         best: Change | None = None
         bounds = {layout: estimator.lower_bound_s(layout, now.kernels) for layout in grown}
@@ -179,8 +181,8 @@ def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
 
 
 def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
-    """Legal layouts on `factor` (a power of 2) times the GPUs; tp stays inside a node."""
-    most_tp = max(layout.tp, scenario.cluster.gpus_per_node)
+    """Legal layouts on `factor` (a power of 2) times the GPUs; tp stays among those that fast links join."""
+    most_tp = max(layout.tp, scenario.cluster.gpus_linked)
     for tp, pp in product(divisors(factor), repeat=2):
         if factor % (tp * pp) or layout.tp * tp > most_tp:
             continue

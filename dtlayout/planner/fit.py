@@ -1,4 +1,7 @@
-"""Fit: an engine's constants on one GPU type, from runs that were measured.
+"""Fit: an engine's constants, from runs that were measured on one GPU type or several.
+
+Constants that hold on any type (`Engine.shared`) and those of each (`Engine.fitted`) are fitted at once: the first are
+told by all runs, the others by those on their type. A constant that no run speaks of stays as it is.
 
 Memory comes first, since nothing of it depends on speed: peaks where they were measured, and on which side of the
 capacity a run fell where only that is known. Then speed: the logarithm of predicted over measured step time. Its loss
@@ -7,14 +10,15 @@ followed those would move with every run that is left out. Every constant stays 
 (`costmodel.engine.Constants`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from dtlayout.costmodel.engine import BOUNDS, Engine
+from dtlayout.costmodel.engine import ANY_GPU, BOUNDS, Engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.errors import DtlayoutError
@@ -39,55 +43,134 @@ _SLOW_WEIGHT = 0.3
 """Weight of runs below the lowest MFU that is scored."""
 
 
-def refit(runs: Sequence[Run], start: Engine) -> Engine:
-    """The engine with the constants fitted that its file names for its GPU type, starting at those it has."""
-    name, gpu = start.name, start.gpu
-    if not start.fitted:
+class Parameter(NamedTuple):
+    """A constant that is fitted."""
+
+    gpu: str
+    """The GPU type whose runs tell it; ANY_GPU where all do."""
+    name: str
+
+
+def refit(runs: Sequence[Run], starts: Sequence[Engine]) -> list[Engine]:
+    """One engine on several GPU types with its constants fitted to runs, starting at those it has.
+
+    DtlayoutError if there is no constant to fit. All runs are on these GPU types.
+    """
+    if not any(engine.fitted or engine.shared for engine in starts):
+        gpus = [engine.gpu for engine in starts]
+        tables = " and no ".join(f"[fitted.{gpu}]" for gpu in (ANY_GPU, *gpus))
         raise DtlayoutError(
-            f"engine {name} has no constants to fit on {gpu}: its file has no [fitted.{gpu}], nor are there any "
-            f"of dtlayout calibrate"
+            f"engine {starts[0].name} has no constants to fit on {', '.join(gpus)}: its file has no {tables}, nor are "
+            f"there any of dtlayout calibrate"
         )
-    runs = [run for run in runs if run.scenario.engine.name == name and run.scenario.cluster.gpu.name == gpu]
-    ran = [run for run in runs if run.ran]
-    if not ran:
-        raise DtlayoutError(f"no run of engine {name} on {gpu} to fit to")
-    memory_names = [name for name in start.fitted if name in MEMORY_CONSTANTS]
-    time_names = [name for name in start.fitted if name not in MEMORY_CONSTANTS]
-    engine = minimise(start, memory_names, lambda e: _memory_residuals(runs, e), _MEMORY_LOSSES)
-    peaks = [estimator.memory(run.layout, run.kernels) for run, estimator in _with_estimators(ran, engine)]
-    return minimise(engine, time_names, lambda e: _time_residuals(ran, peaks, e), _TIME_LOSSES)
+    by_gpu = _by_gpu(runs)
+    parameters = list_parameters([engine for engine in starts if engine.gpu in by_gpu])
+    of_memory = [each for each in parameters if each.name in MEMORY_CONSTANTS]
+    outcomes = [run.outcome for run in runs if not run.peak_bytes]
+    weights = {s: 1 / max(1, outcomes.count(s)) for s in ("ok", "oom")}
+    engines = _minimise_all(starts, of_memory, lambda e: _memory_residuals(by_gpu[e.gpu], weights, e), _MEMORY_LOSSES)
+
+    ran = _by_gpu([run for run in runs if run.ran])
+    of_time = [each for each in parameters if each not in of_memory and (each.gpu in ran or each.gpu == ANY_GPU)]
+    if not ran or not of_time:
+        return engines
+    held = {engine.gpu: engine for engine in engines}
+    peaks = {
+        gpu: [estimator.memory(run.layout, run.kernels) for run, estimator in _with_estimators(of_gpu, held[gpu])]
+        for gpu, of_gpu in ran.items()
+    }
+    return _minimise_all(
+        engines, of_time, lambda e: _time_residuals(ran.get(e.gpu, ()), peaks.get(e.gpu, ()), e), _TIME_LOSSES
+    )
+
+
+def list_parameters(engines: Sequence[Engine]) -> list[Parameter]:
+    """The constants that are fitted to runs of an engine on these GPU types, those of all types first."""
+    shared = dict.fromkeys(Parameter(ANY_GPU, name) for engine in engines for name in engine.shared)
+    return [*shared, *(Parameter(engine.gpu, name) for engine in engines for name in engine.fitted)]
+
+
+def _by_gpu(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.scenario.cluster.gpu.name, []).append(run)
+    return found
+
+
+def _minimise_all(
+    engines: Sequence[Engine],
+    parameters: Sequence[Parameter],
+    residuals: Callable[[Engine], np.ndarray],
+    losses: Sequence[tuple[str, float]],
+) -> list[Engine]:
+    """The engines with least loss of the residuals of them all; `residuals` gives those on an engine's GPU type."""
+    find = cache(residuals)  # most steps change one GPU type's constants
+
+    def apply(values: Sequence[float]) -> list[Engine]:
+        given = dict(zip(parameters, values, strict=True))
+        return [
+            engine.with_constants(**{
+                name: value for (gpu, name), value in given.items()
+                if (gpu == engine.gpu and name in engine.fitted) or (gpu == ANY_GPU and name in engine.shared)
+            })
+            for engine in engines
+        ]  # fmt: skip
+
+    def start_at(parameter: Parameter) -> float:
+        having = engines if parameter.gpu == ANY_GPU else [e for e in engines if e.gpu == parameter.gpu]
+        values = [getattr(e.constants, parameter.name) for e in having if parameter.name in (*e.shared, *e.fitted)]
+        return float(np.mean(values))
+
+    found = _find_least(
+        [name for _, name in parameters],
+        [start_at(parameter) for parameter in parameters],
+        lambda values: np.concatenate([find(engine) for engine in apply(values)]),
+        losses,
+    )
+    return apply(found)
 
 
 def minimise(
     engine: Engine, names: Sequence[str], residuals: Callable[[Engine], np.ndarray], losses: Sequence[tuple[str, float]]
 ) -> Engine:
-    """The engine with least loss of the residuals over the named constants, each scaled by the width of its bounds.
+    """The engine with least loss of the residuals over the named constants, as `_find_least` finds it."""
+    start = [getattr(engine.constants, name) for name in names]
+
+    def apply(values: Sequence[float]) -> Engine:
+        return engine.with_constants(**dict(zip(names, values, strict=True)))
+
+    return apply(_find_least(names, start, lambda values: residuals(apply(values)), losses))
+
+
+def _find_least(
+    names: Sequence[str],
+    start: Sequence[float],
+    residuals: Callable[[Sequence[float]], np.ndarray],
+    losses: Sequence[tuple[str, float]],
+) -> list[float]:
+    """Values of the named constants with least loss of the residuals, each scaled by the width of its bounds.
 
     Each of the losses starts where the one before ended.
     """
     if not names:
-        return engine
+        return []
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
 
-    def apply(shares: np.ndarray) -> Engine:
-        values = np.clip(low + shares * (high - low), low, high).tolist()
-        return engine.with_constants(**dict(zip(names, values, strict=True)))
+    def to_values(shares: np.ndarray) -> list[float]:
+        return np.clip(low + shares * (high - low), low, high).tolist()
 
-    start = (np.array([getattr(engine.constants, name) for name in names]) - low) / (high - low)
+    shares = (np.array(start) - low) / (high - low)
     for loss, scale in losses:
-        start = np.clip(start, 1e-3, 1 - 1e-3)
         found = least_squares(
-            lambda shares: residuals(apply(shares)), start, bounds=(0, 1), loss=loss, f_scale=scale,
-            diff_step=1e-4, ftol=1e-5, xtol=1e-5, max_nfev=60,
+            lambda shares: residuals(to_values(shares)), np.clip(shares, 1e-3, 1 - 1e-3), bounds=(0, 1), loss=loss,
+            f_scale=scale, diff_step=1e-4, ftol=1e-5, xtol=1e-5, max_nfev=60,
         )  # fmt: skip
-        start = found.x
-    return apply(start)
+        shares = found.x
+    return to_values(shares)
 
 
-def _memory_residuals(runs: Sequence[Run], engine: Engine) -> np.ndarray:
-    """Logarithms of predicted over measured peaks; for outcomes alone, the root of their logistic loss."""
-    outcomes = [run.outcome for run in runs if not run.peak_bytes]
-    weights = {s: 1 / max(1, outcomes.count(s)) for s in ("ok", "oom")}
+def _memory_residuals(runs: Sequence[Run], weights: Mapping[str, float], engine: Engine) -> np.ndarray:
+    """Logarithms of predicted over measured peaks; for outcomes alone, the root of their logistic loss, weighted."""
     residuals = []
     for run, estimator in _with_estimators(runs, engine):
         ranks = estimator.memory(run.layout, run.kernels)

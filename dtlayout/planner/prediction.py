@@ -14,6 +14,7 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain
+from dtlayout.planner.intervals import find_intervals
 from dtlayout.planner.runs import Predicted
 from dtlayout.text import GIB, plural
 
@@ -79,6 +80,7 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
     if estimate is None:
         return None
     is_timed = scenario.engine.is_calibrated or not scenario.is_on_host
+    intervals = find_intervals(scenario)
     return Predicted(
         step_time_s=estimate.step_time_s if is_timed else None,
         tokens_per_s=scenario.batch.num_tokens / estimate.step_time_s if is_timed else None,
@@ -87,6 +89,8 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
         time=estimate.time if is_timed else None,
         memory=estimate.memory,
         calibrated=scenario.engine.is_calibrated,
+        step_time_interval=intervals.step_time if is_timed else None,
+        peak_memory_interval=intervals.peak_memory,
     )
 
 
@@ -96,17 +100,20 @@ def describe(predicted: Estimate | None, scenario: Scenario) -> str:
         name = scenario.cluster.gpu.name
         advice = "give it a peak_bf16 in a cluster file" if is_slice(name) else "name its type with cluster.gpu"
         return f"predicted: n/a, for {why_unknown(name)}; {advice}"
-    engine = scenario.engine
+    calibrated = "calibrated" if scenario.engine.is_calibrated else "uncalibrated"
+    of_step, of_peak = find_intervals(scenario)
+    low, high = of_step.around(predicted.step_time_s)
+    step = f"step {predicted.step_time_s:.3g} s ({low:.3g} to {high:.3g}, {calibrated}: {of_step.basis})"
     size, unit = (2**20, "MiB") if scenario.is_on_host else (GIB, "GiB")
-    peak = f"peak {predicted.peak_bytes / size:.1f} {unit} on pipeline rank {predicted.busiest_rank}"
-    calibrated = "calibrated" if engine.is_calibrated else "uncalibrated"
-    state = f"step {predicted.step_time_s:.3g} s ± {engine.error:.0%} ({calibrated})"
+    low, high = of_peak.around(predicted.peak_bytes / size)
+    peak = f"peak {predicted.peak_bytes / size:.1f} {unit} ({low:.1f} to {high:.1f}) on pipeline rank "
+    peak += str(predicted.busiest_rank)
     if not scenario.is_on_host:
         fits = "" if predicted.fits else ": it may not fit"
-        return f"predicted: {state}, MFU {predicted.mfu:.1%}, {peak} of {predicted.capacity_bytes / GIB:.1f}{fits}"
-    if not engine.is_calibrated:
+        return f"predicted: {step}, MFU {predicted.mfu:.1%}, {peak} of {predicted.capacity_bytes / GIB:.1f}{fits}"
+    if not scenario.engine.is_calibrated:
         return f"predicted: {peak} (no step time: dtlayout calibrate has not measured this CPU)"
-    return f"predicted: {state}, {peak}"
+    return f"predicted: {step}, {peak}"
 
 
 def _describe_change(change: Change) -> str:

@@ -32,6 +32,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
+from dtlayout.planner.intervals import Interval
 
 FORMAT = 1
 """Version of a run's JSON; another one is refused."""
@@ -69,6 +70,10 @@ class Predicted(Performance):
 
     calibrated: bool
     """Whether runs of this engine on this GPU type stand behind it."""
+    step_time_interval: Interval | None = None
+    """Where the measured step lies, and by which rows."""
+    peak_memory_interval: Interval | None = None
+    """Where the measured peak lies, and by which rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,8 @@ class Run:
     """Who published it; empty where nobody says."""
     note: str = ""
     """What the source says of it beside."""
+    assumed: tuple[str, ...] = ()
+    """What it does not say, and the engine usually does: key=value each."""
 
     @property
     def step_time_s(self) -> float | None:

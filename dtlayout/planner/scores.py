@@ -10,15 +10,16 @@
 | false_oom | ran | share that is predicted not to fit |
 
 On a CPU, which has no MFU, all of it is said of steps a second. Groups of rows have the medians of the errors of speed
-and memory alone, signed and absolute.
+and memory alone, signed and absolute, and the share of rows inside the interval that was predicted for them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import mean, median
 
 from dtlayout.costmodel.estimate import Estimate
+from dtlayout.planner.intervals import QUANTITIES, Interval, Quantity, describe_scenario, find_intervals
 from dtlayout.planner.runs import Run
 
 LOWEST_MFU = 0.05
@@ -31,6 +32,8 @@ class Prediction:
 
     run: Run
     estimate: Estimate
+    own_intervals: Mapping[Quantity, Interval] | None = None
+    """Intervals by rows that are none of what was left out with it; None where the shipped ones are its."""
 
     @property
     def speed(self) -> float:
@@ -55,6 +58,21 @@ class Prediction:
         assert self.run.peak_bytes is not None, "only of runs with a peak"
         return self.estimate.memory[0].total / self.run.peak_bytes - 1
 
+    @property
+    def ratios(self) -> dict[Quantity, float]:
+        """Measured over predicted, of what is scored."""
+        found: dict[Quantity, float] = {}
+        if self.is_scored:
+            found["step_time"] = 1 + self.speed_error
+        if self.run.has_peak:
+            found["peak_memory"] = 1 / (1 + self.memory_error)
+        return found
+
+    @property
+    def intervals(self) -> Mapping[Quantity, Interval]:
+        """Where the ratios were said to lie."""
+        return find_intervals(self.run.scenario).by_quantity() if self.own_intervals is None else self.own_intervals
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -78,6 +96,8 @@ class Errors:
     signed: float | None
     """Of predicted / measured - 1: which way the predictions are off."""
     absolute: float | None
+    inside: float | None
+    """Share of the rows that lie inside the interval that was predicted for them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +115,7 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
     "engine": lambda run: run.scenario.engine.name,
     "gpu": lambda run: run.scenario.cluster.gpu.name,
     "engine on gpu": lambda run: f"{run.scenario.engine.name} on {run.scenario.cluster.gpu.name}",
-    "precision": lambda run: run.scenario.precision.compute,
+    "precision": lambda run: describe_scenario(run.scenario)["precision"],
     "source": lambda run: run.source or "not stated",
 }
 """What rows are grouped by → the group of a row."""
@@ -122,11 +142,22 @@ def score_group(predictions: Sequence[Prediction]) -> GroupScores:
     """The medians of a group."""
     speeds = [p.speed_error for p in predictions if p.is_scored]
     peaks = [p.memory_error for p in predictions if p.run.has_peak]
-    return GroupScores(len(predictions), _to_errors(speeds), _to_errors(peaks))
+    speed_inside, memory_inside = (_over(mean, _list_inside(predictions, quantity)) for quantity in QUANTITIES)
+    return GroupScores(len(predictions), _to_errors(speeds, speed_inside), _to_errors(peaks, memory_inside))
 
 
-def _to_errors(errors: Sequence[float]) -> Errors:
-    return Errors(len(errors), _over(median, errors), _over(median, map(abs, errors)))
+def _list_inside(predictions: Iterable[Prediction], quantity: Quantity) -> list[bool]:
+    """Whether rows lie inside their intervals, of those that have one."""
+    rows = [(p.ratios, p.intervals) for p in predictions]
+    return [
+        intervals[quantity].holds(ratios[quantity])
+        for ratios, intervals in rows
+        if quantity in ratios and quantity in intervals
+    ]
+
+
+def _to_errors(errors: Sequence[float], inside: float | None) -> Errors:
+    return Errors(len(errors), _over(median, errors), _over(median, map(abs, errors)), inside)
 
 
 def by_group(predictions: Iterable[Prediction]) -> dict[str, dict[str, list[Prediction]]]:

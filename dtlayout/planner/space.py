@@ -4,19 +4,20 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 
 | axis | values |
 |---|---|
-| tp | divisors of N; beyond a node too, the cost model knows that it is slow there |
+| tp | divisors of N; beyond the fast links too, the cost model knows that it is slow there |
 | pp | divisors of N / tp |
 | schedule | 1f1b; for pp > 1 all that are known, with the fewest virtual stages for each size of a stage |
 | virtual_stages | 64 at most |
-| dp_shard | 1, all of dp, and groups that fill 1, 2, 4, … whole nodes; the rest is dp_replicate (HSDP) |
-| zero | 1, 2, 3; only 1 at dp_shard = 1, where nothing is sharded |
+| dp_shard | 1, all of dp, groups of 1, 2, 4, … whole nodes or of all that fast links join; dp_replicate is the rest |
+| zero | 1, 2, 3 as the engine has them; only 1 at dp_shard = 1, where nothing is sharded |
 | micro_batch | divisors of B |
 | sequence_parallel | on; for tp > 1 also off |
 | recompute | none, selective, keep-attention, full, every-2, every-4, every-8 |
 | attention, norm | what they are by default; sdpa-flash, sdpa-math; fused, eager |
 | loss, rope, swiglu, compile | what they are by default, for our trainer what auto is; others where they are fixed |
 
-cp stays 1, which is all that the trainer takes. What is fixed takes the place of an axis's values.
+cp and ep stay 1, which is all that the trainer takes, and models with experts are refused. What is fixed takes the
+place of an axis's values.
 """
 
 from collections import defaultdict
@@ -103,6 +104,15 @@ class Space:
     avoided: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Name → values that are left out."""
 
+    def __post_init__(self) -> None:
+        if problems := self.scenario.engine.model_problems(self.scenario.model):
+            raise InvalidConfig(problems)
+        if self.scenario.model.experts is not None:
+            raise InvalidConfig(
+                f"model {self.scenario.model.name} is a mixture of experts, whose layouts are not searched yet; "
+                f"dtlayout explain --engine megatron predicts one of them"
+            )
+
     def choose(self, name: str, values: Iterable[T]) -> list[T]:
         """The values of an axis that a user leaves."""
         values = [self.fixed[name]] if name in self.fixed else values
@@ -138,19 +148,22 @@ class Space:
 
     def shardings(self, tp: int, dp: int) -> list[Sharding]:
         """Ways to share the state, the least sharded first."""
-        per_node = self.scenario.cluster.gpus_per_node
-        groups = {1, dp}
-        group = max(1, per_node // tp)
+        cluster = self.scenario.cluster
+        group = max(1, cluster.gpus_per_node // tp)
+        groups = {1, dp, max(1, cluster.gpus_linked // tp)}
         while group < dp:
-            groups |= {group} if dp % group == 0 else set()
+            groups.add(group)
             group *= 2
+        groups = {n for n in groups if dp % n == 0}
         if "dp_replicate" in self.fixed:
             copies = self.fixed["dp_replicate"]
             groups = {dp // copies} if dp % copies == 0 else set()
         shards = [n for n in self.choose("dp_shard", sorted(groups)) if dp % n == 0]
         shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
         shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
-        return [Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
+        pp = cluster.num_gpus // (self.constant.get("cp", 1) * tp * dp)
+        ways = [Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
+        return [way for way in ways if not self.scenario.engine.zero_problems(way.zero, pp)]
 
     @cached_property
     def micro_batches(self) -> list[int]:

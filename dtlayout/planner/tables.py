@@ -8,6 +8,7 @@ A cell that cannot be true is an error. A row that is right and cannot be predic
 """
 
 import csv
+import json
 import math
 import re
 import sys
@@ -18,17 +19,17 @@ from typing import Any, NamedTuple
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, gpu_named
-from dtlayout.costmodel.engine import find_engine, known_engines
+from dtlayout.costmodel.engine import find_engine, find_usual, known_engines
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
+from dtlayout.model_shape import Experts, LatentAttention, ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import OPTIMIZERS, AdamW, Optimizer
 from dtlayout.pipelining.schedules import SCHEDULES, schedule_with
 from dtlayout.planner.runs import Outcome, Performance, Run
-from dtlayout.precision import Precision
+from dtlayout.precision import MATMUL_FORMATS, Precision
 from dtlayout.recompute import Recompute
 from dtlayout.text import GIB
 
@@ -44,8 +45,10 @@ _OUTCOMES: dict[str, Outcome] = {
     "ok": "ok", "oom": "oom", "crashed_or_oom": "crashed_or_oom", "unavailable": "skipped", "error": "crashed",
 }  # fmt: skip
 """A table's status → outcome."""
-_PRECISIONS = {"bf16": Precision()}
+_PRECISIONS = {"bf16": Precision(), **{name: Precision(matmuls=name) for name in MATMUL_FORMATS}}
 """A table's word for the format of matmuls → ours."""
+_SHARDED_OVER = re.compile(r"\boptimizer shards over (\d+) GPUs")
+"""A note on data-parallel ranks of which each so many have a whole optimizer state."""
 _SCHEDULES = {"interleaved": "interleaved-1f1b"}
 """A table's word for a schedule, where it is not ours."""
 _WHERE_NO_COLUMN = {
@@ -54,8 +57,16 @@ _WHERE_NO_COLUMN = {
 """What all runs of a table have that lacks the column."""
 ROUNDING = 0.02
 """How far apart two published figures of one speed may lie: tokens a second are printed in steps of up to 2 %."""
+_MAY_BE_USUAL = ("micro_batch", "zero", "recompute", "sequence_parallel")
+"""Columns that an engine's usual habit may fill."""
 _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
+_CHUNKED_HEAD = re.compile(r"\brl trainer step\b")
+"""A note on prime-rl's trainer for reinforcement learning, which takes head and loss in chunks of tokens."""
+_LATENT_ATTENTION = re.compile(r"\bMLA q_lora (\d+) kv_lora (\d+) qk (\d+)\+(\d+) v (\d+)")
+"""A note on latent attention: ranks of queries and of keys and values, and a head's width, rotated part and values."""
+_OVERLAPS_EP = re.compile(r"\ba2a overlap\b")
+"""A note on tokens that are exchanged while another microbatch is computed."""
 _MOST_PROBLEMS = 20
 """Cells of a table that are named; a wrong column would name every row."""
 _Cell = Callable[[str], Any]
@@ -144,12 +155,21 @@ def _read_rows(reader: "csv.DictReader[str]", engine: str | None, problems: list
             except DtlayoutError as error:
                 wrong.append(f"{where}, column {name}: {error}")
         if not wrong:
+            cells |= {"assumed": _assume(cells)}
             try:
                 reasons = _find_reasons(cells)
                 yield Unpredicted(cells["table"], cells["row"], reasons) if reasons else _to_run(cells)
             except DtlayoutError as error:
                 wrong.append(f"{where}: {error}")
         problems += wrong
+
+
+def _assume(cells: dict[str, Any]) -> tuple[str, ...]:
+    """Fill what a row does not say with what its engine usually does; the cells that were filled."""
+    usual = vars(find_usual(cells["engine"]))
+    filled = {name: usual[name] for name in _MAY_BE_USUAL if cells[name] is None and usual[name] is not None}
+    cells |= filled
+    return tuple(f"{name}={json.dumps(value)}" for name, value in filled.items())
 
 
 def _to_run(cells: _Cells) -> Run:
@@ -169,33 +189,66 @@ def _to_run(cells: _Cells) -> Run:
         mfu=mfu,
         peak_memory_bytes=None if peak_gib is None else (round(peak_gib * GIB), *(None,) * (layout.pp - 1)),
     )
+    engine = find_engine(cells["engine"], gpu.name)
     scenario = Scenario(
-        model=model, batch=batch, cluster=cluster, engine=find_engine(cells["engine"], gpu.name),
+        model=model, batch=batch, cluster=cluster, engine=engine,
         precision=_PRECISIONS[cells["precision"]], optimizer=_known_optimizers()[cells["optimizer"]](),
     )  # fmt: skip
     return Run(
         table=cells["table"], row=cells["row"], source=cells["source"], note=cells["note"], outcome=cells["status"],
         scenario=scenario, layout=layout, measured=measured,
-        kernels=replace(cells["kernel"], compile="blocks" if cells["compile"] else "none"),
+        kernels=_to_kernels(cells), assumed=cells["assumed"],
+    )  # fmt: skip
+
+
+def _to_kernels(cells: _Cells) -> Kernels:
+    """The kernels of a row, those that its word leaves open as its engine has them."""
+    kernels: Kernels = cells["kernel"]
+    usual = find_usual(cells["engine"])
+    return replace(
+        usual.kernels, attention=usual.kernels.attention if kernels.attention == "sdpa-flash" else kernels.attention,
+        norm="fused" if usual.fuses_norms else kernels.norm, compile="blocks" if cells["compile"] else "none",
+        loss="linear" if _CHUNKED_HEAD.search(cells["note"]) else usual.kernels.loss,
     )  # fmt: skip
 
 
 def _to_model(cells: _Cells) -> ModelShape:
+    experts = None
+    if cells["experts"]:
+        experts = Experts(
+            number=cells["experts"], per_token=cells["experts_per_token"], ffn_size=cells["expert_ffn"],
+            shared_ffn_size=cells["shared_expert_ffn"] or 0, dense_layers=cells["dense_layers"] or 0,
+        )  # fmt: skip
+    latent = None
+    if found := _LATENT_ATTENTION.search(cells["note"]):
+        query_rank, kv_rank, _, rope_width, value_width = map(int, found.groups())
+        latent = LatentAttention(query_rank=query_rank, kv_rank=kv_rank, rope_width=rope_width, value_width=value_width)
     return ModelShape(
         name=cells["model"], hidden_size=cells["hidden"], num_layers=cells["layers"], num_heads=cells["heads"],
         num_kv_heads=cells["kv_heads"] or cells["heads"], ffn_size=cells["ffn"], vocab_size=cells["vocab"],
         head_dim=cells["head_dim"], qk_norm=cells["qk_norm"], gated_ffn=cells["gated"], tied_embeddings=cells["tied"],
+        experts=experts, latent_attention=latent,
     )  # fmt: skip
 
 
 def _to_layout(cells: _Cells) -> Layout:
-    zero, is_replicated = cells["zero"], cells["zero"] == 0
+    zero, dp = cells["zero"], cells["dp"]
+    shards = 1 if zero == 0 else dp
+    if (found := _SHARDED_OVER.search(cells["note"])) and dp % int(found[1]) == 0:
+        shards = int(found[1])
     return Layout(
-        pp=cells["pp"], dp_replicate=cells["dp"] if is_replicated else 1, dp_shard=1 if is_replicated else cells["dp"],
-        cp=cells["cp"] or 1, tp=cells["tp"], sequence_parallel=bool(cells["sequence_parallel"]),
+        pp=cells["pp"], dp_replicate=dp // shards, dp_shard=shards,
+        cp=cells["cp"] or 1, tp=cells["tp"], ep=(cells["experts"] and cells["ep"]) or 1,
+        ep_overlap=bool(_OVERLAPS_EP.search(cells["note"])), sequence_parallel=bool(cells["sequence_parallel"]),
         micro_batch=cells["micro_batch"], schedule=_find_schedule(cells),
-        virtual_stages=cells["virtual_stages"] or 1, zero=zero or 1, recompute=cells["recompute"],
+        virtual_stages=cells["virtual_stages"] or 1, zero=_to_zero(cells), recompute=cells["recompute"],
     )  # fmt: skip
+
+
+def _to_zero(cells: _Cells) -> int:
+    """The stage of ZeRO that runs: what is called 3 in a pipeline, some engines carry out as less."""
+    features = find_engine(cells["engine"], cells["gpu"]).features
+    return min(cells["zero"] or 1, features.pipeline_zero if cells["pp"] > 1 else 3)
 
 
 def _to_mfu(cells: _Cells) -> float:
@@ -239,10 +292,28 @@ def _contradicts_time(cells: _Cells) -> bool:
 
 def _contradicts_mfu(cells: _Cells) -> bool:
     """Of models whose parameters are counted here, on GPUs whose peak is known."""
-    if not (cells["tokens_per_s_gpu"] and cells["mfu"]) or cells["experts"]:
+    if not (cells["tokens_per_s_gpu"] and cells["mfu"]) or _lacks_ranks(cells) or _lacks_sizes(cells):
         return False
     gpu = gpu_named(cells["gpu"])
     return gpu.is_known and gpu.has_mfu and abs(cells["mfu"] / _to_mfu(cells) - 1) > ROUNDING
+
+
+def _lacks_sizes(cells: _Cells) -> bool:
+    """Whether the row names experts and not what they are."""
+    return bool(cells["experts"]) and not (cells["experts_per_token"] and cells["expert_ffn"])
+
+
+def _has_no_experts(cells: _Cells) -> bool:
+    """Whether the engine, of which that is known, trains no experts, and nothing of latent attention."""
+    is_special = cells["experts"] or _LATENT_ATTENTION.search(cells["note"])
+    if not is_special or cells["engine"] not in known_engines():
+        return False
+    return not find_engine(cells["engine"], cells["gpu"]).features.has_experts
+
+
+def _lacks_ranks(cells: _Cells) -> bool:
+    """Whether attention is latent and the note does not say how narrow."""
+    return bool(re.search(r"\bMLA\b", cells["note"])) and not _LATENT_ATTENTION.search(cells["note"])
 
 
 _REASONS: dict[str, Callable[[_Cells], Any]] = {
@@ -250,7 +321,13 @@ _REASONS: dict[str, Callable[[_Cells], Any]] = {
     "engine {engine} is not known": lambda row: row["engine"] and row["engine"] not in known_engines(),
     "GPU type {gpu} is not known": lambda row: not gpu_named(row["gpu"]).is_known,
     "precision {precision}": lambda row: row["precision"] and row["precision"] not in _PRECISIONS,
-    "mixture of experts": lambda row: row["experts"],
+    "{gpu} does not multiply in {precision}":
+        lambda row: row["precision"] in MATMUL_FORMATS and gpu_named(row["gpu"]).is_known
+        and not gpu_named(row["gpu"]).peak_of(MATMUL_FORMATS[row["precision"]]),
+    "experts_per_token or expert_ffn is not stated": _lacks_sizes,
+    "ep is not stated": lambda row: row["experts"] and row["ep"] is None,
+    "engine {engine} has no experts or latent attention": _has_no_experts,
+    "multi-head latent attention, its ranks not stated": _lacks_ranks,
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in _known_optimizers(),
     "schedule {schedule} is not known": lambda row: _find_schedule(row) not in SCHEDULES,
     "schedule {schedule} does not go with virtual_stages={virtual_stages}":
@@ -271,7 +348,11 @@ def _find_reasons(cells: _Cells) -> tuple[str, ...]:
     degrees = math.prod(cells[name] or 1 for name in ("dp", "cp", "tp", "pp"))
     if degrees != cells["gpus"]:
         raise InvalidConfig(f"dp·cp·tp·pp is {degrees}, but gpus={cells['gpus']}")
-    if (cells["mfu"] or 0) > 1 and cells["precision"] in _PRECISIONS:
+    ep, sizes = cells["ep"] or 1, {"dp·cp·tp": degrees // cells["pp"], "experts": cells["experts"] or 0}
+    for name, size in sizes.items():
+        if size % ep:
+            raise InvalidConfig(f"ep={ep} does not divide {name}={size}")
+    if (cells["mfu"] or 0) > 1 and cells["precision"] == "bf16":
         raise InvalidConfig(f"mfu={cells['mfu']} is above 1, which takes a format below bf16")
     return tuple(reason.format_map(cells) for reason, holds in _REASONS.items() if holds(cells))
 

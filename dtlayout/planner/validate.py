@@ -1,17 +1,17 @@
-"""Validation: predictions for measured runs, with the shipped constants or with some that never saw a run.
+"""Validation: predictions for measured runs, and constants fitted to them.
 
-`predict` answers for each row of a table, also where no schedule of ours plays the layout, see `make_playable`.
-`leave_one_out` scores a model with constants fitted to the others; `ablate` asks what each fitted constant is worth. A
-*group* is the runs of one engine on one GPU type: constants belong to a group.
+`predict` answers for each row of a table, also where no schedule of ours plays the layout, see `make_playable`;
+`fit_group` fits, and `ablate` asks what each constant is worth. A *group* is the runs that constants are fitted to:
+those of one engine on one GPU type, or on all of them if the engine has constants that hold on any.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 
 from dtlayout.cluster import Cluster
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine, find_engine_on
+from dtlayout.costmodel.engine import ANY_GPU, OWN_ENGINE, Engine, find_engine_on, find_unfitted
 from dtlayout.costmodel.estimate import Estimate, Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import DtlayoutError
@@ -80,6 +80,7 @@ def describe_changes(run: Run) -> list[str]:
         is_odd = run.scenario.batch.global_batch % (layout.dp * layout.micro_batch) > 0
         changes["global_batch is no multiple of dp * micro_batch: the last microbatch counts as whole"] = is_odd
         changes["interleaved stages without whole rounds of pp microbatches"] = not is_odd
+    changes |= {f"not stated: {assumed}, what {scenario.engine.name} usually does": True for assumed in run.assumed}
     return [sentence for sentence, applies in changes.items() if applies]
 
 
@@ -108,24 +109,27 @@ def _estimate(run: Run, find: Callable[[Scenario], Estimator]) -> Estimate:
 
 @dataclass(frozen=True)
 class Fitted:
-    """An engine that was fitted to runs."""
+    """An engine that was fitted to the runs of a group."""
 
-    engine: Engine
+    engines: Sequence[Engine]
+    """The engine on each GPU type of the group."""
     before: Scores
     """Scores of the runs with the constants that the engine had."""
     predictions: Sequence[Prediction]
-    """Predictions for the runs, those of a group, with the fitted constants."""
+    """Predictions for the runs with the fitted constants."""
 
 
 @dataclass(frozen=True)
 class Ablation:
     """The predictions without one constant."""
 
+    gpu: str
+    """The GPU type that it is of; ANY_GPU where it holds on any."""
     constant: str
     neutral: float
-    """The value that it has where nothing was measured, and has now."""
+    """The value that it has where nothing was measured, and has now; on the first GPU type, where they differ."""
     scores: Scores
-    """Scores of all runs, with the other constants fitted again."""
+    """Scores of all runs of the group, with the other constants fitted again."""
 
 
 def group_runs(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
@@ -134,6 +138,21 @@ def group_runs(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
     for run in runs:
         groups.setdefault((run.scenario.engine.name, run.scenario.cluster.gpu.name), []).append(run)
     return groups
+
+
+def group_for_fit(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Engine and GPU type → runs that its constants are fitted to; ANY_GPU where some of them hold on any type."""
+    by_gpu = group_runs(runs)
+    sharing = {name for (name, _), group in by_gpu.items() if group[0].scenario.engine.shared}
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for (name, gpu), group in by_gpu.items():
+        groups.setdefault((name, ANY_GPU if name in sharing else gpu), []).extend(group)
+    return groups
+
+
+def describe_group(name: str, gpu: str) -> str:
+    """A group in words."""
+    return f"{name} on {'all GPU types' if gpu == ANY_GPU else gpu}"
 
 
 def on_cluster(runs: Iterable[Run], cluster: Cluster) -> list[Run]:
@@ -149,13 +168,22 @@ def on_cluster(runs: Iterable[Run], cluster: Cluster) -> list[Run]:
     return [replace(run, scenario=move(run.scenario)) for run in runs]
 
 
-def with_engine(runs: Iterable[Run], engine: Engine) -> list[Run]:
-    """Runs with other constants."""
-    return [replace(run, scenario=replace(run.scenario, engine=engine)) for run in runs]
+def with_engines(runs: Iterable[Run], *engines: Engine) -> list[Run]:
+    """Runs with other constants: each with those of the engine that is for its GPU type."""
+    by_gpu = {engine.gpu: engine for engine in engines}
+    return [replace(run, scenario=replace(run.scenario, engine=by_gpu[run.scenario.cluster.gpu.name])) for run in runs]
 
 
-def fit_engine(runs: Sequence[Run], start: Engine) -> Engine:
-    """The engine with its fitted constants fitted to these runs alone.
+def find_engines(runs: Iterable[Run]) -> list[Engine]:
+    """The engine of one program's runs on each GPU type: that of the first run there."""
+    by_gpu: dict[str, Engine] = {}
+    for run in runs:
+        by_gpu.setdefault(run.scenario.cluster.gpu.name, run.scenario.engine)
+    return list(by_gpu.values())
+
+
+def fit_engines(runs: Sequence[Run], starts: Sequence[Engine]) -> list[Engine]:
+    """One program on several GPU types with its fitted constants fitted to these runs alone.
 
     Runs that had to be made playable in batch or stages are left out: what they measured is not quite what is played.
     """
@@ -163,67 +191,54 @@ def fit_engine(runs: Sequence[Run], start: Engine) -> Engine:
 
     played = [make_playable(run) for run in runs]
     usable = [new for new, run in zip(played, runs, strict=True) if new.scenario == run.scenario and run.mfu != 0]
-    return refit(usable, start)
+    return refit(usable, starts)
 
 
 def fit_group(runs: Sequence[Run], progress: Progress = lambda line: None) -> Fitted:
-    """Fit the engine of a group's runs to them."""
-    start = runs[0].scenario.engine
-    progress(f"fitting {start.name} on {start.gpu}")
-    engine = fit_engine(runs, start)
-    return Fitted(engine, score(predict(runs)), predict(with_engine(runs, engine)))
+    """Fit the engine of a group's runs to them; DtlayoutError if none ran."""
+    starts = find_engines(runs)
+    where = describe_group(starts[0].name, ", ".join(engine.gpu for engine in starts))
+    if not any(run.ran for run in runs):
+        raise DtlayoutError(f"no run of engine {where} to fit to")
+    progress(f"fitting {where}")
+    engines = fit_engines(runs, starts)
+    return Fitted(engines, score(predict(runs)), predict(with_engines(runs, *engines)))
 
 
 def without_fit(engine: Engine) -> Engine:
-    """The engine before any run was seen: general values, with the names of the constants that are fitted."""
-    return replace(engine, constants=find_engine(engine.name, gpu="none").constants)
+    """The engine before any run was seen, with the names of the constants that are fitted."""
+    return replace(engine, constants=find_unfitted(engine.name, engine.gpu).constants)
 
 
-def leave_one_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> dict[str, list[Prediction]]:
-    """Model → predictions for its runs, with constants that were fitted to the other models' runs of the same group.
+def ablate(runs: Sequence[Run], engines: Sequence[Engine], progress: Progress = lambda line: None) -> list[Ablation]:
+    """For each constant of a group's engine, fitted to these runs: the scores with its neutral value instead.
 
-    A fit starts at general values, so that nothing of the shipped ones, which saw all runs, is left in it. An engine
-    without fitted constants is scored as it is. DtlayoutError if a group with some has one model alone.
+    Its constants are those that are fitted, and those that its file sets otherwise than general ones. The fitted ones
+    of its kind, memory or time, are fitted again; those of the other kind don't see it, and stay.
     """
-    groups = group_runs(runs)
-    for (name, gpu), group in groups.items():
-        models = sorted({run.scenario.model.name for run in group})
-        if len(models) == 1 and group[0].scenario.engine.fitted:
-            raise DtlayoutError(
-                f"--leave-one-out needs runs of two models, but those of engine {name} on {gpu} are all of {models[0]}"
-            )
-    left_out: dict[str, list[Prediction]] = {}
-    for group in groups.values():
-        engine = group[0].scenario.engine
-        for model in dict.fromkeys(run.scenario.model.name for run in group):
-            own = [run for run in group if run.scenario.model.name == model]
-            others = [run for run in group if run.scenario.model.name != model]
-            fitted = engine
-            if engine.fitted:
-                progress(f"fitting {engine.name} on {engine.gpu} without {model}")
-                fitted = fit_engine(others, start=without_fit(engine))
-            left_out.setdefault(model, []).extend(predict(with_engine(own, fitted)))
-    return left_out
+    from dtlayout.planner.fit import MEMORY_CONSTANTS, Parameter, list_parameters
 
-
-def ablate(runs: Sequence[Run], engine: Engine, progress: Progress = lambda line: None) -> list[Ablation]:
-    """For each constant of `engine`, which is fitted to these runs: the scores with its neutral value instead.
-
-    The engine's constants are those that are fitted, and those that its file sets otherwise than general ones. The
-    fitted ones of its kind, memory or time, are fitted again; those of the other kind don't see it, and stay.
-    """
-    from dtlayout.planner.fit import MEMORY_CONSTANTS
-
-    own, start_values = vars(engine.constants), vars(without_fit(engine).constants)
-    general = vars(engine.features.kind_of_constants())
-    neutral = {name: start_values[name] for name in engine.fitted}
-    neutral |= {name: general[name] for name in general if name not in neutral and own[name] != general[name]}
+    first, fitted = engines[0], list_parameters(engines)
+    own, general = vars(first.constants), vars(first.features.kind_of_constants())
+    names = {name for _, name in fitted}
+    by_hand = [Parameter(ANY_GPU, name) for name in general if name not in names and own[name] != general[name]]
     ablations = []
-    for name, value in neutral.items():
-        progress(f"fitting {engine.name} on {engine.gpu} without {name}")
-        is_memory = name in MEMORY_CONSTANTS
-        kind = tuple(n for n in engine.fitted if n != name and (n in MEMORY_CONSTANTS) == is_memory)
-        start = replace(engine.with_constants(**{name: value}), fitted=kind)
-        fitted = fit_engine(runs, start) if kind else start
-        ablations.append(Ablation(name, value, score(predict(with_engine(runs, fitted)))))
+    for gpu, name in (*fitted, *by_hand):
+        progress(f"fitting {describe_group(first.name, gpu)} without {name}")
+        kind = MEMORY_CONSTANTS if name in MEMORY_CONSTANTS else general.keys() - MEMORY_CONSTANTS
+        starts = [_fit_only(engine, kind) for engine in engines]
+        for i, engine in enumerate(engines):
+            if gpu == engine.gpu or (gpu == ANY_GPU and name not in engine.fitted):
+                neutral = getattr(without_fit(engine).constants, name) if name in names else general[name]
+                starts[i] = _fit_only(starts[i].with_constants(**{name: neutral}), kind - {name})
+        changed = next(engine for engine in starts if gpu in (ANY_GPU, engine.gpu))
+        again = fit_engines(runs, starts) if list_parameters(starts) else starts
+        scores = score(predict(with_engines(runs, *again)))
+        ablations.append(Ablation(gpu, name, getattr(changed.constants, name), scores))
     return ablations
+
+
+def _fit_only(engine: Engine, names: Set[str]) -> Engine:
+    """The engine with fewer constants that are fitted."""
+    fitted, shared = (tuple(name for name in each if name in names) for each in (engine.fitted, engine.shared))
+    return replace(engine, fitted=fitted, shared=shared)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import exp, log
+from typing import Any
 
 import numpy as np
 
@@ -114,7 +115,7 @@ def find(runs: Sequence[Run], questions: Sequence[Question] = QUESTIONS) -> list
 
 
 def _answer(question: Question, runs: Sequence[Run], deal_out: Callable[..., np.ndarray]) -> Finding:
-    pairs = _pair(question, runs)
+    pairs = find_pairs(question, runs)
 
     def compare(name: str) -> tuple[np.ndarray, np.ndarray]:
         """The pairs of which both rows are known, and their changes; pairs × (1 + deals)."""
@@ -147,8 +148,8 @@ def _answer(question: Question, runs: Sequence[Run], deal_out: Callable[..., np.
     )
 
 
-def _pair(question: Question, runs: Sequence[Run]) -> np.ndarray:
-    """Places of rows to compare; pairs × 2."""
+def find_pairs(question: Question, runs: Sequence[Any]) -> np.ndarray:
+    """Places of rows to compare; pairs × 2. A row is whatever the question's functions take."""
     chosen = [question.choice(run) for run in runs]
     alike = group((question.pool(run), question.rest(run)) for run in runs)
     pairs = [(a, b) for places in alike for a, b in product(places, places) if question.follows(chosen[a], chosen[b])]

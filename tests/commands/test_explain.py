@@ -15,6 +15,8 @@ from dtlayout.cli import main
 from dtlayout.commands.explain import EXAMPLE
 from dtlayout.costmodel.memory import MemoryEstimate
 
+EXPERTS = ("number", "per_token", "ffn_size")
+LATENT = ("query_rank", "kv_rank", "rope_width", "value_width")
 LLAMA = str(ROOT / "configs" / "llama-13b-64xa100.toml")
 
 
@@ -65,11 +67,12 @@ def test_people_see_aligned_tables_a_bar_and_what_would_help(capsys):
     assert head["layout"] == "pp4·dp16 mb1 1f1b zero1 recompute=full on 64 x a100-80g-sxm"
     assert head["engine"].startswith("dtlayout, ") and head["fits"].startswith("yes: ")
     assert head["bound by"].endswith("of the step")
-    table = lines[6:11]
+    assert all(" rows of all engines" in line for line in lines[5:7])
+    table = lines[8:13]
     assert table[0].split()[2:] == [*(field.name for field in fields(MemoryEstimate)), "total"]
     assert len({len(line) for line in table}) == 1
     assert [line.split()[1] for line in table[1:]] == ["0", "1", "2", "3"]
-    assert lines[12].count("|") == 1 and "% of " in lines[12]
+    assert lines[14].count("|") == 1 and "% of " in lines[14]
     assert any(line.startswith("change ") for line in lines)
     assert "--layout.recompute=none" in text
 
@@ -132,6 +135,18 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
         (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),
         (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=2"), "cp=2: context parallelism is not there yet"),
+        (
+            ("--gpu", "cpu", "--engine", "nanotron", *(f"--model.experts.{name}=2" for name in EXPERTS)),
+            "model.experts: nanotron has no mixture of experts; use a model without, or another engine",
+        ),
+        (
+            ("--gpu", "cpu", *(f"--model.experts.{name}=2" for name in EXPERTS)),
+            "model.experts: a mixture of experts can be predicted, not trained; use a model without them",
+        ),
+        (
+            ("--gpu", "cpu", *(f"--model.latent_attention.{name}=2" for name in LATENT)),
+            "model.latent_attention can be predicted, not trained; use a model without it",
+        ),
         (
             ("--gpu", "h100-80g-sxm", "--kernels.attention=sdpa-flash"),
             "kernels.attention=sdpa-flash does not compute in precision.compute=float32",

@@ -11,6 +11,7 @@ import pytest
 from tiny import ROOT
 
 from dtlayout.cli import main
+from dtlayout.commands.recommend_answer import find_alike
 from dtlayout.config import check_layout, load_config
 from dtlayout.models.presets import PRESETS
 
@@ -61,8 +62,12 @@ def test_the_best_come_first_with_cost_and_reason(capsys):
         assert sum(layout["time"].values()) == pytest.approx(layout["step_time_s"])
         assert sum(layout["memory"][layout["busiest_rank"]].values()) == pytest.approx(layout["peak_bytes"])
         assert layout["peak_bytes"] <= document["scenario"]["allowed_bytes"]
+        interval = document["scenario"]["intervals"]["step_time"]
+        assert layout["step_time_range_s"] == [layout["step_time_s"] * interval[bound] for bound in ("low", "high")]
+        assert layout["peak_range_bytes"][0] < layout["peak_range_bytes"][1]
     assert all(layout["why"] for layout in layouts[:-1]) and layouts[-1]["why"] is None
     assert document["scenario"]["calibrated"] is False
+    assert document["alike"]["places"] == 4 and document["alike"]["pairs"] > document["alike"]["right"] > 0
     assert sum(document["searched"]["counts"].values()) == document["searched"]["layouts"]
 
 
@@ -71,7 +76,9 @@ def test_people_get_a_table_with_bands_bars_shares_and_reasons(capsys):
     text = capsys.readouterr().out
     for expected in (
         "uncalibrated",
-        " ± ",
+        "uncalibrated: no run of it on a100-80g-sxm is known; nothing like it was measured\nstep ",
+        " times as predicted, for 90% of ",
+        "laces 1 to 2 cannot be told apart: layouts predicted within ",
         "█",
         "of the step, %",
         "bubble",
@@ -81,6 +88,16 @@ def test_people_get_a_table_with_bands_bars_shares_and_reasons(capsys):
     ):
         assert expected in text
     assert len(text.split(" layouts: ")) == 2
+
+
+def test_leading_layouts_are_told_apart_where_their_steps_differ_by_enough():
+    near, far = find_alike([1.0, 1.004, 1.3], "dtlayout"), find_alike([1.0, 1.3], "dtlayout")
+    assert (near.places, near.least, near.most) == (2, 0.0, 0.005)
+    assert near.right < 0.7 * near.pairs
+    assert str(near).startswith("Places 1 to 2 cannot be told apart: layouts predicted within 0.5% of each other came ")
+    assert (far.places, far.most) == (1, None) and far.right > 0.9 * far.pairs
+    assert str(far).startswith(f"1 is apart from 2: layouts predicted {far.least:.1%} apart or more came in that order")
+    assert find_alike([1.0], "dtlayout") is None
 
 
 def test_other_choices_are_judged_each_with_a_reason(capsys):
@@ -239,6 +256,16 @@ def test_a_cluster_comes_from_a_file(capsys, tmp_path):
     assert (scenario["gpu"], scenario["num_gpus"], scenario["gpus_per_node"]) == ("h100-80g-sxm", 32, 4)
     assert ask(capsys, *arguments, "--gpus", "16")["scenario"]["num_gpus"] == 16
     assert "not both" in refuse(capsys, *arguments, "--gpu", "cpu")
+
+
+def test_a_rack_is_described_with_what_its_links_join(capsys, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text('gpu = "gb200"\ngpus = 8\n')
+    assert main(["recommend", *LLAMA[:2], *LLAMA[6:], "--cluster", str(path), "--top", "1"]) == 0
+    assert "on 8 x gb200 in nodes of 4, 8 joined by fast links; 128 sequences" in capsys.readouterr().out
+    path.write_text(f'{path.read_text()}[gpus_linked]\nvalue = 4\nunit = "GPU"\nsource = "no switch"\n')
+    assert main(["recommend", *LLAMA[:2], *LLAMA[6:], "--cluster", str(path), "--top", "1"]) == 0
+    assert "on 8 x gb200 in nodes of 4; 128 sequences" in capsys.readouterr().out
 
 
 def test_an_engine_with_measured_runs_is_not_called_uncalibrated(capsys):

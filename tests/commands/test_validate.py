@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,10 +11,12 @@ from pathlib import Path
 import pytest
 from tiny import ROOT
 
+from benchmarks.validate import explain_row
 from dtlayout import toml
 from dtlayout.cli import main
-from dtlayout.costmodel.engine import BOUNDS, find_engine
-from dtlayout.planner import validate as planner_validate
+from dtlayout.costmodel import engine
+from dtlayout.costmodel.engine import BOUNDS, find_engine, register_engine
+from dtlayout.planner import fit
 from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import predict
 from dtlayout.text import GIB
@@ -70,11 +71,11 @@ def few_constants(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Two fitted constants instead of all, which would take longer to fit."""
     names = ("matmul_efficiency", "logit_bytes")
 
-    def fit_few(runs, start):
-        return fit_engine(runs, replace(start, fitted=names))
+    def fit_few(runs, starts):
+        return refit(runs, [replace(start, fitted=names) for start in starts])
 
-    fit_engine = planner_validate.fit_engine
-    monkeypatch.setattr(planner_validate, "fit_engine", fit_few)
+    refit = fit.refit
+    monkeypatch.setattr(fit, "refit", fit_few)
     return names
 
 
@@ -117,18 +118,55 @@ def test_several_tables_are_pooled_and_a_score_without_rows_is_null(measured, tm
 
 def test_leaving_out_adds_scores_of_each_model(measured, few_constants, capsys):
     document = run_json(capsys, measured, "--leave-one-out")
-    assert document.keys() == DOCUMENT | {"left_out"}
+    assert document.keys() == DOCUMENT | {"left_out", "left_out_groups", "left_out_kept"}
+    assert document["left_out_groups"]["engine"]["nanotron"]["rows"] == 24
     assert list(document["left_out"]) == ["narrow", "wide"]
     assert all(scores.keys() == KEYS for scores in document["left_out"].values())
     assert document["pooled"]["mape"] == pytest.approx(0.25)  # the shipped constants still
 
 
-def test_leaving_out_the_only_model_is_refused(tmp_path, capsys):
+def test_the_only_model_is_not_left_out_and_told(tmp_path, capsys):
     path = write_measured(tmp_path / "runs.csv", make_rows()[:12])
-    message = (
-        "--leave-one-out needs runs of two models, but those of engine nanotron on h100-80g-sxm are all of narrow\n"
+    document = run_json(capsys, path, "--leave-one-out")
+    assert document["left_out"] == {}
+    assert list(document["left_out_kept"]) == ["nanotron on h100-80g-sxm"]
+    assert main(["validate", str(path), "--leave-one-out"]) == 0
+    line = "not left out, by constants that saw them: 12 rows of nanotron on h100-80g-sxm, all of narrow\n"
+    assert line in capsys.readouterr().out
+
+
+def test_leaving_out_gpu_types_adds_scores_of_each(measured, tmp_path, capsys):
+    other = write_rows(tmp_path / "other.csv", make_rows(engine="torchtitan", gpu="a100-80g-sxm", mfu=0.4))
+    document = run_json(capsys, measured, other, "--leave-gpu-out")
+    assert document.keys() == DOCUMENT | {"left_out_gpu", "left_out_gpu_groups", "left_out_gpu_kept"}
+    assert {gpu: scores["rows"] for gpu, scores in document["left_out_gpu"].items()} == {
+        "h100-80g-sxm": 24, "a100-80g-sxm": 24,
+    }  # fmt: skip
+    assert (
+        document["left_out_gpu"]["h100-80g-sxm"]["mape"]
+        > document["groups"]["gpu"]["h100-80g-sxm"]["speed"]["absolute"]
     )
-    assert refuse(capsys, path, "--leave-one-out") == message
+    assert document["left_out_gpu_groups"]["engine"].keys() == {"nanotron", "torchtitan"}
+    assert main(["validate", str(measured), "--leave-gpu-out"]) == 0
+    assert "\nGPU type left out " in capsys.readouterr().out
+
+
+def test_errors_of_rows_left_out_are_written_and_tell_how_many_lie_inside(measured, few_constants, tmp_path, capsys):
+    path = tmp_path / "errors.toml"
+    document = run_json(capsys, measured, "--errors", path)
+    assert document.keys() == DOCUMENT
+    written = toml.loads(path.read_text(encoding="utf-8"))
+    assert written["source"] == "rows left out: 24 of nanotron"
+    (known,) = (entry for entry in written["step_time"] if entry["kind"] == "known")
+    assert (known["engine"], known["gpu"], known["rows"]) == ("nanotron", "h100-80g-sxm", 22)
+    assert {entry["kind"] for entry in written["peak_memory"]} == {"known", "new GPU", "new precision", "new engine"}
+    left_out = run_json(capsys, measured, "--leave-one-out")["left_out_groups"]["engine"]["nanotron"]
+    assert left_out["speed"]["inside"] >= 0.8 and left_out["memory"]["rows"] == 24
+    assert main(["validate", str(measured), "--leave-one-out", "--worst", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("median errors, model left out ") for line in lines)
+    message = refuse(capsys, measured, "--errors", tmp_path / "none" / "errors.toml")
+    assert message.endswith(f"cannot be written: there is no folder {tmp_path / 'none'}\n")
 
 
 def test_people_see_scores_and_the_worst_rows_in_120_columns(measured, capsys):
@@ -175,24 +213,29 @@ def test_a_table_without_rows_is_refused(tmp_path, capsys):
 
 
 def test_rows_that_cannot_be_predicted_are_counted_by_reason_and_the_others_scored(tmp_path, capsys):
-    rows = make_rows(experts="", note="", source="a page")
-    rows[0] |= {"experts": 8, "gpu": "abacus"}
-    rows[1] |= {"experts": 8, "global_batch": 60}
+    experts = {"experts": 8, "experts_per_token": 2, "expert_ffn": 256, "ep": 1}
+    rows = make_rows(**dict.fromkeys(experts, ""), note="", source="a page")
+    rows[0] |= {**experts, "gpu": "abacus"}
+    rows[1] |= {**experts, "global_batch": 60}
     rows[5] |= {"global_batch": 60, "note": "a fan was slow", "mfu": 0.3}
     rows[3] |= {"table": "again", "note": "same layout as in sweep/narrow"}
     path = write_rows(tmp_path / "runs.csv", rows)
     document = run_json(capsys, path)
     assert document["rows"] == {"read": 24, "predicted": 21, "unpredicted": 2, "repeats": 1, "left_out": 0}
-    assert document["unpredicted"] == {"mixture of experts": 2, "GPU type abacus is not known": 1}
+    assert document["unpredicted"] == {
+        "engine nanotron has no experts or latent attention": 2,
+        "GPU type abacus is not known": 1,
+    }
     assert [row["row"] for row in document["unpredicted_rows"]] == ["0", "1"]
     assert document["unpredicted_rows"][1] == {
-        "table": "sweep/narrow", "row": "1", "reasons": ["mixture of experts"],
+        "table": "sweep/narrow", "row": "1", "reasons": ["engine nanotron has no experts or latent attention"],
     }  # fmt: skip
     assert list(document["changed"].values()) == [1]
     assert document["groups"]["source"]["a page"]["rows"] == document["pooled"]["rows"] == 21
     assert main(["validate", str(path), "--worst", "30"]) == 0
     text = capsys.readouterr().out
-    assert "not predicted: 2 of 24 rows, each under all of its reasons\n     2 mixture of experts\n" in text
+    lacking = "     2 engine nanotron has no experts or latent attention\n"
+    assert f"not predicted: 2 of 24 rows, each under all of its reasons\n{lacking}" in text
     assert "     1 GPU type abacus is not known\n       in sweep/narrow row 0\n" in text
     assert "not scored: 1 row measured again: by the note the same layout as in another of these tables\n" in text
     assert "\n    note: a fan was slow\n" in text
@@ -218,7 +261,7 @@ def test_people_see_which_way_each_engine_is_off(measured, capsys):
     assert main(["validate", str(measured)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if line.startswith("engine nanotron "))
-    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "24", "+0.0", "%", "0.0", "%"]
+    assert row.split()[2:] == ["24", "22", "+25.0", "%", "25.0", "%", "0", "24", "+0.0", "%", "0.0", "%", "100"]
     assert not [line for line in lines if line.startswith(("not predicted", "not scored", "predicted with"))]
 
 
@@ -258,6 +301,40 @@ def test_a_fit_can_be_written_to_a_file(measured, few_constants, tmp_path, capsy
     assert main(["validate", str(measured), "--fit", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert f"written: {out}" in printed and "[fitted" not in printed
+
+
+@pytest.fixture
+def sharing_engine(tmp_path: Path):
+    """An engine from outside with a constant of all GPU types and one of a single type; nobody has it afterwards."""
+    file = tmp_path / "sharing.toml"
+    file.write_text(
+        'engine = "sharing"\n[fitted.any]\ngpus = ["h100-80g-sxm"]\nlink_efficiency = 0.5\n'
+        "[fitted.h100-80g-sxm]\nmatmul_efficiency = 0.6\n",
+        encoding="utf-8",
+    )
+    register_engine(file)
+    yield "sharing"
+    engine._read_engines.cache_clear()
+
+
+def test_constants_of_all_gpu_types_and_of_one_are_printed_apart(sharing_engine, tmp_path, capsys):
+    rows = make_rows(engine=sharing_engine)[:12] + make_rows(engine=sharing_engine, gpu="a100-80g-sxm")[:12]
+    path = write_measured(tmp_path / "runs.csv", rows, factor=0.9)
+    assert main(["validate", str(path), "--fit", "--ablate", "--leave-gpu-out", "--worst", "0"]) == 0
+    printed = capsys.readouterr().out
+    fitted = toml.loads(printed[printed.index("# sharing: scores") : printed.index("\nsharing on h100")])["fitted"]
+    assert list(fitted) == ["any", "h100-80g-sxm"]
+    assert fitted["any"].keys() == {"source", "gpus", "link_efficiency"}
+    assert fitted["any"]["gpus"] == ["a100-80g-sxm", "h100-80g-sxm"] and fitted["any"]["source"].startswith("24 runs")
+    assert fitted["h100-80g-sxm"].keys() == {"source", "matmul_efficiency"}
+    assert fitted["h100-80g-sxm"]["source"] == "12 runs of narrow"
+    assert "sharing on a100-80g-sxm, 12 rows: uncalibrated; " in printed
+    assert "\nlink_efficiency any " in printed and "\nmatmul_efficiency h100-80g-sxm " in printed
+    document = run_json(capsys, path, "--fit")["fitted"]
+    assert {gpu: (*each["constants"],) for gpu, each in document.items()} == {
+        "any": ("link_efficiency",), "h100-80g-sxm": ("matmul_efficiency",),
+    }  # fmt: skip
+    assert (document["any"]["scores"]["rows"], document["h100-80g-sxm"]["scores"]["rows"]) == (24, 12)
 
 
 def test_ablation_shows_what_each_constant_is_worth(measured, few_constants, capsys):
@@ -358,11 +435,9 @@ def test_scoring_starts_without_torch_scipy_and_matplotlib(measured):
 
 
 def run_benchmark(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "VALIDATE_TABLES"}
-    environment |= {"OUT": str(tmp_path / "report.md"), "PYTHON": sys.executable}
     return subprocess.run(
-        ["sh", str(ROOT / "benchmarks" / "validate.sh"), *arguments],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
+        [sys.executable, "-m", "benchmarks.validate", "--out", str(tmp_path / "report.md"), *arguments], cwd=ROOT,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -377,10 +452,26 @@ def test_the_benchmark_skips_without_tables(tmp_path):
 def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     folder = tmp_path / "tables"
     folder.mkdir()
-    write_measured(folder / "small.csv", make_rows(engine="torchtitan"))
-    done = run_benchmark(tmp_path, str(folder))
+    write_measured(folder / "small.csv", make_rows(engine="torchtitan"), factor=0.8)
+    rows = make_rows(table="one")[:12]
+    write_measured(folder / "one.csv", rows)
+    write_rows(folder / "one.csv", [*rows, rows[0] | {"gpu": "abacus"}])
+    done = run_benchmark(tmp_path, str(folder), "--errors", str(tmp_path / "errors.toml"))
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| all rows | 24 |" in report
-    assert "worst by speed" in report and "CPU cores" in report
+    off = r"\+25\.0 % \| 25\.0 % \|"
+    assert re.search(rf"\| torchtitan \| h100-80g-sxm \| bfloat16 \| \d+ \| {off} {off} ", report)
+    assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| fitted to all rows | 24 |" in report
+    assert "12 rows of nanotron on h100-80g-sxm are all of one model, which cannot be left out." in report
+    assert "| one.csv | GPU type abacus is not known | 1 |" in report
+    assert re.search(r"## Worst 20 rows of \d+: speed", report) and "| not explained | +25.0 % |" in report
+    assert "CPU cores" in report and "| nanotron | h100-80g-sxm | matmul_efficiency |" in report
     assert str(tmp_path) not in report and str(ROOT) not in report
+    assert toml.loads((tmp_path / "errors.toml").read_text(encoding="utf-8"))["source"].endswith("24 of torchtitan")
+
+
+def test_a_worst_rows_reason_is_the_one_whose_beginning_is_longest():
+    reasons = {"bridge": "a release", "bridge/25.09 row 3": "dropped tokens"}
+    assert explain_row("bridge/25.09 row 31", reasons) == "dropped tokens"
+    assert explain_row("bridge/25.09 row 4", reasons) == "a release"
+    assert explain_row("titan row 3", reasons) == "not explained"

@@ -1,12 +1,22 @@
 """Which link a collective or a message takes, and how long it does; 8 GPUs a node, of 100 and 10 GB/s."""
 
+from dataclasses import replace
+
 import pytest
 from small import US, scenario
 
 from dtlayout.costmodel.comm import Link, all_reduce_s, data_link, half_all_reduce_s, message_link, message_s, tp_link
+from dtlayout.costmodel.scenario import Scenario
 from dtlayout.layout import Layout
 
 INSIDE = Link(bytes_per_s=50e9, start_s=10e-6, latency_s=5e-6, crosses_nodes=False)
+
+
+def rack(num_gpus: int) -> Scenario:
+    """Nodes of 4 GPUs, 72 of which fast links join."""
+    here = scenario(num_gpus=num_gpus)
+    gpu = replace(here.cluster.gpu, gpus_linked=72)
+    return replace(here, cluster=replace(here.cluster, gpu=gpu, gpus_per_node=4))
 
 
 def test_a_ring_sends_all_but_one_share_in_one_hop_less_than_ranks():
@@ -75,3 +85,27 @@ def test_messages_take_the_network_unless_the_job_is_in_one_node():
 def test_a_message_is_its_bytes_and_one_hop():
     assert message_s(scenario(), Layout(pp=16), 1e6) == pytest.approx(200 * US + 10 * US)
     assert message_s(scenario(), Layout(), 1e6) == 0
+
+
+@pytest.mark.parametrize("tp", [8, 24, 72])
+def test_tp_takes_the_fast_links_of_a_domain_that_is_larger_than_a_node(tp):
+    assert tp_link(rack(144), Layout(tp=tp, dp_shard=144 // tp)) == INSIDE
+    assert tp_link(scenario(num_gpus=144), Layout(tp=tp, dp_shard=144 // tp)).crosses_nodes == (tp > 8)
+
+
+def test_tp_that_does_not_divide_a_domain_crosses_the_network_and_a_part_of_one_has_its_own_divisors():
+    assert tp_link(rack(144), Layout(tp=16, dp_shard=9)).crosses_nodes
+    assert tp_link(rack(64), Layout(tp=16, dp_shard=4)) == INSIDE
+
+
+def test_a_ring_through_two_domains_has_the_network_of_all_gpus_of_one():
+    """144 GPUs are 36 nodes: half of 10 GB/s, times the root of 72, over 1 + 36 · 0.1."""
+    assert data_link(rack(144), Layout(dp_shard=72, pp=2), 1, 72) == INSIDE
+    found = data_link(rack(144), Layout(dp_shard=144), 1, 144)
+    assert found.crosses_nodes
+    assert found.bytes_per_s == pytest.approx(5e9 * 72**0.5 / 4.6)
+
+
+def test_messages_stay_inside_a_domain_that_holds_the_job():
+    assert not message_link(rack(72), Layout(pp=18, tp=4)).crosses_nodes
+    assert message_link(rack(144), Layout(pp=36, tp=4)).crosses_nodes

@@ -1,14 +1,26 @@
 """Seconds of blocks and heads, against numbers computed by hand; tokens of a microbatch, heads and widths are round."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from small import GPU, US, scenario
 
-from dtlayout.costmodel.compute import attention_s, block_time, block_tp_s, head_time, host_s, matmul_s, recompute_time
+from dtlayout.costmodel.compute import (
+    attention_s,
+    block_time,
+    block_tp_s,
+    head_time,
+    host_s,
+    linear_s,
+    matmul_s,
+    recompute_time,
+)
 from dtlayout.costmodel.engine import Features
+from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.precision import Precision
 
 TP2, TP2_SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2)
 HALF_S = (10 + 20 + 5) * US
@@ -25,6 +37,54 @@ def test_a_thin_matmul_is_bound_by_memory():
 
 def test_each_size_of_a_matmul_is_lengthened():
     assert matmul_s(scenario(matmul_fill=100), 1000, 900, 1900) == pytest.approx(2 * 1100 * 1000 * 2000 / 50e12)
+
+
+def in_format(name: str, **constants: float) -> Scenario:
+    gpu = replace(GPU, peak_fp8_flops_per_s=200e12, peak_fp4_flops_per_s=400e12)
+    found = scenario(fp8_efficiency=0.5, fp4_efficiency=0.25, **constants)
+    return replace(found, cluster=replace(found.cluster, gpu=gpu), precision=Precision(matmuls=name))
+
+
+def test_a_linear_layer_below_bf16_has_its_formats_peak_and_fills_it_as_slowly():
+    assert linear_s(scenario(), 1000, 1000, 1000) == matmul_s(scenario(), 1000, 1000, 1000)
+    assert linear_s(in_format("fp8-tensorwise"), 1000, 1000, 1000) == pytest.approx(2e9 / 100e12)
+    assert linear_s(in_format("nvfp4", matmul_share=0.5), 1000, 1000, 1000) == pytest.approx(2e9 / 50e12)
+    filled = linear_s(in_format("mxfp8", matmul_fill=100), 1000, 900, 1800)
+    assert filled == pytest.approx(2 * 1100 * 1000 * 2000 / 100e12)
+    assert linear_s(replace(in_format("nvfp4"), cluster=scenario().cluster), 10, 10, 10) == inf
+
+
+@pytest.mark.parametrize(
+    ("layout", "elements"),
+    [
+        # Read: 1000 by q, k, v and by o, 1000 by gate and up, 2000 by down; and gradients of what all of them give.
+        (Layout(), 13_000),
+        # Over tp all but what a branch reads first and gives last; under sequence parallelism that too.
+        (TP2, 13_000 / 2 + 4000 / 2),
+        (TP2_SP, 13_000 / 2),
+    ],
+)
+def test_what_a_linear_layer_reads_and_gradients_of_what_it_gives_are_cast(layout, elements):
+    plain, cast = (block_time(each, layout, Kernels()) for each in (scenario(), in_format("fp8-tensorwise")))
+    matmuls_s = 360 * US / layout.tp  # in fp8 half of that
+    casts_s = 6 * elements * 1000 / 1e12
+    assert cast.forward_s == pytest.approx(plain.forward_s - matmuls_s / 2 + casts_s / 3)
+    assert cast.backward_s == pytest.approx(plain.backward_s - matmuls_s + casts_s * 2 / 3)
+
+
+def test_what_sequence_parallelism_gathers_is_cast_before_and_what_is_summed_is_not():
+    quarter_s = HALF_S - 10 * US
+    found = block_tp_s(in_format("fp8-tensorwise"), TP2_SP)
+    assert found == pytest.approx((2 * HALF_S + 2 * quarter_s, 2 * HALF_S + 4 * quarter_s))
+    assert block_tp_s(in_format("fp8-tensorwise"), TP2) == block_tp_s(scenario(), TP2)
+
+
+def test_a_program_may_keep_a_share_of_the_matmuls_it_is_to_keep():
+    setting = scenario(features=Features(checkpointing="torch", kept_matmuls=0.25))
+    layout = Layout(recompute="selective")
+    block = block_time(setting, layout, Kernels())
+    again_s, _ = recompute_time(setting, layout, Kernels(), block)
+    assert again_s == pytest.approx((104 / 3 + 0.75 * 280) * US)
 
 
 @pytest.mark.parametrize(

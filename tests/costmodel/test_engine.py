@@ -2,13 +2,23 @@
 
 from dataclasses import fields
 from importlib.resources import files
+from itertools import pairwise
 
 import pytest
 
 from dtlayout import toml
 from dtlayout.cluster import known_gpus
 from dtlayout.costmodel import engine
-from dtlayout.costmodel.engine import BOUNDS, Constants, Features, RunAheadConstants, find_engine, known_engines
+from dtlayout.costmodel.engine import (
+    ANY_GPU,
+    BOUNDS,
+    Constants,
+    Features,
+    RunAheadConstants,
+    find_engine,
+    find_unfitted,
+    known_engines,
+)
 from dtlayout.errors import InvalidConfig
 
 GPU = "h100-80g-sxm"
@@ -54,12 +64,25 @@ def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
     for entry in (files("dtlayout") / "constants" / "engines").iterdir():
         table = toml.loads(entry.read_text(encoding="utf-8"))
         assert entry.name == table["engine"] + ".toml"
-        assert set(table) <= {"engine", "features", "constants", "beside_gpu", "fitted"}
-        assert set(table.get("fitted", {})) <= set(known_gpus())
+        assert set(table) <= {"engine", "features", "constants", "beside_gpu", "usual", "fitted"}
+        assert set(table.get("fitted", {})) <= {*known_gpus(), ANY_GPU}
+        assert set(table.get("fitted", {}).get(ANY_GPU, {}).get("gpus", ())) <= set(known_gpus())
     achieved = toml.loads((files("dtlayout") / "constants" / "achieved.toml").read_text(encoding="utf-8"))
-    assert set(achieved) <= set(known_gpus())
+    described = {entry.name.removesuffix(".toml") for entry in (files("dtlayout") / "constants" / "clusters").iterdir()}
+    assert set(achieved) == described - {"cpu"}
     for table in achieved.values():
-        assert table.pop("source") and set(table) <= set(BOUNDS)
+        assert table.pop("source") and {"matmul_efficiency"} <= set(table) <= set(BOUNDS)
+        assert all(BOUNDS[name][0] < value < BOUNDS[name][1] for name, value in table.items())
+
+
+def test_one_chip_sustains_flops_by_its_power_limit():
+    """By the rule of docs/time-model.md, FLOP/s to which each further watt adds less."""
+    gpus = [known_gpus()[f"h100-{name}"] for name in ("94g-nvl", "96g-500w", "80g-sxm")]
+    powers = [gpu.board_power_w or 0 for gpu in gpus]
+    sustained = [gpu.peak_flops_per_s * find_engine("megatron", gpu.name).constants.matmul_efficiency for gpu in gpus]
+    for (less, slower), (more, faster) in pairwise(zip(powers, sustained, strict=True)):
+        assert less < more
+        assert faster / slower == pytest.approx((more / less) ** 0.7, rel=0.02)
 
 
 def test_constants_were_fitted_for_both_published_sweeps():
@@ -69,8 +92,8 @@ def test_constants_were_fitted_for_both_published_sweeps():
 @pytest.mark.parametrize(("name", "gpu"), FITTED)
 def test_fitted_constants_are_few_and_lie_between_their_bounds(name, gpu):
     found = find_engine(name, gpu)
-    assert len(found.fitted) <= 16
-    for constant in found.fitted:
+    assert len(found.fitted) + len(found.shared) <= 16
+    for constant in (*found.fitted, *found.shared):
         low, high = BOUNDS[constant]
         assert low < getattr(found.constants, constant) < high, constant
 
@@ -90,7 +113,8 @@ def test_what_a_host_takes_to_start_kernels_holds_beside_gpus_alone():
 
 def test_an_unknown_engine_is_refused_with_those_there_are():
     assert problems_of("megatorn") == [
-        "engine 'megatorn' is unknown; use one of aa-scaling, dtlayout, megatron, nanotron, torchtitan"
+        "engine 'megatorn' is unknown; use one of aa-scaling, automodel, dtlayout, fsdp1, internevo, "
+        "megatron, nanotron, prime-rl, torchtitan"
     ]
 
 
@@ -114,6 +138,7 @@ def test_an_unknown_engine_is_refused_with_those_there_are():
             f"[fitted.{GPU}]\nsource = 'runs'\noverlab = 1.0",
             f"mine.toml: fitted.{GPU}.overlab is unknown; did you mean fitted.{GPU}.overlap?",
         ),
+        ("[fitted.any]\ngpus = 'all'", "mine.toml: fitted.any.gpus='all' must be a list"),
         (
             f"[fitted.{GPU}]\nmatmul_efficiency = 0.1",
             f"mine.toml: fitted.{GPU}.matmul_efficiency=0.1 lies outside [0.4, 0.95]",
@@ -158,6 +183,38 @@ link_efficiency = 0.53
     elsewhere = find_engine("mine", "a100-80g-sxm")
     assert (elsewhere.constants.flash2_efficiency, elsewhere.constants.link_efficiency) == (0.41, 0.7)
     assert not elsewhere.is_calibrated
+
+
+def test_constants_fitted_on_all_gpu_types_stand_below_those_of_one(install):
+    install(
+        f"""
+[constants]
+overlap = 0.5
+[fitted.any]
+source = "all runs"
+gpus = ["{GPU}", "h200-141g-sxm"]
+flash2_efficiency = 0.41
+overlap = 0.6
+[fitted.{GPU}]
+source = "its runs"
+flash2_efficiency = 0.42
+""",
+        achieved="""
+[a100-80g-sxm]
+flash2_efficiency = 0.43
+link_efficiency = 0.53
+""",
+    )
+    own, other, foreign = (find_engine("mine", gpu) for gpu in (GPU, "h200-141g-sxm", "a100-80g-sxm"))
+    assert (own.constants.flash2_efficiency, own.constants.overlap) == (0.42, 0.6)
+    assert (own.fitted, own.shared, own.source) == (("flash2_efficiency",), ("overlap",), "its runs; all runs")
+    assert (other.fitted, other.shared) == ((), ("flash2_efficiency", "overlap"))
+    assert (other.is_calibrated, other.source) == (True, "all runs")
+    assert (foreign.constants.flash2_efficiency, foreign.constants.link_efficiency) == (0.41, 0.53)
+    assert not foreign.is_calibrated and foreign.source.startswith("uncalibrated: ")
+    assert foreign.source.endswith("; constants from all runs")
+    unfitted = find_unfitted("mine", "a100-80g-sxm")
+    assert (unfitted.constants.flash2_efficiency, unfitted.constants.overlap, unfitted.shared) == (0.43, 0.5, ())
 
 
 def test_an_engine_takes_other_constants_within_their_bounds():

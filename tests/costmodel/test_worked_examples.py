@@ -1,5 +1,7 @@
 """Numbers that others published, out of the cost model: none of these runs was used to fit a constant."""
 
+from dataclasses import replace
+
 import pytest
 
 from dtlayout.batch import Batch
@@ -45,9 +47,10 @@ def tflops_per_gpu(found: Estimate, setting: Scenario) -> float:
 
 
 def test_mixed_precision_training_keeps_18_bytes_a_parameter():
-    """arXiv:2406.11704 (Nemotron-4) gives 6,120 GB for 340B: 2 + 4 + 12 bytes, nothing sharded."""
+    """arXiv:2406.11704 (Nemotron-4) gives 6,120 GB for 340B: 2 + 4 + 12 bytes, nothing sharded, gradients in fp32."""
     setting = scenario(NEMOTRON_340B, "h100-80g-sxm", 1, 1, 4096)
-    layout = Layout()
+    features = replace(setting.engine.features, gradient_bytes=4)
+    setting, layout = replace(setting, engine=replace(setting.engine, features=features)), Layout()
     n = sum(count_stage_parameters(NEMOTRON_340B, stage, 1) for stage in cut(setting, layout))
     state = sum(state_bytes(setting, layout, n, unit=0).values())
     assert n == count_parameters(NEMOTRON_340B)
@@ -111,6 +114,9 @@ def test_interleaving_helps_small_batches_most():
     ids=["405b-dp128", "405b-dp64", "340b"],
 )  # fmt: skip
 def test_published_speeds_of_the_largest_runs_within_ten_percent(model, gpus, global_batch, seq_len, layout, published):
+    """By programs that did not hide tp's messages behind matmuls, as Megatron's users do since."""
     setting = scenario(model, "h100-80g-sxm", gpus, global_batch, seq_len)
+    setting = replace(setting, engine=setting.engine.with_constants(tp_exposed=1.0))
     assert layout.world_size == gpus
-    assert tflops_per_gpu(estimate(setting, layout, Kernels()), setting) == pytest.approx(published, rel=0.10)
+    found = estimate(setting, layout, Kernels(attention="sdpa-cudnn"))
+    assert tflops_per_gpu(found, setting) == pytest.approx(published, rel=0.10)

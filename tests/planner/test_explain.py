@@ -168,6 +168,17 @@ def test_where_nothing_single_fits_the_fewest_gpus_that_would_are_found():
     assert doubled and not any(estimator.estimate(layout, Kernels()).fits for layout in doubled)
 
 
+def test_more_gpus_of_a_rack_join_the_links_of_those_that_are_there():
+    gpu = find_gpu("gb200")
+    rack = Cluster(gpu=gpu, num_gpus=4, gpus_per_node=4)
+    scenario = replace(make_scenario("llama3.1-405b"), cluster=rack, engine=find_engine("dtlayout", gpu.name))
+    growth = explain(scenario, Layout(tp=4, micro_batch=1), Kernels()).growth
+    layout = growth.estimate.layout
+    larger = replace(scenario, cluster=replace(rack, num_gpus=layout.world_size))
+    assert layout.world_size > 4 and growth.estimate == estimate(larger, layout, Kernels())
+    assert growth.estimate.step_time_s < estimate(scenario, layout, Kernels()).step_time_s
+
+
 def test_where_no_number_of_gpus_would_do_none_is_named():
     tiny_gpu = replace(find_gpu("a100-80g-sxm"), memory_bytes=3 * 10**9)
     scenario = make_scenario(model="llama3.1-405b", seq_len=131072)

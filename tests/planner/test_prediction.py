@@ -170,7 +170,10 @@ def test_a_prediction_is_one_line_and_says_how_much_it_is_worth():
     scenario = own_scenario(config, 64, A100)
     line = describe(predict(config, layout, A100), scenario)
     state = "calibrated" if to_predicted(predict(config, layout, A100), scenario).calibrated else "uncalibrated"
-    assert f"% ({state}), MFU " in line and re.search(r" GiB on pipeline rank 0 of 7\d\.\d", line)
+    number = r"[\d.]+"
+    step = rf"step {number} s \({number} to {number}, {state}: 90% of \d+ rows of [^()]+\)"
+    peak = rf"peak {number} GiB \({number} to {number}\) on pipeline rank 0 of 7\d\.\d"
+    assert re.fullmatch(rf"predicted: {step}, MFU {number}%, {peak}", line)
 
 
 def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
@@ -179,14 +182,20 @@ def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
     for gpu, line in (
         (
             cpu,
-            r"predicted: peak .* MiB on pipeline rank 0 \(no step time: dtlayout calibrate has not measured this CPU\)",
+            r"predicted: peak .* MiB \(.* to .*\) on pipeline rank 0 "
+            r"\(no step time: dtlayout calibrate has not measured this CPU\)",
         ),
-        (measured, r"predicted: step .* s ± 10% \(calibrated\), peak .* MiB on pipeline rank 0"),
+        (
+            measured,
+            r"predicted: step .* s \(.* to .*, calibrated: 50% of the steps of the last sweep on these machines\), "
+            r"peak .* MiB \(.* to .*\) on pipeline rank 0",
+        ),
     ):
         found, scenario = predict(config, layout, gpu), own_scenario(config, 64, gpu)
         recorded = to_predicted(found, scenario)
         assert re.fullmatch(line, describe(found, scenario))
         assert (recorded.step_time_s, recorded.mfu) == (found.step_time_s if gpu is measured else None, None)
+        assert (recorded.step_time_interval is None) == (gpu is cpu) and recorded.peak_memory_interval
         assert_json_holds(scenario, found, recorded)
 
 

@@ -10,11 +10,14 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.scenario import Scenario, find_refusals
+from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.model_shape import Experts
 from dtlayout.planner.explain import explain
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.precision import Precision
 
 MODEL = replace(SHAPE, hidden_size=1024, ffn_size=2048, num_layers=4, vocab_size=8192)
 
@@ -39,12 +42,25 @@ def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine):
     assert not any("keep-" in override for change in advised for override in change.overrides)
 
 
+def test_a_mixture_of_experts_is_predicted_for_engines_that_have_it_and_not_searched():
+    experts = Experts(number=8, per_token=2, ffn_size=512)
+    mixtures = {e: replace(scenario(e), model=replace(MODEL, experts=experts)) for e in ("megatron", "dtlayout")}
+    layout = Layout(dp_shard=4, ep=4)
+    assert layout.is_legal(mixtures["megatron"].model, mixtures["megatron"].batch)
+    assert find_refusals(mixtures["megatron"], layout, Kernels()) == []
+    (problem,) = find_refusals(mixtures["dtlayout"], layout, Kernels())
+    assert problem == "model.experts: dtlayout has no mixture of experts; use a model without, or another engine"
+    assert explain(mixtures["megatron"], layout, Kernels()).estimate.fits
+    with pytest.raises(InvalidConfig, match="model tiny is a mixture of experts, whose layouts are not searched yet"):
+        Space(mixtures["megatron"])
+
+
 def test_a_schedule_that_the_trainer_cannot_run_is_predicted_for_other_engines_alone():
     with registered(ZB_H1):
-        assert Search(Space(scenario("megatron"), fixed={"schedule": "zb-h1"})).run().ranked
+        assert Search(Space(scenario("torchtitan"), fixed={"schedule": "zb-h1"})).run().ranked
         assert not Search(Space(scenario(), fixed={"schedule": "zb-h1"})).run().ranked
         layout = Layout(pp=2, dp_shard=2, schedule="zb-h1")
-        assert not find_refusals(scenario("megatron"), layout, Kernels())
+        assert not find_refusals(scenario("torchtitan"), layout, Kernels())
         (problem,) = find_refusals(scenario(), layout, Kernels())
     assert problem == "schedule=zb-h1 splits backwards, which can be predicted, not trained; use schedule=1f1b"
 
@@ -63,3 +79,38 @@ def test_no_change_is_advised_that_the_trainer_refuses():
     for kernels in (Kernels(), Kernels(compile="model")):
         for change in explain(here, layout, kernels).changes:
             assert not find_refusals(here, change.estimate.layout, change.estimate.kernels)
+
+
+def test_no_engine_is_asked_for_what_its_code_lacks():
+    here = scenario("megatron", "h100-80g-sxm")
+    (problem,) = find_refusals(here, Layout(pp=2, dp_shard=2, schedule="gpipe"), Kernels())
+    assert problem == "layout.schedule=gpipe is nothing that megatron has; use 1f1b or interleaved-1f1b"
+    (problem,) = find_refusals(here, Layout(pp=2, dp_shard=2, zero=3), Kernels())
+    assert problem == "layout.zero=3 in a pipeline is nothing that megatron has; use zero=2 or less"
+    assert not find_refusals(here, Layout(dp_shard=4, zero=3), Kernels())
+    ranked = Search(Space(here, fixed={"pp": 2})).run().ranked
+    assert {each.layout.zero for each in ranked} <= {1, 2}
+    assert {each.layout.schedule for each in ranked} <= {"1f1b", "interleaved-1f1b"}
+    assert not Search(Space(here, fixed={"pp": 2, "zero": 3})).run().ranked
+
+
+def test_matmuls_below_bf16_are_predicted_of_others_where_the_gpu_has_them():
+    here, layout = scenario("megatron", "h100-80g-sxm"), Layout(dp_shard=4)
+    fp8, mxfp8 = (replace(here, precision=Precision(matmuls=name)) for name in ("fp8-tensorwise", "mxfp8"))
+    assert not find_refusals(fp8, layout, Kernels())
+    assert find_refusals(mxfp8, layout, Kernels()) == [
+        "precision.matmuls=mxfp8 is no format that h100-80g-sxm multiplies in"
+    ]
+    own = replace(scenario("dtlayout", "h100-80g-sxm"), precision=fp8.precision)
+    (problem,) = find_refusals(own, layout, Kernels())
+    assert problem == "precision.matmuls=fp8-tensorwise can be predicted, not trained; use precision.matmuls=compute"
+    faster = Search(Space(fp8)).run().ranked[0], Search(Space(here)).run().ranked[0]
+    assert faster[0].step_time_s < faster[1].step_time_s
+    assert faster[0].peak_bytes < faster[1].peak_bytes
+
+
+def test_a_config_below_bf16_is_refused_before_it_starts():
+    with pytest.raises(InvalidConfig, match=r"precision.matmuls='fp8' is unknown; use one of"):
+        Precision(matmuls="fp8")
+    with pytest.raises(InvalidConfig, match=r"is cast from bfloat16, and precision.compute is float32"):
+        Precision(matmuls="mxfp8", compute="float32")

@@ -21,6 +21,7 @@ from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, Sta
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.model_shape import Experts
 from dtlayout.planner.candidates import Candidates, LeftOut
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.search import Search
@@ -30,6 +31,7 @@ from dtlayout.precision import Precision
 
 MODEL = replace(SHAPE, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_size=1024, num_layers=12, vocab_size=8192)
 BATCH = Batch(global_batch=64, seq_len=512)
+EXPERTS = replace(MODEL, experts=Experts(number=8, per_token=2, ffn_size=256, shared_ffn_size=128, dense_layers=3))
 BASES = (Layout(pp=2, tp=2, dp_shard=2), Layout(dp_shard=4, zero=3))
 LAYOUTS = {
     "pp": [{"pp": n} for n in (1, 2, 4)],
@@ -37,6 +39,8 @@ LAYOUTS = {
     "dp_shard": [{"dp_shard": n} for n in (1, 8)],
     "cp": [{"cp": 2}],
     "tp": [{"tp": 1}, {"tp": 4}],
+    "ep": [{"ep": 2}],
+    "ep_overlap": [{"ep": 2, "ep_overlap": True}],
     "sequence_parallel": [{"sequence_parallel": False}],
     "tp_overlap": [{"tp_overlap": True}],
     "micro_batch": [{"micro_batch": 4}],
@@ -74,7 +78,7 @@ SCENARIOS = {
 
 
 def make_cases() -> list[tuple[Layout, Kernels]]:
-    """The bases with any one change, and with half of all pairs; all but those with cp can run."""
+    """The bases with any one change, and with half of all pairs; all but those with cp or ep can run."""
     changes = [("layout", change) for of_field in LAYOUTS.values() for change in of_field]
     changes += [("kernels", {name: value}) for name, values in KERNELS.items() for value in values]
     found: dict[tuple[Layout, Kernels], None] = {}
@@ -83,7 +87,7 @@ def make_cases() -> list[tuple[Layout, Kernels]]:
         for pair in [*pairs[: len(changes)], *pairs[len(changes) :: 2]]:
             layout = replace(base, **{k: v for kind, change in pair if kind == "layout" for k, v in change.items()})
             kernels = Kernels(**{k: v for kind, change in pair if kind == "kernels" for k, v in change.items()})
-            if replace(layout, cp=1).is_legal(MODEL, BATCH):
+            if replace(layout, cp=1, ep=1).is_legal(MODEL, BATCH):
                 found[layout, kernels] = None
     return list(found)
 
@@ -117,15 +121,22 @@ def test_every_field_is_changed():
         assert len({getattr(layout, name) for layout, _ in CASES}) > 1, name
 
 
+WITH_EXPERTS = {
+    f"experts on {engine}": replace(on_gpus(engine), model=EXPERTS) for engine in ("megatron", "torchtitan")
+}
+"""Scenarios that no search takes."""
+
+
 def test_estimators_that_have_seen_everything_say_what_fresh_ones_say():
-    known = {name: Estimator(scenario) for name, scenario in SCENARIOS.items()}
-    everything = [(name, case) for name in SCENARIOS for case in CASES]
+    scenarios = SCENARIOS | WITH_EXPERTS
+    known = {name: Estimator(scenario) for name, scenario in scenarios.items()}
+    everything = [(name, case) for name in scenarios for case in CASES]
     Random(0).shuffle(everything)
     for name, case in everything:
         known[name].estimate(*case)
     forget()
     for name, case in everything:
-        fresh = Estimator(SCENARIOS[name])
+        fresh = Estimator(scenarios[name])
         assert known[name].estimate(*case) == fresh.estimate(*case), (name, case)
         assert known[name].lower_bound_s(*case) == fresh.lower_bound_s(*case), (name, case)
 
@@ -173,6 +184,11 @@ PARTS = (BlockLayout, StageLayout, CutLayout, PipelineLayout, StateLayout)
 
 def say(name: str) -> Iterator[Any]:
     """What one estimator and one search say of every case, one after the other."""
+    if name in WITH_EXPERTS:
+        estimator = Estimator(WITH_EXPERTS[name])
+        for case in CASES[::3]:
+            yield estimator.lower_bound_s(*case), estimator.memory(*case)
+        return
     candidates = find_candidates(SCENARIOS[name])
     for layout, kernels in CASES[::3]:
         yield candidates.estimator.lower_bound_s(layout, kernels)
@@ -185,7 +201,7 @@ def say(name: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def right() -> dict[str, list[Any]]:
-    return {name: list(say(name)) for name in SCENARIOS}
+    return {name: list(say(name)) for name in SCENARIOS | WITH_EXPERTS}
 
 
 @pytest.mark.parametrize(("part", "field"), [(part, field) for part in PARTS for field in part._fields])
@@ -204,4 +220,6 @@ def test_every_field_of_every_part_matters_to_some_case(part, field, right, monk
         except (AssertionError, IndexError, KeyError):  # stages that the pipeline does not have
             return True
 
-    assert any(map(is_noticed, SCENARIOS)), f"{part.__name__}.{field} is read by nothing, or by nothing tested here"
+    assert any(map(is_noticed, SCENARIOS | WITH_EXPERTS)), (
+        f"{part.__name__}.{field} is read by nothing, or by nothing tested here"
+    )

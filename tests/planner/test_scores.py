@@ -1,47 +1,14 @@
 """Each score against a value computed by hand, and Kendall's tau-b against scipy's."""
 
 import random
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 
 import pytest
 from scipy.stats import kendalltau
+from scored import GPU, predict
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.costmodel.engine import find_engine
-from dtlayout.costmodel.estimate import Estimate, TimeEstimate
-from dtlayout.costmodel.memory import MemoryEstimate
-from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.planner.runs import Performance, Run
-from dtlayout.planner.scores import GROUPINGS, Prediction, by_group, by_table, kendall_tau_b, score, score_group
-
-GPU = find_gpu("a100-80g-sxm")
-SCENARIO = Scenario(
-    model=ModelShape(name="m", hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_size=8),
-    batch=Batch(global_batch=8, seq_len=8),
-    cluster=Cluster(gpu=GPU, num_gpus=1, gpus_per_node=8),
-    engine=find_engine("megatron", GPU.name),
-)
-
-
-def predict(outcome="ok", measured=None, predicted=0.4, *, fits=True, peaks=(None, (10.0,)), table="t") -> Prediction:
-    """`measured` and `predicted` MFU; `peaks`: measured on rank 0, predicted on each rank."""
-    measured_peak, predicted_peaks = peaks
-    run = Run(
-        table=table, row="0", scenario=SCENARIO, layout=Layout(), kernels=Kernels(), outcome=outcome,
-        measured=Performance(mfu=measured, peak_memory_bytes=(measured_peak,)),
-    )  # fmt: skip
-    nothing = dict.fromkeys([f.name for f in fields(MemoryEstimate)], 0.0)
-    estimate = Estimate(
-        layout=Layout(), kernels=Kernels(), stage_layers=(2,),
-        capacity_bytes=max(predicted_peaks) * (1 if fits else 0.9),
-        memory=tuple(MemoryEstimate(**nothing | {"parameters": peak}) for peak in predicted_peaks),
-        time=TimeEstimate(**dict.fromkeys([f.name for f in fields(TimeEstimate)], 1.0)), mfu=predicted,
-    )  # fmt: skip
-    return Prediction(run, estimate)
+from dtlayout.planner.intervals import Interval
+from dtlayout.planner.scores import GROUPINGS, by_group, by_table, kendall_tau_b, score, score_group
 
 
 def test_fit_is_the_mean_of_the_shares_that_are_right_among_ok_and_among_oom():
@@ -123,11 +90,14 @@ def test_tables_keep_the_order_in_which_they_come_first():
 
 def test_a_groups_errors_are_signed_and_absolute_medians():
     rows = [predict("ok", 0.5, speed, peaks=(peak, (10.0,))) for speed, peak in ((0.4, 8.0), (0.45, 12.5), (0.6, None))]
-    found = score_group([*rows, predict("oom")])
+    halves = {name: Interval(0.75, 1.0, "known", "these", 20) for name in ("step_time", "peak_memory")}
+    found = score_group([replace(row, own_intervals=halves) for row in [*rows, predict("oom")]])
     assert found.rows == 4
-    assert asdict(found.speed) == pytest.approx({"rows": 3, "signed": -0.1, "absolute": 0.2})
-    assert asdict(found.memory) == pytest.approx({"rows": 2, "signed": 0.025, "absolute": 0.225})
-    nothing = {"rows": 0, "signed": None, "absolute": None}
+    speed, memory = asdict(found.speed), asdict(found.memory)
+    assert (speed.pop("inside"), memory.pop("inside")) == (pytest.approx(2 / 3), 0.5)
+    assert speed == pytest.approx({"rows": 3, "signed": -0.1, "absolute": 0.2})
+    assert memory == pytest.approx({"rows": 2, "signed": 0.025, "absolute": 0.225})
+    nothing = {"rows": 0, "signed": None, "absolute": None, "inside": None}
     assert asdict(score_group([])) == {"rows": 0, "speed": nothing, "memory": nothing}
 
 

@@ -18,6 +18,7 @@ from dtlayout.errors import DtlayoutError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
+from dtlayout.planner.baselines import choose_by_playbook, choose_by_thumb
 from dtlayout.planner.search import TIE, Search
 from dtlayout.planner.space import Space, parse_choice
 from dtlayout.precision import Precision
@@ -169,6 +170,18 @@ def test_a_shared_state_stays_inside_whole_nodes():
     space = Space(scenario(64, batch=64, per_node=8))
     assert sorted({shard for shard, _ in space.shardings(tp=2, dp=32)}) == [1, 4, 8, 16, 32]
     assert [zero for shard, zero in space.shardings(tp=1, dp=64) if shard == 1] == [1]
+
+
+def test_a_shared_state_may_fill_what_fast_links_join():
+    space = Space(scenario(144, batch=144, gpu="gb200"))
+    assert sorted({shard for shard, _ in space.shardings(tp=2, dp=72)}) == [1, 2, 4, 8, 36, 72]
+
+
+@pytest.mark.parametrize("choose", [choose_by_thumb, choose_by_playbook])
+def test_advice_takes_tp_as_far_as_fast_links_reach(choose):
+    """tp = 4 has too little memory, and a node 4 GPUs: 8 are joined in a rack alone."""
+    rack, nodes = (choose(Search(Space(scenario(8, gpu=gpu, memory=5 * 10**9)))) for gpu in ("gb200", "h100-80g-sxm"))
+    assert rack.estimate.layout.tp == 8 and nodes.estimate.layout.tp == 4
 
 
 def test_the_space_has_one_interleaved_schedule_for_each_size_of_a_stage():

@@ -9,9 +9,12 @@ import pytest
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.model_shape import Experts, LatentAttention
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.optimizers import SGD, AdamW
 from dtlayout.planner.tables import read_tables
+from dtlayout.planner.validate import describe_changes
+from dtlayout.precision import MATMUL_FORMATS
 from dtlayout.text import GIB
 
 ROW = {
@@ -27,6 +30,12 @@ MORE = {
     "head_dim": "128", "gated": "False", "qk_norm": "True", "precision": "bf16", "compile": "True", "ep": "1",
     "experts": "", "experts_per_token": "", "expert_ffn": "", "shared_expert_ffn": "", "dense_layers": "",
     "schedule": "interleaved", "optimizer": "sgd", "tokens_per_s_gpu": "", "source": "a page", "note": "by hand",
+}  # fmt: skip
+
+
+EXPERTS = {
+    "ep": "4", "experts": "64", "experts_per_token": "6", "expert_ffn": "512", "shared_expert_ffn": "256",
+    "dense_layers": "1",
 }  # fmt: skip
 
 
@@ -51,7 +60,7 @@ def test_a_row_becomes_a_run(tmp_path):
     assert run.layout == Layout(
         pp=4, dp_shard=4, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=2, recompute="full"
     )
-    assert run.kernels == Kernels(attention="sdpa-flash", norm="eager")
+    assert run.kernels == Kernels(attention="sdpa-cudnn")  # Transformer Engine's
     model, batch, cluster = run.scenario.model, run.scenario.batch, run.scenario.cluster
     assert (model.name, model.hidden_size, model.num_layers, model.num_heads) == ("small", 1024, 8, 16)
     assert (model.num_kv_heads, model.ffn_size, model.vocab_size, model.tied_embeddings) == (4, 2816, 32000, True)
@@ -71,6 +80,24 @@ def test_what_the_model_knows_of_further_columns_goes_into_the_run(tmp_path):
     assert (
         read(tmp_path, **MORE | {"pp": "1", "dp": "16", "schedule": "zbv"}).layout.pp == 1
     )  # no pipeline, no schedule
+
+
+def test_columns_of_experts_become_the_model_and_the_layout(tmp_path):
+    run = read(tmp_path, **MORE | EXPERTS)
+    assert run.scenario.model.experts == Experts(
+        number=64, per_token=6, ffn_size=512, shared_ffn_size=256, dense_layers=1
+    )
+    assert (run.layout.ep, run.layout.overlaps_ep) == (4, False)
+    assert read(tmp_path, **EXPERTS | {"note": "dispatcher deepep; a2a overlap; dropless"}).layout.overlaps_ep
+    bare = read(tmp_path, **EXPERTS | {"shared_expert_ffn": "", "dense_layers": ""}).scenario.model.experts
+    assert (bare.shared_ffn_size, bare.dense_layers) == (0, 0)
+
+
+def test_a_note_on_latent_attention_becomes_the_model(tmp_path):
+    note = "MLA q_lora 96 kv_lora 48 qk 128+64 v 128; by hand"
+    model = read(tmp_path, **MORE | {"head_dim": "192", "kv_heads": "16", "note": note}).scenario.model
+    assert model.latent_attention == LatentAttention(query_rank=96, kv_rank=48, rope_width=64, value_width=128)
+    assert model.head_width == 192
 
 
 def test_a_table_without_a_column_has_what_is_usual(tmp_path):
@@ -110,17 +137,27 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ({"engine": "steam"}, ["engine steam is not known"]),
         ({"engine": ""}, ["engine is not stated, --engine names one"]),
         ({"gpu": "abacus"}, ["GPU type abacus is not known"]),
-        ({"precision": "nvfp4", "mfu": "1.4"}, ["precision nvfp4"]),
+        ({"precision": "int4", "mfu": "1.4"}, ["precision int4"]),
+        ({"precision": "nvfp4", "mfu": "1.4"}, ["h100-80g-sxm does not multiply in nvfp4"]),
         ({"precision": ""}, ["precision is not stated"]),
-        ({"experts": "64", "experts_per_token": "6", "expert_ffn": "512", "ep": "4"}, ["mixture of experts"]),
-        ({"experts": "64", "precision": "mxfp8"}, ["precision mxfp8", "mixture of experts"]),
+        ({**EXPERTS, "engine": "nanotron"}, ["engine nanotron has no experts or latent attention"]),
+        ({**EXPERTS, "precision": "mxfp8"}, ["h100-80g-sxm does not multiply in mxfp8"]),
+        (
+            {**EXPERTS, "expert_ffn": "", "ep": ""},
+            ["experts_per_token or expert_ffn is not stated", "ep is not stated"],
+        ),
+        ({"note": "MLA, as ever"}, ["multi-head latent attention, its ranks not stated"]),
         ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
         ({"schedule": "zbv"}, ["schedule zbv is not known"]),
         ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
         ({"schedule": "interleaved", "virtual_stages": ""}, ["virtual_stages is not stated"]),
-        ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated", "micro_batch is not stated"]),
-        ({"recompute": "", "kernel": ""}, ["recompute is not stated", "kernel is not stated"]),
-        ({"zero": "", "sequence_parallel": ""}, ["zero is not stated", "sequence_parallel is not stated"]),
+        ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated"]),
+        ({"recompute": "", "kernel": ""}, ["kernel is not stated"]),
+        ({"zero": "", "sequence_parallel": ""}, ["sequence_parallel is not stated"]),
+        (
+            {"engine": "fsdp1", "zero": "", "micro_batch": "", "recompute": ""},
+            ["micro_batch is not stated", "recompute is not stated", "zero is not stated"],
+        ),
     ],
 )
 def test_a_row_that_cannot_be_predicted_is_named_with_its_reasons(tmp_path, cells, reasons):
@@ -130,6 +167,26 @@ def test_a_row_that_cannot_be_predicted_is_named_with_its_reasons(tmp_path, cell
 def test_what_would_not_matter_need_not_be_stated(tmp_path):
     assert read(tmp_path, zero="", dp="1", gpus="8").layout.dp_shard == 1
     assert not read(tmp_path, sequence_parallel="", tp="1", dp="8").layout.sequence_parallel
+
+
+def test_what_a_row_does_not_say_is_what_its_engine_usually_does(tmp_path):
+    run = read(tmp_path, micro_batch="", recompute="", zero="")
+    assert run.assumed == ("micro_batch=1", "zero=1", 'recompute="none"')
+    assert (run.layout.micro_batch, run.layout.recompute, run.layout.zero) == (1, "none", 1)
+    assert 'not stated: recompute="none", what megatron usually does' in describe_changes(run)
+    assert read(tmp_path).assumed == ()
+
+
+def test_a_note_says_over_how_many_ranks_the_optimizer_is_sharded(tmp_path):
+    layout = read(tmp_path, note="optimizer shards over 2 GPUs; a page").layout
+    assert (layout.dp_replicate, layout.dp_shard) == (2, 2)
+    assert read(tmp_path, note="optimizer shards over 3 GPUs").layout.dp_shard == 4  # of which 4 ranks make no groups
+
+
+@pytest.mark.parametrize("name", MATMUL_FORMATS)
+def test_matmuls_below_bf16_are_read(tmp_path, name):
+    run = read(tmp_path, precision=name, gpu="gb300", gpus_per_node="4")
+    assert run.scenario.precision.matmul_format is MATMUL_FORMATS[name]
 
 
 def test_a_layout_that_was_run_again_counts_once(tmp_path):
@@ -142,7 +199,7 @@ def test_a_layout_that_was_run_again_counts_once(tmp_path):
 
 @pytest.mark.parametrize(("zero", "layout"), [("0", (4, 1, 1)), ("1", (1, 4, 1)), ("2", (1, 4, 2)), ("3", (1, 4, 3))])
 def test_zero_says_what_is_sharded_and_0_is_replicated_state(tmp_path, zero, layout):
-    found = read(tmp_path, zero=zero).layout
+    found = read(tmp_path, zero=zero, engine="nanotron").layout
     assert (found.dp_replicate, found.dp_shard, found.zero) == layout
 
 
@@ -170,7 +227,13 @@ def test_a_run_that_did_not_end_well_did_not_run(tmp_path):
     ],
 )
 def test_a_kernel_names_attention_and_norm(tmp_path, kernel, attention, norm):
-    assert read(tmp_path, kernel=kernel).kernels == Kernels(attention=attention, norm=norm)
+    found = read(tmp_path, kernel=kernel, engine="nanotron").kernels
+    assert found == Kernels(attention=attention, norm=norm)
+
+
+def test_an_engine_says_which_kernels_a_word_leaves_open(tmp_path):
+    found = read(tmp_path, kernel="flash2", engine="fsdp1").kernels
+    assert found == Kernels(attention="flash1")
 
 
 def test_layouts_that_our_trainer_refuses_are_read(tmp_path):
@@ -196,11 +259,14 @@ def test_several_tables_are_read_in_their_order(tmp_path):
         ({"mfu": "1.2"}, "mfu=1.2 is above 1, which takes a format below bf16"),
         ({"layers": "many"}, "many"),
         ({"tp": "0"}, "column tp: '0' must be a whole number of at least 1"),
+        ({**EXPERTS, "ep": "3"}, "ep=3 does not divide dp·cp·tp=8"),
+        ({**EXPERTS, "experts": "62"}, "ep=4 does not divide experts=62"),
+        ({**EXPERTS, "experts_per_token": "65"}, "model.experts.per_token=65 is more than number=64"),
         ({"heads": "7"}, "hidden_size=1024 does not split into num_heads=7"),
     ],
 )
 def test_a_wrong_row_is_refused_with_file_and_line(tmp_path, cells, problem):
-    path = write(tmp_path / "runs.csv", ROW, ROW | cells)
+    path = write(tmp_path / "runs.csv", ROW, ROW | cells, columns=(ROW | cells).keys())
     with pytest.raises(InvalidConfig) as caught:
         read_tables([path])
     assert str(caught.value).startswith(f"table {path}, line 3")

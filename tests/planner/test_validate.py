@@ -12,22 +12,23 @@ from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import Engine, RunAheadConstants, find_engine
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
+from dtlayout.planner.left_out import leave_engines_out, leave_gpus_out, leave_models_out
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.planner.scores import score
 from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import (
     ablate,
     describe_changes,
-    fit_engine,
+    fit_engines,
+    group_for_fit,
     group_runs,
-    leave_one_out,
     make_playable,
     predict,
-    with_engine,
+    with_engines,
     without_fit,
 )
 
@@ -184,10 +185,10 @@ def measure(found: Estimate) -> Performance:
     return Performance(mfu=found.mfu, step_time_s=found.step_time_s, peak_memory_bytes=(round(found.memory[0].total),))
 
 
-def known_engine(**constants: float) -> Engine:
+def known_engine(gpu: str = "h100-80g-sxm", shared: tuple[str, ...] = (), **constants: float) -> Engine:
     """nanotron with few fitted constants, at values that differ from the general ones."""
-    engine = find_engine("nanotron", "h100-80g-sxm")
-    return replace(without_fit(engine).with_constants(**constants), fitted=tuple(constants))
+    engine = without_fit(find_engine("nanotron", gpu)).with_constants(**constants)
+    return replace(engine, fitted=tuple(name for name in constants if name not in shared), shared=shared)
 
 
 TRUE = {"matmul_efficiency": 0.62, "link_efficiency": 0.4, "logit_bytes": 9.0}
@@ -200,7 +201,7 @@ def true_engine() -> Engine:
 
 def test_a_fit_recovers_the_constants_that_made_the_runs(true_engine):
     runs = generate_runs(true_engine)
-    fitted = fit_engine(runs, start=without_fit(true_engine))
+    (fitted,) = fit_engines(runs, [without_fit(true_engine)])
     assert fitted.at_bounds == ()
     assert {name: getattr(fitted.constants, name) for name in TRUE} == pytest.approx(TRUE, rel=0.02)
 
@@ -208,37 +209,91 @@ def test_a_fit_recovers_the_constants_that_made_the_runs(true_engine):
 def test_a_model_is_predicted_by_constants_of_the_other_alone(true_engine):
     runs = generate_runs(true_engine)
     told = []
-    left_out = leave_one_out(runs, told.append)
+    left_out = leave_models_out(runs, told.append)
+    assert left_out.kept == {}
     assert told == [f"fitting nanotron on h100-80g-sxm without {name}" for name in ("narrow", "wide")]
-    for name, rows in left_out.items():
+    for name, rows in left_out.predictions.items():
         assert {row.run.scenario.model.name for row in rows} == {name}
         found = score(rows)
         assert found.rows == 12
         assert found.mape < 0.01 and found.memory < 0.01 and found.tau > 0.95
-    assert score(predict(with_engine(runs, without_fit(true_engine)))).mape > 0.05
+    assert score(predict(with_engines(runs, without_fit(true_engine)))).mape > 0.05
 
 
 def test_what_the_left_out_model_measured_does_not_enter_its_fit(true_engine):
     runs = generate_runs(true_engine)
     halved = [replace(run, measured=replace(run.measured, mfu=run.mfu / 2)) for run in runs]
     spoilt = [half if half.scenario.model.name == "wide" else run for half, run in zip(halved, runs, strict=True)]
-    before, after = (leave_one_out(each)["wide"] for each in (runs, spoilt))
+    before, after = (leave_models_out(each).predictions["wide"] for each in (runs, spoilt))
     assert [p.estimate.mfu for p in after] == [p.estimate.mfu for p in before]
     assert score(after).mape > 0.9
 
 
-def test_leaving_out_needs_two_models(true_engine):
+def test_a_group_of_one_model_is_predicted_as_it_is_and_told_apart(true_engine):
     runs = [run for run in generate_runs(true_engine) if run.scenario.model.name == "wide"]
-    with pytest.raises(
-        DtlayoutError, match=r"needs runs of two models, but those of engine nanotron on .* are all of wide"
-    ):
-        leave_one_out(runs)
+    other = make_run(Layout(dp_shard=8), engine="torchtitan")
+    left_out = leave_models_out([*runs, other])
+    assert {model: len(rows) for model, rows in left_out.predictions.items()} == {"narrow": 1}
+    assert left_out.kept == {"nanotron on h100-80g-sxm": predict(runs)}
+
+
+@pytest.fixture(scope="module")
+def engines_that_share() -> list[Engine]:
+    """An engine on two GPU types: links alike, matmuls not."""
+    shared, link = ("link_efficiency",), {"link_efficiency": 0.4}
+    return [
+        known_engine("h100-80g-sxm", shared, matmul_efficiency=0.62, **link),
+        known_engine("a100-80g-sxm", shared, matmul_efficiency=0.71, **link),
+    ]
+
+
+def test_constants_of_all_gpu_types_and_of_each_are_fitted_at_once(engines_that_share):
+    runs = [run for engine in engines_that_share for run in generate_runs(engine)]
+    fitted = fit_engines(runs, [without_fit(engine) for engine in engines_that_share])
+    for found, true in zip(fitted, engines_that_share, strict=True):
+        assert found.constants.link_efficiency == fitted[0].constants.link_efficiency
+        assert vars(found.constants) == pytest.approx(vars(true.constants), rel=0.02)
+
+
+def test_a_gpu_types_own_constants_stay_where_none_of_its_runs_is_seen(engines_that_share):
+    h100, a100 = (without_fit(engine) for engine in engines_that_share)
+    found = fit_engines(generate_runs(engines_that_share[0]), [h100, a100])[1]
+    assert found.constants.link_efficiency == pytest.approx(0.4, rel=0.02)
+    assert found == a100.with_constants(link_efficiency=found.constants.link_efficiency)
+
+
+def test_a_gpu_type_is_predicted_by_constants_of_the_others_alone(engines_that_share):
+    runs = [run for engine in engines_that_share for run in generate_runs(engine)]
+    told = []
+    left_out = leave_gpus_out(runs, told.append)
+    assert told == ["fitting nanotron without h100-80g-sxm", "fitting nanotron without a100-80g-sxm"]
+    for true, (gpu, rows) in zip(engines_that_share, left_out.predictions.items(), strict=True):
+        constants = {row.run.scenario.engine.constants for row in rows}
+        assert gpu == true.gpu and len(rows) == 24 and len(constants) == 1
+        (found,) = constants
+        assert found.link_efficiency == pytest.approx(0.4, rel=0.02)
+        assert found.matmul_efficiency == without_fit(true).constants.matmul_efficiency
+
+
+def test_without_constants_of_all_types_a_gpu_type_is_left_with_general_ones(true_engine):
+    runs = generate_runs(true_engine)
+    told = []
+    (rows,) = leave_gpus_out(runs, told.append).predictions.values()
+    assert not told and rows == leave_engines_out(runs) == predict(with_engines(runs, without_fit(true_engine)))
+
+
+def test_each_constant_of_all_types_and_of_each_is_ablated(engines_that_share):
+    runs = [run for engine in engines_that_share for run in generate_runs(engine)[::4]]
+    found = {(a.gpu, a.constant): a for a in ablate(runs, engines_that_share)}
+    fitted = [("any", "link_efficiency"), *((engine.gpu, "matmul_efficiency") for engine in engines_that_share)]
+    assert list(found)[:3] == fitted
+    assert all(found[each].scores.mape > 0.005 for each in fitted)
 
 
 def test_an_engine_without_fitted_constants_is_scored_as_it_is():
     runs = [make_run(Layout(dp_shard=8), model=model, engine="torchtitan") for model in (NARROW, WIDE)]
     assert not runs[0].scenario.engine.is_calibrated
-    left_out = leave_one_out([*runs, make_run(Layout(tp=8), model=WIDE, engine="megatron")])
+    left_out = leave_models_out([*runs, make_run(Layout(tp=8), model=WIDE, engine="megatron")]).predictions
     assert {model: len(rows) for model, rows in left_out.items()} == {"narrow": 1, "wide": 2}
     assert left_out["narrow"][0].estimate == predict(runs)[0].estimate
 
@@ -247,12 +302,12 @@ def test_runs_that_had_to_be_changed_in_batch_and_runs_of_no_speed_are_not_fitte
     runs = generate_runs(true_engine)
     odd = [make_run(Layout(dp_shard=8), engine=true_engine, batch=9), make_run(Layout(), engine=true_engine, mfu=0.0)]
     start = without_fit(true_engine)
-    assert fit_engine([*runs, *odd], start) == fit_engine(runs, start)
+    assert fit_engines([*runs, *odd], [start]) == fit_engines(runs, [start])
 
 
 def test_a_constant_is_worth_what_the_scores_lose_without_it(true_engine):
     runs = generate_runs(true_engine)
-    rows = ablate(runs, true_engine)
+    rows = ablate(runs, [true_engine])
     lost = {a.constant: a.scores for a in rows}
     assert [(a.constant, a.neutral) for a in rows[: len(TRUE)]] == [
         (name, getattr(without_fit(true_engine).constants, name)) for name in TRUE
@@ -270,6 +325,14 @@ def test_runs_are_grouped_by_engine_and_gpu_type():
     runs = [make_run(Layout(), engine=name) for name in ("nanotron", "megatron", "nanotron")]
     assert {key: len(group) for key, group in group_runs(runs).items()} == {
         ("nanotron", "h100-80g-sxm"): 2, ("megatron", "h100-80g-sxm"): 1,
+    }  # fmt: skip
+
+
+def test_runs_whose_engine_has_constants_of_all_gpu_types_are_one_group(engines_that_share):
+    runs = [make_run(Layout(), engine=engine) for engine in engines_that_share]
+    runs += [make_run(Layout(), engine="megatron")]
+    assert {key: len(group) for key, group in group_for_fit(runs).items()} == {
+        ("nanotron", "any"): 2, ("megatron", "h100-80g-sxm"): 1,
     }  # fmt: skip
 
 

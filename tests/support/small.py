@@ -43,6 +43,9 @@ ROUND = Constants(
     tp_network_efficiency=0.5,
     tp_network_latency_s=20e-6,
     message_efficiency=0.5,
+    experts_efficiency=1.0,
+    routing_wait_s=0.0,
+    exchange_efficiency=0.5,
 )
 MODEL = ModelShape(
     name="round", hidden_size=1000, num_layers=4, num_heads=10, num_kv_heads=5, ffn_size=2000, vocab_size=10_000

@@ -1,0 +1,305 @@
+"""Predictions against tables of measured runs, also of models and GPU types left out of the fits, as Markdown.
+
+    python -m benchmarks.validate FOLDER --out benchmarks/validation.md
+
+The tables are other people's measurements and not part of this project: without a folder there is nothing to do. Why
+the worst rows are off stands in benchmarks/explained.toml: below [speed] and [memory] what a row's "TABLE row ROW"
+begins with, and the reason.
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from dtlayout import toml
+from dtlayout.costmodel.engine import ANY_GPU
+from dtlayout.planner.fit import list_parameters
+from dtlayout.planner.intervals import describe_scenario
+from dtlayout.planner.left_out import (
+    Evidence,
+    LeftOut,
+    add_intervals,
+    count_orders,
+    gpu_of,
+    leave_engines_out,
+    leave_gpus_out,
+    leave_models_out,
+    model_of,
+    to_errors,
+)
+from dtlayout.planner.runs import Run
+from dtlayout.planner.scores import Errors, Prediction, Scores, by_table, score, score_group
+from dtlayout.planner.tables import Tables, read_tables
+from dtlayout.planner.validate import ablate, describe_group, find_engines, fit_group, group_for_fit, predict
+
+REFERENCES = {  # of the study's five main sweeps, and of the Playbook's 1B and 8B
+    "aa_scaling_a100.csv": {"fit": 0.986, "mape": 0.033, "median_ape": 0.017, "tau": 0.90, "top1": 0.95},
+    "playbook_h100.csv": {
+        "mape": 0.101, "median_ape": 0.025, "tau": 0.82, "top1": 0.99, "memory": 0.040, "false_oom": 0.016,
+    },
+}  # fmt: skip
+"""Table → what a sketch with fitted physical constants reached on the rows that it was fitted to."""
+SCORES = {
+    "fit": "{:.3f}", "mape": "{:.1%}", "median_ape": "{:.1%}", "tau": "{:.3f}", "top1": "{:.3f}", "memory": "{:.1%}",
+    "false_oom": "{:.1%}",
+}  # fmt: skip
+WORST = 20
+_MOST_LINES = 12
+"""Models or tables of a file that have a line each; of more, none has."""
+EXPLAINED = Path(__file__).with_name("explained.toml")
+UNEXPLAINED = "not explained"
+
+
+class Rows(NamedTuple):
+    """The rows of all tables, predicted in each way."""
+
+    shipped: Sequence[Prediction]
+    models: LeftOut
+    gpus: LeftOut
+    engines: Sequence[Prediction]
+
+    @property
+    def ways(self) -> dict[str, Sequence[Prediction]]:
+        """What the constants were fitted to → predictions by them."""
+        return {
+            "all rows": self.shipped, "other models": self.models.all_predictions,
+            "other GPU types": self.gpus.all_predictions, "no row of the engine": self.engines,
+        }  # fmt: skip
+
+
+def main() -> int:
+    """Write the report; 0 without tables too."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="with tables of measured runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/validation.md"))
+    parser.add_argument("--errors", type=Path, help="write the intervals of predictions too, constants/errors.toml")
+    parser.add_argument("--ablate", action="store_true", help="fit without each constant too: minutes for each engine")
+    options = parser.parse_args()
+    paths = sorted(options.folder.glob("*.csv")) if options.folder else []
+    if not paths:
+        print("skipped: no folder with tables of measured runs; pass it")
+        return 0
+    started_s = time.monotonic()
+    files = {path.name: read_tables([path]) for path in paths}
+    rows = predict_all(read_tables(paths).runs)
+    lines = list(report(files, rows))
+    if options.ablate:
+        lines += report_ablations([p.run for p in rows.shipped])
+    lines.append(f"\n{time.monotonic() - started_s:.0f} s.")
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"written: {options.out}")
+    if options.errors:
+        evidence = Evidence(rows.models.all_predictions, rows.gpus.all_predictions, rows.engines)
+        options.errors.write_text(to_errors(evidence), encoding="utf-8")
+        print(f"written: {options.errors}")
+    return 0
+
+
+def tell(line: str) -> None:
+    """Say what takes so long."""
+    print(line, file=sys.stderr)
+
+
+def predict_all(runs: Sequence[Run]) -> Rows:
+    """All rows, those that are left out with intervals that rest on others."""
+    models, gpus, engines = leave_models_out(runs, tell), leave_gpus_out(runs, tell), leave_engines_out(runs)
+    evidence = Evidence(models.all_predictions, gpus.all_predictions, engines)
+    return Rows(
+        predict(runs), add_intervals(models, model_of, evidence), add_intervals(gpus, gpu_of, evidence), engines
+    )
+
+
+def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
+    """Its lines."""
+    yield "# Predictions against measured runs\n"
+    versions = ", ".join(f"{name} {_find_version(name)}" for name in ("dtlayout", "numpy", "scipy"))
+    yield f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Predictions need no "
+    yield f"GPU: {os.cpu_count()} CPU cores.\n"
+    yield "Written by `make bench-validate`. Errors are predicted / measured - 1, of speed (MFU of rows that ran at 5 %"
+    yield "or more) and of the peak of pipeline rank 0; *signed* and *absolute* are medians. *Left out*: constants"
+    yield "fitted to the other models alone, or to the runs on other GPU types. *Inside*: rows of a hundred inside an"
+    yield "interval that rests on other rows than theirs ([docs/validation.md](../docs/validation.md)).\n"
+    yield from _report_groups(rows)
+    yield from _report_kept(rows.models)
+    yield from _report_files(files, rows)
+    yield from _report_constants([p.run for p in rows.shipped])
+    yield from _report_unpredicted(files)
+    yield from _report_orders(rows.models.all_predictions)
+    yield from _report_worst(rows)
+
+
+def _find_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "from a checkout"
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> Iterator[str]:
+    """A table of Markdown, whose first columns are words and the others numbers."""
+    yield f"| {' | '.join(heading)} |"
+    yield f"|{'---|' * num_words}{'--:|' * (len(heading) - num_words)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "–" if value is None else f"{100 * value:{sign}.1f} %"
+
+
+def _report_groups(rows: Rows) -> Iterator[str]:
+    """Speed and memory by engine, GPU type and precision, fitted beside left out."""
+    ways = {name: _group(predictions) for name, predictions in rows.ways.items()}
+    for quantity in ("speed", "memory"):
+        yield f"## {quantity.capitalize()} by engine, GPU type and precision\n"
+        heading = ["engine", "GPU type", "precision", "rows", "signed", "absolute"]
+        for name in ("model", "GPU type"):
+            heading += [f"{name} left out: signed", "absolute", "inside"]
+        heading += ["no fit: absolute"]
+        lines = []
+        for key in (*sorted(ways["all rows"]), ("all", "", "")):
+            fitted, models, gpus, none = (
+                getattr(score_group(rows.ways[way] if key[0] == "all" else found.get(key, [])), quantity)
+                for way, found in ways.items()
+            )
+            if fitted.rows:
+                cells = [*key, str(fitted.rows), _percent(fitted.signed, "+"), _percent(fitted.absolute)]
+                lines.append([*cells, *_left_out_cells(models), *_left_out_cells(gpus), _percent(none.absolute)])
+        yield from _table(heading, lines, num_words=3)
+
+
+def _left_out_cells(errors: Errors) -> list[str]:
+    inside = "–" if errors.inside is None else f"{100 * errors.inside:.0f}"
+    return [_percent(errors.signed, "+"), _percent(errors.absolute), inside]
+
+
+def _group(predictions: Iterable[Prediction]) -> dict[tuple[str, ...], list[Prediction]]:
+    """Engine, GPU type and precision → predictions."""
+    groups: dict[tuple[str, ...], list[Prediction]] = {}
+    for prediction in predictions:
+        groups.setdefault(tuple(describe_scenario(prediction.run.scenario).values()), []).append(prediction)
+    return groups
+
+
+def _report_kept(models: LeftOut) -> Iterator[str]:
+    for group, found in models.kept.items():
+        yield f"{len(found)} rows of {group} are all of one model, which cannot be left out.\n"
+
+
+def _report_files(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
+    """Scores of each file: all rows in each way, then models that were left out, and tables."""
+    for name, tables in files.items():
+        names = {run.table for run in tables.runs}
+        found = {way: [p for p in each if p.run.table in names] for way, each in rows.ways.items()}
+        lines = [[f"fitted to {way}", str(len(each)), *_show(score(each))] for way, each in found.items()]
+        if name in REFERENCES:
+            lines.insert(0, ["reference", "", *(_format(REFERENCES[name].get(each), each) for each in SCORES)])
+        by_model: dict[str, list[Prediction]] = {}
+        for prediction in found["other models"]:
+            by_model.setdefault(prediction.run.scenario.model.name, []).append(prediction)
+        for title, parts in (("left out: ", by_model), ("", by_table(found["all rows"]))):
+            if 1 < len(parts) <= _MOST_LINES:
+                lines += [[f"{title}{part}", str(len(each)), *_show(score(each))] for part, each in parts.items()]
+        yield f"## {name}\n"
+        yield from _table(["", "rows", *SCORES], lines)
+        if name in REFERENCES:
+            yield "*Reference*: a sketch with fitted physical constants, on rows that it was fitted to.\n"
+
+
+def _show(scores: Scores) -> list[str]:
+    return [_format(getattr(scores, name), name) for name in SCORES]
+
+
+def _format(value: float | None, name: str) -> str:
+    return "–" if value is None else SCORES[name].format(value).replace("%", " %")
+
+
+def _report_constants(runs: Sequence[Run]) -> Iterator[str]:
+    """What is fitted, and which of it stands at a bound."""
+    lines = []
+    for (name, _), group in group_for_fit(runs).items():
+        for parameter in list_parameters(find_engines(group)):
+            of_type = [engine for engine in find_engines(group) if parameter.gpu in (ANY_GPU, engine.gpu)]
+            engine = next(each for each in of_type if parameter.name in (*each.shared, *each.fitted))
+            at_bound = "at a bound" if parameter.name in engine.at_bounds else ""
+            value = f"{getattr(engine.constants, parameter.name):.4g}"
+            lines.append([name, parameter.gpu, parameter.name, at_bound, value])
+    yield "## Fitted constants\n"
+    yield from _table(["engine", "GPU type", "constant", "", "value"], lines, num_words=4)
+
+
+def _report_unpredicted(files: Mapping[str, Tables]) -> Iterator[str]:
+    """Rows that have no score, by reason."""
+    reasons = Counter(
+        (name, reason) for name, tables in files.items() for row in tables.unpredicted for reason in row.reasons
+    )
+    yield "## Rows that cannot be predicted\n"
+    yield "Each under all of its reasons.\n"
+    lines = [[name, reason, str(count)] for (name, reason), count in reasons.most_common()]
+    whole = [[name, "any", str(len(tables.unpredicted))] for name, tables in files.items()]
+    yield from _table(["table", "reason", "rows"], [*whole, *lines], num_words=2)
+
+
+def _report_orders(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """How often pairs came in their predicted order."""
+    yield "## Which of two layouts is faster\n"
+    yield "Pairs of rows of one sweep, their model left out, by how much faster one was predicted to be.\n"
+    lines = [
+        [order.get("engine", "all"), f"{order['least']:.1%}".replace("%", " %"), str(order["pairs"]),
+         _percent(order["right"] / order["pairs"] if order["pairs"] else None)]
+        for order in count_orders(predictions)
+    ]  # fmt: skip
+    yield from _table(["engine", "at least", "pairs", "in that order"], lines)
+
+
+def _report_worst(rows: Rows) -> Iterator[str]:
+    """The rows with the largest errors of the shipped constants, and why."""
+    speeds = [(p.speed_error, p) for p in rows.shipped if p.is_scored]
+    peaks = [(p.memory_error, p) for p in rows.shipped if p.run.has_peak]
+    explained = toml.read(EXPLAINED, "reasons")
+    for quantity, found in (("speed", speeds), ("memory", peaks)):
+        worst = sorted(found, key=lambda row: abs(row[0]), reverse=True)[:WORST]
+        named = {f"{p.run.table} row {p.run.row}": (error, p) for error, p in worst}
+        lines = [
+            [name, p.run.scenario.engine.name, p.run.scenario.model.name, f"{p.run.scenario.cluster.num_gpus} x "
+             f"{p.run.scenario.cluster.gpu.name}", str(p.run.layout), explain_row(name, explained.get(quantity, {})),
+             _percent(error, "+")]
+            for name, (error, p) in named.items()
+        ]  # fmt: skip
+        yield f"## Worst {len(lines)} rows of {len(found)}: {quantity}\n"
+        yield from _table(["row", "engine", "model", "GPUs", "layout", "why", "error"], lines, num_words=6)
+
+
+def explain_row(name: str, reasons: Mapping[str, str]) -> str:
+    """The reason whose beginning of a row's name is the longest."""
+    starts = [start for start in reasons if name.startswith(start)]
+    return reasons[max(starts, key=len)] if starts else UNEXPLAINED
+
+
+def report_ablations(runs: Sequence[Run]) -> Iterator[str]:
+    """What is lost without each constant, the others of its kind fitted again."""
+    shown = ("fit", "median_ape", "mape", "tau", "memory")
+    yield "## Without one constant\n"
+    lines = []
+    for (name, gpu), group in group_for_fit(runs).items():
+        if not list_parameters(find_engines(group)):
+            continue
+        fitted = fit_group(group, tell)
+        whole = _show(score(fitted.predictions))
+        lines.append([describe_group(name, gpu), "(all of them)", *(whole[list(SCORES).index(each)] for each in shown)])
+        for found in ablate(group, fitted.engines, tell):
+            lost = _show(found.scores)
+            lines.append([found.gpu, found.constant, *(lost[list(SCORES).index(each)] for each in shown)])
+    yield from _table(["", "constant", *shown], lines, num_words=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
