@@ -68,10 +68,10 @@ class Rows(NamedTuple):
 
     @property
     def ways(self) -> dict[str, Sequence[Prediction]]:
-        """What the constants were fitted to → predictions by them."""
+        """Constants → predictions by them."""
         return {
-            "all rows": self.shipped, "other models": self.models.all_predictions,
-            "other GPU types": self.gpus.all_predictions, "no row of the engine": self.engines,
+            "shipped": self.shipped, "model left out": self.models.all_predictions,
+            "GPU type left out": self.gpus.all_predictions, "no fit": self.engines,
         }  # fmt: skip
 
 
@@ -121,8 +121,8 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     """Its lines."""
     yield "# Predictions against measured runs\n"
     versions = ", ".join(f"{name} {_find_version(name)}" for name in ("dtlayout", "numpy", "scipy"))
-    yield f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Predictions need no "
-    yield f"GPU: {os.cpu_count()} CPU cores.\n"
+    yield f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Predictions need"
+    yield f"no GPU: {os.cpu_count()} CPU cores.\n"
     yield "Written by `make bench-validate`. Errors are predicted / measured - 1, of speed (MFU of rows that ran at 5 %"
     yield "or more) and of the peak of pipeline rank 0; *signed* and *absolute* are medians. *Left out*: constants"
     yield "fitted to the other models alone, or to the runs on other GPU types. *Inside*: rows of a hundred inside an"
@@ -165,7 +165,7 @@ def _report_groups(rows: Rows) -> Iterator[str]:
             heading += [f"{name} left out: signed", "absolute", "inside"]
         heading += ["no fit: absolute"]
         lines = []
-        for key in (*sorted(ways["all rows"]), ("all", "", "")):
+        for key in (*sorted(ways["shipped"]), ("all", "", "")):
             fitted, models, gpus, none = (
                 getattr(score_group(rows.ways[way] if key[0] == "all" else found.get(key, [])), quantity)
                 for way, found in ways.items()
@@ -199,13 +199,13 @@ def _report_files(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     for name, tables in files.items():
         names = {run.table for run in tables.runs}
         found = {way: [p for p in each if p.run.table in names] for way, each in rows.ways.items()}
-        lines = [[f"fitted to {way}", str(len(each)), *_show(score(each))] for way, each in found.items()]
+        lines = [[way, str(len(each)), *_show(score(each))] for way, each in found.items()]
         if name in REFERENCES:
             lines.insert(0, ["reference", "", *(_format(REFERENCES[name].get(each), each) for each in SCORES)])
         by_model: dict[str, list[Prediction]] = {}
-        for prediction in found["other models"]:
+        for prediction in found["model left out"]:
             by_model.setdefault(prediction.run.scenario.model.name, []).append(prediction)
-        for title, parts in (("left out: ", by_model), ("", by_table(found["all rows"]))):
+        for title, parts in (("left out: ", by_model), ("", by_table(found["shipped"]))):
             if 1 < len(parts) <= _MOST_LINES:
                 lines += [[f"{title}{part}", str(len(each)), *_show(score(each))] for part, each in parts.items()]
         yield f"## {name}\n"

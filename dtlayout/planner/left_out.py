@@ -11,7 +11,7 @@ that assumes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import exp, log
@@ -39,6 +39,8 @@ _LEAST_ROWS = 9
 """Rows of which the largest error bounds nine tenths of all."""
 DIFFERENCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Relative differences of predicted steps from which on pairs of layouts are counted together."""
+_MOST_FITS = 8
+"""Lots in which the models of a group are left out."""
 _LEAST_SWEEP = 10
 """Rows of one scenario that make a sweep of it."""
 
@@ -61,6 +63,8 @@ class LeftOut:
 def leave_models_out(runs: Sequence[Run], progress: Progress = lambda line: None) -> LeftOut:
     """Predictions for each model's runs by constants that were fitted to the other models' runs of the same group.
 
+    More than eight models are left out in eight lots, since each takes a fit.
+
     A fit starts at general values, so that nothing of the shipped ones, which saw all runs, is left in it. An engine
     without fitted constants is predicted as it is; so is a group that has one model, and is told apart as `kept`.
     """
@@ -71,12 +75,13 @@ def leave_models_out(runs: Sequence[Run], progress: Progress = lambda line: None
         if is_fitted and len(models) == 1:
             left_out.kept[describe_group(name, gpu)] = predict(group)
             continue
-        for model in models:
-            own, others = _split(group, model_of, model)
+        for lot in [models[i::_MOST_FITS] for i in range(min(_MOST_FITS, len(models)))]:
+            own, others = _split(group, model_of, lot)
             if is_fitted:
-                progress(f"fitting {describe_group(name, gpu)} without {model}")
+                progress(f"fitting {describe_group(name, gpu)} without {', '.join(lot)}")
                 engines = fit_engines(others, [without_fit(engine) for engine in engines])
-            left_out.predictions.setdefault(model, []).extend(predict(with_engines(own, *engines)))
+            for prediction in predict(with_engines(own, *engines)):
+                left_out.predictions.setdefault(model_of(prediction.run), []).append(prediction)
     return left_out
 
 
@@ -92,7 +97,7 @@ def leave_gpus_out(runs: Sequence[Run], progress: Progress = lambda line: None) 
     for name, group in by_engine.items():
         engines = [without_fit(engine) for engine in find_engines(group)]
         for gpu in [engine.gpu for engine in engines]:
-            own, others = _split(group, gpu_of, gpu)
+            own, others = _split(group, gpu_of, [gpu])
             fitted = engines
             if others and any(engine.shared for engine in engines):
                 progress(f"fitting {name} without {gpu}")
@@ -237,11 +242,11 @@ def to_errors(evidence: Evidence) -> str:
     return head + toml.dumps(tables)
 
 
-def _split(runs: Iterable[Run], find: Callable[[Run], str], name: str) -> tuple[list[Run], list[Run]]:
-    """Runs of which `find` says that name, and the others."""
+def _split(runs: Iterable[Run], find: Callable[[Run], str], names: Container[str]) -> tuple[list[Run], list[Run]]:
+    """Runs of which `find` says one of the names, and the others."""
     parts: tuple[list[Run], list[Run]] = [], []
     for run in runs:
-        parts[find(run) != name].append(run)
+        parts[find(run) not in names].append(run)
     return parts
 
 

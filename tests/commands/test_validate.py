@@ -461,7 +461,7 @@ def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     off = r"\+25\.0 % \| 25\.0 % \|"
     assert re.search(rf"\| torchtitan \| h100-80g-sxm \| bfloat16 \| \d+ \| {off} {off} ", report)
-    assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| fitted to all rows | 24 |" in report
+    assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| shipped | 24 |" in report
     assert "12 rows of nanotron on h100-80g-sxm are all of one model, which cannot be left out." in report
     assert "| one.csv | GPU type abacus is not known | 1 |" in report
     assert re.search(r"## Worst 20 rows of \d+: speed", report) and "| not explained | +25.0 % |" in report

@@ -220,6 +220,20 @@ def test_a_model_is_predicted_by_constants_of_the_other_alone(true_engine):
     assert score(predict(with_engines(runs, without_fit(true_engine)))).mape > 0.05
 
 
+def test_many_models_are_left_out_in_eight_lots_each_by_the_others():
+    start = known_engine(matmul_efficiency=0.62)
+    models = [replace(NARROW, name=f"model-{i}", num_layers=2 + i) for i in range(10)]
+    runs = [make_run(Layout(dp_shard=8), model=model, engine=start) for model in models]
+    told = []
+    left_out = leave_models_out(runs, told.append)
+    assert len(told) == 8 and told[0].endswith(" without model-0, model-8") and told[-1].endswith(" without model-7")
+    assert sorted(left_out.predictions) == sorted(model.name for model in models)
+    assert all(rows[0].run.scenario.model.name == name for name, rows in left_out.predictions.items())
+    lot, other = ({left_out.predictions[name][0].run.scenario.engine for name in names}
+                  for names in (("model-0", "model-8"), ("model-0", "model-1")))  # fmt: skip
+    assert (len(lot), len(other)) == (1, 2)
+
+
 def test_what_the_left_out_model_measured_does_not_enter_its_fit(true_engine):
     runs = generate_runs(true_engine)
     halved = [replace(run, measured=replace(run.measured, mfu=run.mfu / 2)) for run in runs]
