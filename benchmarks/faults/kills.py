@@ -1,4 +1,4 @@
-"""SIGKILL to one rank, again and again: at a uniformly random moment of its life, or of a save.
+"""SIGKILL to one rank, again and again: at uniformly random moments of its life, then of a save until enough were in one.
 
 On 4 ranks as pp2·tp2, saving each third step. torchrun starts the ranks again three times; then, as a scheduler would,
 the same command is given again. What is counted as inside a save has left a checkpoint that is not whole.
@@ -48,10 +48,8 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
                     stack.close()
                     start = stack.enter_context(started(run, *OPTIONS, f"--train.steps={ENDLESS}", restarts=RESTARTS))
                     killed = []
-                inside = sum(event.facts["moment"] == "save" for event in events)
-                is_aimed = inside * amounts.kills < amounts.inside * (len(events) + 1) or len(events) >= amounts.kills
-                number = len(events) + 1
-                event = kill(start, killed, number, start_up_s, save_s if is_aimed else None)
+                is_aimed = len(events) >= amounts.kills  # all that were asked for came at any time
+                event = kill(start, killed, len(events) + 1, start_up_s, save_s if is_aimed else None)
                 events.append(event)
                 yield event
     num_steps = count_steps(run) + 10

@@ -61,7 +61,6 @@ def scenario(*, num_gpus: int = 8, features: Features | None = None, **constants
         constants=ROUND,
         fitted=(),
         source="round numbers",
-        error=0.0,
     )
     return Scenario(
         model=MODEL,
