@@ -156,16 +156,16 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 
 def _report_groups(rows: Rows) -> Iterator[str]:
-    """Speed and memory by engine, GPU type and precision, fitted beside left out."""
+    """Speed and memory by kind of row, fitted beside left out."""
     ways = {name: _group(predictions) for name, predictions in rows.ways.items()}
     for quantity in ("speed", "memory"):
-        yield f"## {quantity.capitalize()} by engine, GPU type and precision\n"
-        heading = ["engine", "GPU type", "precision", "rows", "signed", "absolute"]
+        yield f"## {quantity.capitalize()} by engine, GPU type, precision and models\n"
+        heading = ["engine", "GPU type", "precision", "models", "rows", "signed", "absolute"]
         for name in ("model", "GPU type"):
             heading += [f"{name} left out: signed", "absolute", "inside"]
         heading += ["no fit: absolute"]
         lines = []
-        for key in (*sorted(ways["shipped"]), ("all", "", "")):
+        for key in (*sorted(ways["shipped"]), ("all", "", "", "")):
             fitted, models, gpus, none = (
                 getattr(score_group(rows.ways[way] if key[0] == "all" else found.get(key, [])), quantity)
                 for way, found in ways.items()
@@ -173,7 +173,7 @@ def _report_groups(rows: Rows) -> Iterator[str]:
             if fitted.rows:
                 cells = [*key, str(fitted.rows), _percent(fitted.signed, "+"), _percent(fitted.absolute)]
                 lines.append([*cells, *_left_out_cells(models), *_left_out_cells(gpus), _percent(none.absolute)])
-        yield from _table(heading, lines, num_words=3)
+        yield from _table(heading, lines, num_words=4)
 
 
 def _left_out_cells(errors: Errors) -> list[str]:
@@ -182,7 +182,7 @@ def _left_out_cells(errors: Errors) -> list[str]:
 
 
 def _group(predictions: Iterable[Prediction]) -> dict[tuple[str, ...], list[Prediction]]:
-    """Engine, GPU type and precision → predictions."""
+    """Engine, GPU type, precision and dense models or mixtures → predictions."""
     groups: dict[tuple[str, ...], list[Prediction]] = {}
     for prediction in predictions:
         groups.setdefault(tuple(describe_scenario(prediction.run.scenario).values()), []).append(prediction)

@@ -109,9 +109,9 @@ def describe_kills(own: Sequence[Event]) -> list[str]:
     return [
         "## Kills\n",
         f"Of {moments.total()} kills {moments['start']} came before the first step of a start, {moments['steps']} in",
-        f"later steps, and {moments['save']} left a save unfinished; the run had {steps} steps. The first {FULL.kills} came",
-        "at moments uniform over twice the time that a start takes to its first step; those after them were aimed at a",
-        "save, uniform over its length.",
+        f"later steps, and {moments['save']} left a save unfinished; the run had {steps} steps. The first {FULL.kills}",
+        "came at moments uniform over twice the time that a start takes to its first step; those after them were aimed",
+        "at a save, uniform over its length.",
     ]
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL to one rank, again and again: at uniformly random moments of its life, then of a save until enough were in one.
+"""SIGKILL to one rank, again and again: at uniformly random moments of its life, then of saves until enough were hit.
 
 On 4 ranks as pp2·tp2, saving each third step. torchrun starts the ranks again three times; then, as a scheduler would,
 the same command is given again. What is counted as inside a save has left a checkpoint that is not whole.

@@ -358,8 +358,8 @@ def test_constants_of_two_engines_cannot_be_fitted_at_once(measured, tmp_path, c
 
 
 def test_an_engine_without_constants_to_fit_is_refused(measured, capsys):
-    assert "torchtitan has no constants to fit on h100-80g-sxm" in refuse(
-        capsys, measured, "--engine", "torchtitan", "--fit"
+    assert "dtlayout has no constants to fit on h100-80g-sxm" in refuse(
+        capsys, measured, "--engine", "dtlayout", "--fit"
     )
 
 
@@ -390,7 +390,7 @@ def test_there_is_no_picture_of_nothing(tmp_path, capsys):
     [
         (["--worst", "-1"], "--worst=-1 must not be negative"),
         (["--out", "fitted.toml"], "--out names the file that --fit writes; add --fit"),
-        (["--engine", "steam"], "--engine=steam is unknown; use one of aa-scaling, dtlayout, megatron, nanotron"),
+        (["--engine", "steam"], "--engine=steam is unknown; use one of aa-scaling, automodel, dtlayout, fsdp1"),
         (["--plots", "{file}"], "--plots={file} cannot be made a folder: "),
     ],
 )
@@ -452,7 +452,7 @@ def test_the_benchmark_skips_without_tables(tmp_path):
 def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     folder = tmp_path / "tables"
     folder.mkdir()
-    write_measured(folder / "small.csv", make_rows(engine="torchtitan"), factor=0.8)
+    write_measured(folder / "small.csv", make_rows(engine="dtlayout"), factor=0.8)
     rows = make_rows(table="one")[:12]
     write_measured(folder / "one.csv", rows)
     write_rows(folder / "one.csv", [*rows, rows[0] | {"gpu": "abacus"}])
@@ -460,14 +460,14 @@ def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     off = r"\+25\.0 % \| 25\.0 % \|"
-    assert re.search(rf"\| torchtitan \| h100-80g-sxm \| bfloat16 \| \d+ \| {off} {off} ", report)
+    assert re.search(rf"\| dtlayout \| h100-80g-sxm \| bfloat16 \| dense models \| \d+ \| {off} {off} ", report)
     assert "## small.csv" in report and "| left out: wide | 12 |" in report and "| shipped | 24 |" in report
     assert "12 rows of nanotron on h100-80g-sxm are all of one model, which cannot be left out." in report
     assert "| one.csv | GPU type abacus is not known | 1 |" in report
     assert re.search(r"## Worst 20 rows of \d+: speed", report) and "| not explained | +25.0 % |" in report
     assert "CPU cores" in report and "| nanotron | h100-80g-sxm | matmul_efficiency |" in report
     assert str(tmp_path) not in report and str(ROOT) not in report
-    assert toml.loads((tmp_path / "errors.toml").read_text(encoding="utf-8"))["source"].endswith("24 of torchtitan")
+    assert toml.loads((tmp_path / "errors.toml").read_text(encoding="utf-8"))["source"].startswith("rows left out: 24 of dtlayout")
 
 
 def test_a_worst_rows_reason_is_the_one_whose_beginning_is_longest():

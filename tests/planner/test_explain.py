@@ -112,7 +112,7 @@ def test_overrides_make_the_changed_layout_of_the_config(slow):
             changed[section][name] = value
         config = parse_config(changed)
         assert check_layout(config, 64) == change.estimate.layout
-        assert config.kernels.or_usual() == change.estimate.kernels
+        assert config.kernels.or_else(Kernels()) == change.estimate.kernels
 
 
 def test_overrides_name_what_differs_as_toml_writes_it():

@@ -41,8 +41,9 @@ def entry(kind: str, low: float, **keys) -> dict:
 
 ERRORS = {
     "step_time": [
-        entry("known", 0.1, engine="e", gpu="g", precision="p"), entry("new GPU", 0.2, engine="e", precision="p"),
-        entry("new precision", 0.3, engine="e"), entry("new engine", 0.4),
+        entry("known", 0.1, engine="e", gpu="g", precision="p", model="m"),
+        entry("new GPU", 0.2, engine="e", precision="p", model="m"),
+        entry("new precision", 0.3, engine="e", model="m"), entry("new engine", 0.4),
     ],
     "peak_memory": [entry("new engine", 0.5)],
 }  # fmt: skip
@@ -51,21 +52,22 @@ ERRORS = {
 @pytest.mark.parametrize(
     ("scenario", "low", "kind", "like"),
     [
-        (("e", "g", "p"), 0.1, "known", "e on g in p, by fits to other models"),
-        (("e", "other", "p"), 0.2, "new GPU", "e in p, by fits to other GPU types"),
-        (("e", "g", "other"), 0.3, "new precision", "e, by fits to other GPU types"),
-        (("f", "g", "p"), 0.4, "new engine", "all engines, fitted to none of them"),
+        (("e", "g", "p", "m"), 0.1, "known", "e on g in p, m, by fits to other models"),
+        (("e", "other", "p", "m"), 0.2, "new GPU", "e in p, m, by fits to other GPU types"),
+        (("e", "g", "other", "m"), 0.3, "new precision", "e, m, by fits to other GPU types"),
+        (("e", "g", "p", "other"), 0.4, "new engine", "all engines, fitted to none of them"),
+        (("f", "g", "p", "m"), 0.4, "new engine", "all engines, fitted to none of them"),
     ],
 )
 def test_the_nearest_kind_of_rows_gives_the_interval(scenario, low, kind, like):
-    found = look_up(ERRORS, dict(zip(("engine", "gpu", "precision"), scenario, strict=True)))
+    found = look_up(ERRORS, dict(zip(("engine", "gpu", "precision", "model"), scenario, strict=True)))
     assert (found["step_time"].low, found["step_time"].kind, found["step_time"].like) == (low, kind, like)
     assert found["peak_memory"].low == 0.5
     assert found["step_time"].basis == f"90% of 20 rows of {like}"
 
 
 def test_a_quantity_that_no_rows_stand_behind_has_no_interval():
-    assert look_up({"step_time": [], "peak_memory": []}, {"engine": "e", "gpu": "g", "precision": "p"}) == {}
+    assert look_up({"step_time": [], "peak_memory": []}, {"engine": "e", "gpu": "g", "precision": "p", "model": "m"}) == {}
 
 
 def test_an_interval_is_a_range_around_what_is_predicted():

@@ -72,8 +72,8 @@ def test_kinds_of_rows_have_their_own_ranges_and_say_how_many_they_are():
     highs = {entry["kind"]: entry["high"] for entry in found["step_time"]}
     assert highs == {"known": 1.1, "new GPU": 1.2, "new precision": 1.2, "new engine": 1.3}
     assert found["step_time"][0] == {
-        "kind": "known", "engine": "megatron", "gpu": "a100-80g-sxm", "precision": "bfloat16", "rows": 10,
-        "low": pytest.approx(1 / 1.1, abs=1e-4), "high": 1.1,
+        "kind": "known", "engine": "megatron", "gpu": "a100-80g-sxm", "precision": "bfloat16",
+        "model": "dense models", "rows": 10, "low": pytest.approx(1 / 1.1, abs=1e-4), "high": 1.1,
     }  # fmt: skip
     assert {entry["low"] for entry in found["peak_memory"]} == {0.8}
     few = to_intervals(Evidence(models[:8], gpus, engines))

@@ -48,7 +48,8 @@ def try_all(space, max_memory=1.0):
     """Every legal layout with its estimate, and how many are not legal or don't fit."""
     estimator, counts, fitting = Estimator(space.scenario), Counter(), []
     for layout, kernels in all_layouts(space):
-        if not (layout.is_legal(space.scenario.model, space.scenario.batch) and space.allows_kernels(kernels)):
+        legal = layout.is_legal(space.scenario.model, space.scenario.batch)
+        if not legal or space.scenario.engine.layout_problems(layout) or not space.allows_kernels(kernels):
             counts["not legal"] += 1
             continue
         estimate = estimator.estimate(layout, kernels)

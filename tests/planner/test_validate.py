@@ -245,7 +245,7 @@ def test_what_the_left_out_model_measured_does_not_enter_its_fit(true_engine):
 
 def test_a_group_of_one_model_is_predicted_as_it_is_and_told_apart(true_engine):
     runs = [run for run in generate_runs(true_engine) if run.scenario.model.name == "wide"]
-    other = make_run(Layout(dp_shard=8), engine="torchtitan")
+    other = make_run(Layout(dp_shard=8), engine="dtlayout")
     left_out = leave_models_out([*runs, other])
     assert {model: len(rows) for model, rows in left_out.predictions.items()} == {"narrow": 1}
     assert left_out.kept == {"nanotron on h100-80g-sxm": predict(runs)}
@@ -305,9 +305,9 @@ def test_each_constant_of_all_types_and_of_each_is_ablated(engines_that_share):
 
 
 def test_an_engine_without_fitted_constants_is_scored_as_it_is():
-    runs = [make_run(Layout(dp_shard=8), model=model, engine="torchtitan") for model in (NARROW, WIDE)]
+    runs = [make_run(Layout(dp_shard=8), model=model, engine="dtlayout") for model in (NARROW, WIDE)]
     assert not runs[0].scenario.engine.is_calibrated
-    left_out = leave_models_out([*runs, make_run(Layout(tp=8), model=WIDE, engine="megatron")]).predictions
+    left_out = leave_models_out([*runs, make_run(Layout(tp=8), model=WIDE, engine="dtlayout")]).predictions
     assert {model: len(rows) for model, rows in left_out.items()} == {"narrow": 1, "wide": 2}
     assert left_out["narrow"][0].estimate == predict(runs)[0].estimate
 
@@ -344,9 +344,9 @@ def test_runs_are_grouped_by_engine_and_gpu_type():
 
 def test_runs_whose_engine_has_constants_of_all_gpu_types_are_one_group(engines_that_share):
     runs = [make_run(Layout(), engine=engine) for engine in engines_that_share]
-    runs += [make_run(Layout(), engine="megatron")]
+    runs += [make_run(Layout(), engine="dtlayout")]
     assert {key: len(group) for key, group in group_for_fit(runs).items()} == {
-        ("nanotron", "any"): 2, ("megatron", "h100-80g-sxm"): 1,
+        ("nanotron", "any"): 2, ("dtlayout", "h100-80g-sxm"): 1,
     }  # fmt: skip
 
 
