@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, gpu_named
@@ -245,10 +245,11 @@ def _to_layout(cells: _Cells) -> Layout:
     )  # fmt: skip
 
 
-def _to_zero(cells: _Cells) -> int:
+def _to_zero(cells: _Cells) -> Literal[1, 2, 3]:
     """The stage of ZeRO that runs: what is called 3 in a pipeline, some engines carry out as less."""
-    features = find_engine(cells["engine"], cells["gpu"]).features
-    return min(cells["zero"] or 1, features.pipeline_zero if cells["pp"] > 1 else 3)
+    most = find_engine(cells["engine"], cells["gpu"]).features.pipeline_zero if cells["pp"] > 1 else 3
+    stated: Literal[1, 2, 3] = cells["zero"] or 1
+    return most if stated > most else stated
 
 
 def _to_mfu(cells: _Cells) -> float:

@@ -467,7 +467,9 @@ def test_the_benchmark_writes_a_report_without_paths(tmp_path):
     assert re.search(r"## Worst 20 rows of \d+: speed", report) and "| not explained | +25.0 % |" in report
     assert "CPU cores" in report and "| nanotron | h100-80g-sxm | matmul_efficiency |" in report
     assert str(tmp_path) not in report and str(ROOT) not in report
-    assert toml.loads((tmp_path / "errors.toml").read_text(encoding="utf-8"))["source"].startswith("rows left out: 24 of dtlayout")
+    assert toml.loads((tmp_path / "errors.toml").read_text(encoding="utf-8"))["source"].startswith(
+        "rows left out: 24 of dtlayout"
+    )
 
 
 def test_a_worst_rows_reason_is_the_one_whose_beginning_is_longest():

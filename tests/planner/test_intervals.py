@@ -67,7 +67,9 @@ def test_the_nearest_kind_of_rows_gives_the_interval(scenario, low, kind, like):
 
 
 def test_a_quantity_that_no_rows_stand_behind_has_no_interval():
-    assert look_up({"step_time": [], "peak_memory": []}, {"engine": "e", "gpu": "g", "precision": "p", "model": "m"}) == {}
+    assert (
+        look_up({"step_time": [], "peak_memory": []}, {"engine": "e", "gpu": "g", "precision": "p", "model": "m"}) == {}
+    )
 
 
 def test_an_interval_is_a_range_around_what_is_predicted():
