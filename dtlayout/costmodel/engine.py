@@ -221,6 +221,9 @@ class Constants:
     """Needed for each logit at the loss's peak."""
     gathered_logit_bytes: float = _constant(7.0, 0.0, 16.0, "byte/logit")
     """Added to `logit_bytes` where logits are gathered over tp: in bf16, their gradient, and own columns of both."""
+    copy_bytes: float = _constant(0.0, 0.0, 16.0, "byte/parameter")
+    """Held by a distributed optimizer for each parameter that it updates, beside its state: gradients in fp32, what is
+    flattened."""
     overhead_bytes: float = _constant(0.5e9, 0.0, 6e9, "byte")
     """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
     context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")

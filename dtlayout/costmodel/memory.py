@@ -168,7 +168,8 @@ def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float, of_ex
     """Component → bytes of n parameters and of what belongs to them, of which the largest FSDP unit has `unit`.
 
     bf16 weights, over S under ZeRO-3. Gradients are whole while they accumulate, and over S where each microbatch's are
-    reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights and what it keeps of them, over S.
+    reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights, what it keeps of them, and its copies,
+    over S.
     Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way. The parameters of
     experts among them, `of_experts`, have as many ranks as hold the same experts in the place of S.
     """
@@ -180,7 +181,7 @@ def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float, of_ex
     return {
         "parameters": 2 * (shard if gathers else n),
         "gradients": features.gradient_bytes * (shard if layout.zero > 1 and layout.pp == 1 else n),
-        "optimizer": (4 + scenario.optimizer.state_bytes(4)) * shard,
+        "optimizer": (4 + scenario.optimizer.state_bytes(4) + scenario.engine.constants.copy_bytes) * shard,
         "buffers": bucket + (2 * 2 * unit if gathers else 0.0),
     }
 
