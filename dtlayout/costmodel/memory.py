@@ -168,10 +168,9 @@ def state_bytes(scenario: Scenario, layout: Layout, n: float, unit: float, of_ex
     """Component → bytes of n parameters and of what belongs to them, of which the largest FSDP unit has `unit`.
 
     bf16 weights, over S under ZeRO-3. Gradients are whole while they accumulate, and over S where each microbatch's are
-    reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights, what it keeps of them, and its copies,
-    over S.
-    Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way. The parameters of
-    experts among them, `of_experts`, have as many ranks as hold the same experts in the place of S.
+    reduced at once (ZeRO-2 and -3). The optimizer has fp32 masters of bf16 weights, what it keeps of them and copies of
+    its own, over S. Buffers are reduction buckets, and the units that ZeRO-3 has gathered: one in use, one on its way.
+    The parameters of experts among them, `of_experts`, have as many ranks as hold the same experts in the place of S.
     """
     features, gathers = scenario.engine.features, layout.zero == 3
     bucket = features.bucket_bytes * n if layout.dp > 1 else 0.0

@@ -27,8 +27,8 @@ from dtlayout.planner.scores import LOWEST_MFU
 
 MEMORY_CONSTANTS = frozenset({
     "score_saved_bytes", "fused_score_saved_bytes", "flash1_saved_bytes", "norm_saved_bytes", "block_saved_bytes",
-    "logit_bytes", "gathered_logit_bytes", "copy_bytes", "overhead_bytes", "context_bytes", "run_ahead_bytes", "message_saved_bytes",
-    "run_ahead_microbatches", "run_ahead_host_s",
+    "logit_bytes", "gathered_logit_bytes", "copy_bytes", "overhead_bytes", "context_bytes", "run_ahead_bytes",
+    "message_saved_bytes", "run_ahead_microbatches", "run_ahead_host_s",
 })  # fmt: skip
 """Constants of memory; the others are of time."""
 
