@@ -279,9 +279,8 @@ def _report_worst(rows: Rows) -> Iterator[str]:
 
 
 def explain_row(name: str, reasons: Mapping[str, str]) -> str:
-    """The reason whose beginning of a row's name is the longest."""
-    starts = [start for start in reasons if name.startswith(start)]
-    return reasons[max(starts, key=len)] if starts else UNEXPLAINED
+    """The reason of "TABLE row ROW", or of its whole table."""
+    return reasons.get(name) or reasons.get(name.partition(" row ")[0]) or UNEXPLAINED
 
 
 def report_ablations(runs: Sequence[Run]) -> Iterator[str]:

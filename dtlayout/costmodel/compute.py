@@ -307,20 +307,23 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
     hides = features.runs_ahead or not link.crosses_nodes  # buffers that all ranks of tp write to end with fast links
     exposed = scenario.engine.constants.tp_exposed if hides else 1.0
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
-    half_s = gather_s = half_all_reduce_s(size, layout.tp, link)
+    gathered_size = size
     if (fmt := scenario.precision.matmul_format) and layout.shards_sequence:  # what is gathered is cast before
-        gather_s = half_all_reduce_s(size * fmt.sent_bytes / activation_size(scenario), layout.tp, link)
+        gathered_size = size * fmt.sent_bytes / activation_size(scenario)
+    half_s, gather_s = (half_all_reduce_s(each, layout.tp, link) for each in (size, gathered_size))
     num_branches = describe(scenario.model).num_branches
     num_gathered = num_branches * (2 if features.regathers_inputs else 1)
     num_reduced = features.input_reductions * num_branches / 2
     forward_s, backward_s = num_branches * (half_s + gather_s), num_reduced * half_s
     backward_s += num_gathered * gather_s if layout.shards_sequence else num_reduced * half_s
-    forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, half_s)
+    forward_hidden_s, backward_hidden_s = _hidden_tp_s(scenario, layout, size, gathered_size)
     return (forward_s - forward_hidden_s) * exposed, (backward_s - backward_hidden_s) * exposed
 
 
-def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float) -> tuple[float, float]:
-    """What `tp_overlap` hides of a block's collectives of `size` bytes, forward and backward; a host computes itself.
+def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size: float) -> tuple[float, float]:
+    """What `tp_overlap` hides of a block's collectives, forward and backward; a host computes itself.
+
+    A branch sums up `size` bytes and gathers `gathered_size`.
 
     Sent in p pieces beside a matmul, all but the first piece (or the last) can hide behind it; a branch's input
     gradients are also beside the matmuls of its weights' gradients. Below 0 where more messages cost more than that.
@@ -328,20 +331,20 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, half_s: float)
     if not layout.overlaps_tp or scenario.is_on_host:
         return 0.0, 0.0
     p, link, tokens = OVERLAPPED_PIECES, tp_link(scenario, layout), tokens_of(scenario, layout)
-    piece_s = half_all_reduce_s(size / p, layout.tp, link)
 
-    def exposed_s(beside_s: float, after_s: float = 0.0) -> float:
+    def hidden_s(sent_bytes: float, beside_s: float, after_s: float = 0.0) -> float:
+        whole_s, piece_s = (half_all_reduce_s(each, layout.tp, link) for each in (sent_bytes, sent_bytes / p))
         last_matmul_or_message_s = max(beside_s + piece_s, beside_s / p + p * piece_s)
-        return max(0.0, last_matmul_or_message_s - beside_s - after_s)
+        return whole_s - max(0.0, last_matmul_or_message_s - beside_s - after_s)
 
     forward_s = backward_s = opening_s = 0.0
     for each in describe(scenario.model).block:
         if isinstance(each, Linear) and each.style == "colwise":
-            opening_s += matmul_s(scenario, tokens, each.outputs / layout.tp, each.inputs)
+            opening_s += linear_s(scenario, tokens, each.outputs / layout.tp, each.inputs)
         elif isinstance(each, Linear) and each.style == "rowwise":
-            closing_s = matmul_s(scenario, tokens, each.outputs, each.inputs / layout.tp)
-            forward_s += 2 * half_s - exposed_s(opening_s) - exposed_s(closing_s)
-            backward_s += 2 * half_s - exposed_s(closing_s) - exposed_s(opening_s, after_s=opening_s)
+            closing_s = linear_s(scenario, tokens, each.outputs, each.inputs / layout.tp)
+            forward_s += hidden_s(gathered_size, opening_s) + hidden_s(size, closing_s)
+            backward_s += hidden_s(gathered_size, closing_s) + hidden_s(size, opening_s, after_s=opening_s)
             opening_s = 0.0
     return forward_s, backward_s
 

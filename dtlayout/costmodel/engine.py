@@ -99,6 +99,8 @@ class Usual:
 
     micro_batch: int | None = None
     """Sequences."""
+    fills_pipeline_once: bool = False
+    """Whether a pipeline gets as many microbatches as it has ranks, in the place of `micro_batch`."""
     zero: int | None = None
     """Stage of ZeRO, 1 to 3."""
     recompute: str | None = None

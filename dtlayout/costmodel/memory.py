@@ -237,7 +237,7 @@ def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) 
             case RoutedExperts():
                 num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept if operation.gated else 2
                 inside = num_kept * operation.inner_width  # what the activation keeps, and its result
-                beside_scores += e * operation.per_token * (operation.width + inside) / t
+                beside_scores += operation.per_token * (read * operation.width + e * inside) / t
     whole = beside_scores + score_bytes(scenario, layout, kernels)
     recompute = Recompute.parse(layout.recompute)
     if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)

@@ -99,7 +99,7 @@ class Run:
     note: str = ""
     """What the source says of it beside."""
     assumed: tuple[str, ...] = ()
-    """What it does not say, and the engine usually does: key=value each."""
+    """What is taken for so though the source does not say it, a sentence each."""
 
     @property
     def step_time_s(self) -> float | None:

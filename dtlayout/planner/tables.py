@@ -65,6 +65,12 @@ _CHUNKED_HEAD = re.compile(r"\brl trainer step\b")
 """A note on prime-rl's trainer for reinforcement learning, which takes head and loss in chunks of tokens."""
 _LATENT_ATTENTION = re.compile(r"\bMLA q_lora (\d+) kv_lora (\d+) qk (\d+)\+(\d+) v (\d+)")
 """A note on latent attention: ranks of queries and of keys and values, and a head's width, rotated part and values."""
+_OVERLAPS_TP = re.compile(r"(?<!no )\basync ?TP\b", re.IGNORECASE)
+"""A note on tp's messages that are sent in pieces beside matmuls."""
+_DROPS_TOKENS = re.compile(r"\btoken drop\b")
+"""A note on experts that leave tokens out beyond some number."""
+_MOST_MFU = 12 / 7
+"""MFU of a causal kernel at the peak, at lengths at which attention is all there is: it computes 7 of 12 FLOPs."""
 _OVERLAPS_EP = re.compile(r"\ba2a overlap\b")
 """A note on tokens that are exchanged while another microbatch is computed."""
 _MOST_PROBLEMS = 20
@@ -165,11 +171,17 @@ def _read_rows(reader: "csv.DictReader[str]", engine: str | None, problems: list
 
 
 def _assume(cells: dict[str, Any]) -> tuple[str, ...]:
-    """Fill what a row does not say with what its engine usually does; the cells that were filled."""
-    usual = vars(find_usual(cells["engine"]))
+    """Fill what a row does not say with what its engine usually does; a sentence on each thing that is taken for so."""
+    usual = dict(vars(find_usual(cells["engine"])))
+    if usual["fills_pipeline_once"] and cells["pp"] > 1 and cells["global_batch"]:
+        usual["micro_batch"] = max(1, cells["global_batch"] // (cells["dp"] * cells["pp"]))
     filled = {name: usual[name] for name in _MAY_BE_USUAL if cells[name] is None and usual[name] is not None}
     cells |= filled
-    return tuple(f"{name}={json.dumps(value)}" for name, value in filled.items())
+    engine = cells["engine"]
+    assumed = [f"not stated: {name}={json.dumps(value)}, what {engine} usually does" for name, value in filled.items()]
+    if engine in known_engines() and _to_zero(cells) < (cells["zero"] or 1):
+        assumed.append(f"zero={cells['zero']} in a pipeline: {engine} keeps parameters gathered and gradients whole")
+    return tuple(assumed)
 
 
 def _to_run(cells: _Cells) -> Run:
@@ -239,14 +251,15 @@ def _to_layout(cells: _Cells) -> Layout:
     return Layout(
         pp=cells["pp"], dp_replicate=dp // shards, dp_shard=shards,
         cp=cells["cp"] or 1, tp=cells["tp"], ep=(cells["experts"] and cells["ep"]) or 1,
-        ep_overlap=bool(_OVERLAPS_EP.search(cells["note"])), sequence_parallel=bool(cells["sequence_parallel"]),
+        ep_overlap=bool(_OVERLAPS_EP.search(cells["note"])), tp_overlap=bool(_OVERLAPS_TP.search(cells["note"])),
+        sequence_parallel=bool(cells["sequence_parallel"]),
         micro_batch=cells["micro_batch"], schedule=_find_schedule(cells),
         virtual_stages=cells["virtual_stages"] or 1, zero=_to_zero(cells), recompute=cells["recompute"],
     )  # fmt: skip
 
 
 def _to_zero(cells: _Cells) -> Literal[1, 2, 3]:
-    """The stage of ZeRO that runs: what is called 3 in a pipeline, some engines carry out as less."""
+    """The stage of ZeRO that runs: FSDP2's 3 keeps parameters gathered in some engines' pipelines."""
     most = find_engine(cells["engine"], cells["gpu"]).features.pipeline_zero if cells["pp"] > 1 else 3
     stated: Literal[1, 2, 3] = cells["zero"] or 1
     return most if stated > most else stated
@@ -317,6 +330,22 @@ def _lacks_ranks(cells: _Cells) -> bool:
     return bool(re.search(r"\bMLA\b", cells["note"])) and not _LATENT_ATTENTION.search(cells["note"])
 
 
+def _has_no_schedule(cells: _Cells) -> bool:
+    """Whether a pipeline's schedule is one that its engine is known to lack."""
+    if cells["pp"] == 1 or cells["engine"] not in known_engines():
+        return False
+    known = find_engine(cells["engine"], cells["gpu"]).features.schedules
+    return bool(known) and _find_schedule(cells) not in known
+
+
+def _has_no_zero(cells: _Cells) -> bool:
+    """Whether a distributed optimizer is said to share in a pipeline what it does not."""
+    if cells["pp"] == 1 or cells["engine"] not in known_engines():
+        return False
+    features = find_engine(cells["engine"], cells["gpu"]).features
+    return features.sharding == "distributed-optimizer" and (cells["zero"] or 0) > features.pipeline_zero
+
+
 _REASONS: dict[str, Callable[[_Cells], Any]] = {
     "engine is not stated, --engine names one": lambda row: not row["engine"],
     "engine {engine} is not known": lambda row: row["engine"] and row["engine"] not in known_engines(),
@@ -330,6 +359,9 @@ _REASONS: dict[str, Callable[[_Cells], Any]] = {
     "engine {engine} has no experts or latent attention": _has_no_experts,
     "multi-head latent attention, its ranks not stated": _lacks_ranks,
     "optimizer {optimizer} is not known": lambda row: row["optimizer"] not in _known_optimizers(),
+    "tokens are dropped": lambda row: _DROPS_TOKENS.search(row["note"]),
+    "engine {engine} has no schedule {schedule}": _has_no_schedule,
+    "engine {engine} has no zero={zero} in pipelines": _has_no_zero,
     "schedule {schedule} is not known": lambda row: _find_schedule(row) not in SCHEDULES,
     "schedule {schedule} does not go with virtual_stages={virtual_stages}":
         lambda row: row["virtual_stages"] and _needs_other_stages(row),
@@ -353,8 +385,8 @@ def _find_reasons(cells: _Cells) -> tuple[str, ...]:
     for name, size in sizes.items():
         if size % ep:
             raise InvalidConfig(f"ep={ep} does not divide {name}={size}")
-    if (cells["mfu"] or 0) > 1 and cells["precision"] == "bf16":
-        raise InvalidConfig(f"mfu={cells['mfu']} is above 1, which takes a format below bf16")
+    if (cells["mfu"] or 0) > _MOST_MFU and cells["precision"] == "bf16":
+        raise InvalidConfig(f"mfu={cells['mfu']} is above 12/7, which takes a format below bf16")
     return tuple(reason.format_map(cells) for reason, holds in _REASONS.items() if holds(cells))
 
 

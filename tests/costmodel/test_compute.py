@@ -238,6 +238,15 @@ def test_overlap_hides_what_matmuls_last_and_pays_for_more_messages():
     assert sum(block_tp_s(large, grown)) < 0.5 * sum(block_tp_s(large, replace(grown, tp_overlap=False)))
 
 
+@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_no_more_is_hidden_than_is_sent_in_any_format(name, tp):
+    shown, hidden = (
+        block_tp_s(in_format(name), Layout(tp=tp, tp_overlap=each, micro_batch=64)) for each in (False, True)
+    )
+    assert all(0 <= less < more for less, more in zip(hidden, shown, strict=True))
+
+
 def test_cp_waits_for_what_attention_does_not_hide_of_keys_and_values():
     """1 MB of them at 50 GB/s and 5 µs a hop, behind half of 20 µs; backward 2 MB behind half of 50 µs."""
     kernels = Kernels()

@@ -228,3 +228,8 @@ def test_an_engine_takes_other_constants_within_their_bounds():
         "step_host_s=0.6 lies outside [0.0, 0.5]",
         "overlap=-0.1 lies outside [0.0, 1.0]",
     ]
+
+
+def test_our_matmuls_lose_as_much_as_those_of_torchtitan_until_a_gpu_has_run_them():
+    own, other = (find_engine(name, "h100-80g-sxm").constants.matmul_share for name in ("dtlayout", "torchtitan"))
+    assert own == pytest.approx(other, rel=0.01)

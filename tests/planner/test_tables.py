@@ -76,7 +76,10 @@ def test_what_the_model_knows_of_further_columns_goes_into_the_run(tmp_path):
     assert (run.layout.schedule, run.layout.virtual_stages) == ("interleaved-1f1b", 2)
     assert (run.kernels.compile, run.scenario.optimizer, run.source, run.note) == ("blocks", SGD(), "a page", "by hand")
     assert read(tmp_path, **MORE | {"optimizer": "adam"}).scenario.optimizer == AdamW()
-    assert read(tmp_path, **MORE | {"schedule": "gpipe", "virtual_stages": "1"}).layout.schedule == "gpipe"
+    assert (
+        read(tmp_path, **MORE | {"schedule": "gpipe", "virtual_stages": "1", "engine": "nanotron"}).layout.schedule
+        == "gpipe"
+    )
     assert (
         read(tmp_path, **MORE | {"pp": "1", "dp": "16", "schedule": "zbv"}).layout.pp == 1
     )  # no pipeline, no schedule
@@ -148,7 +151,10 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ),
         ({"note": "MLA, as ever"}, ["multi-head latent attention, its ranks not stated"]),
         ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
-        ({"schedule": "zbv"}, ["schedule zbv is not known"]),
+        ({"schedule": "zbv", "engine": "torchtitan"}, ["schedule zbv is not known"]),
+        ({"schedule": "gpipe", "virtual_stages": "1"}, ["engine megatron has no schedule gpipe"]),
+        ({"zero": "3"}, ["engine megatron has no zero=3 in pipelines"]),
+        ({**EXPERTS, "note": "25.09: token drop, capacity not stated"}, ["tokens are dropped"]),
         ({"schedule": "1f1b"}, ["schedule 1f1b does not go with virtual_stages=2"]),
         ({"schedule": "interleaved", "virtual_stages": ""}, ["virtual_stages is not stated"]),
         ({"global_batch": "", "micro_batch": ""}, ["global_batch is not stated"]),
@@ -171,10 +177,36 @@ def test_what_would_not_matter_need_not_be_stated(tmp_path):
 
 def test_what_a_row_does_not_say_is_what_its_engine_usually_does(tmp_path):
     run = read(tmp_path, micro_batch="", recompute="", zero="")
-    assert run.assumed == ("micro_batch=1", "zero=1", 'recompute="none"')
+    keys = ("micro_batch=1", "zero=1", 'recompute="none"')
+    assert run.assumed == tuple(f"not stated: {key}, what megatron usually does" for key in keys)
     assert (run.layout.micro_batch, run.layout.recompute, run.layout.zero) == (1, "none", 1)
     assert 'not stated: recompute="none", what megatron usually does' in describe_changes(run)
     assert read(tmp_path).assumed == ()
+
+
+def test_zero_3_in_a_pipeline_of_fsdp2_is_what_its_program_makes_of_it(tmp_path):
+    run = read(tmp_path, engine="torchtitan", zero="3")
+    assert run.layout.zero == 1
+    assert "zero=3 in a pipeline: torchtitan keeps parameters gathered and gradients whole" in describe_changes(run)
+
+
+def test_notes_say_what_is_sent_beside_matmuls(tmp_path):
+    assert read(tmp_path, note="torch.compile; AsyncTP").layout.tp_overlap
+    assert read(tmp_path, note="async TP; local batch 32").layout.tp_overlap
+    assert not read(tmp_path, note="no async TP").layout.tp_overlap
+
+
+def test_a_causal_kernel_may_pass_an_mfu_of_1(tmp_path):
+    assert read(tmp_path, mfu="1.05").mfu == 1.05
+
+
+def test_a_pipeline_that_is_filled_once_has_as_many_microbatches_as_ranks(tmp_path):
+    run = read(tmp_path, engine="torchtitan", micro_batch="")
+    assert run.layout.micro_batch == 256 // (4 * 4)
+    assert run.assumed == ("not stated: micro_batch=16, what torchtitan usually does",)
+    assert find_reasons(tmp_path, engine="torchtitan", micro_batch="", pp="1", dp="16", virtual_stages="1") == (
+        "micro_batch is not stated",
+    )
 
 
 def test_a_note_says_over_how_many_ranks_the_optimizer_is_sharded(tmp_path):
@@ -256,7 +288,7 @@ def test_several_tables_are_read_in_their_order(tmp_path):
     ("cells", "problem"),
     [
         ({"kernel": "fast"}, "column kernel: 'fast' is unknown; use torch, megatron-softmax"),
-        ({"mfu": "1.2"}, "mfu=1.2 is above 1, which takes a format below bf16"),
+        ({"mfu": "1.8"}, "mfu=1.8 is above 12/7, which takes a format below bf16"),
         ({"layers": "many"}, "many"),
         ({"tp": "0"}, "column tp: '0' must be a whole number of at least 1"),
         ({**EXPERTS, "ep": "3"}, "ep=3 does not divide dp·cp·tp=8"),
