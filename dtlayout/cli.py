@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # who reads has seen enough; nothing more is said, not even at the end of the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":  # under torchrun, where gloo's threads may end a process that Python takes down with SIGABRT

@@ -8,6 +8,7 @@ from typing import Any
 
 from dtlayout import toml
 from dtlayout.config import check_layout, parse_config
+from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.files import write
@@ -39,6 +40,10 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
     launch = processes if num_nodes == 1 else f"--nnodes {num_nodes} {processes} --rdzv-endpoint HOST:PORT"
     comments = [f"{model.name} on {cluster.num_gpus} x {cluster.gpu.name}, by dtlayout recommend.", *reasons]
+    if (engine := scenario.engine.name) != OWN_ENGINE:
+        comments.insert(
+            1, f"Predicted for {engine}; what this trainer takes and needs, dtlayout check {path.name} says."
+        )
     needs_tokenizer = model.vocab_size < _BYTES_VOCAB
     sections = {
         "model": _changes(model, PRESETS.get(model.name), ["name"]),

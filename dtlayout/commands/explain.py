@@ -3,13 +3,11 @@
 import argparse
 from dataclasses import asdict, replace
 
-from dtlayout.cluster import Gpu
 from dtlayout.commands.arguments import add_config, choose_gpu, show
 from dtlayout.config import Config, check_layout, load_config
-from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario, engine_kernels
-from dtlayout.device import device_of
+from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_lacks
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, Explanation, explain
@@ -38,21 +36,21 @@ def run(options: argparse.Namespace) -> int:
     gpu = choose_gpu(config, options.gpu)
     engine = find_engine_on(options.engine, gpu)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
-    layout = _check(config, world_size, engine, gpu)
     scenario = replace(own_scenario(config, world_size, gpu), engine=engine)
+    layout = _check(config, scenario)
     is_own = engine.name == OWN_ENGINE
     kernels = predicted_kernels(config, layout, gpu) if is_own else engine_kernels(scenario, config.kernels, layout)
     explanation = explain(scenario, layout, kernels)
     return show(options, _to_document(scenario, explanation), _describe(scenario, explanation))
 
 
-def _check(config: Config, world_size: int, engine: Engine, gpu: Gpu) -> Layout:
+def _check(config: Config, scenario: Scenario) -> Layout:
     """The layout on so many ranks; what only our trainer lacks is no problem of another engine."""
-    if engine.name == OWN_ENGINE:
-        return check_layout(config, world_size, device_of(gpu))
-    layout = config.layout.resolve(world_size)
+    if scenario.engine.name == OWN_ENGINE:
+        return check_layout(config, scenario.cluster.num_gpus, scenario.device)
+    layout = config.layout.resolve(scenario.cluster.num_gpus)
     layout.check(config.model, config.batch)
-    if problems := engine.model_problems(config.model) + engine.layout_problems(layout):
+    if problems := find_lacks(scenario, layout):
         raise InvalidLayout(problems)
     return layout
 

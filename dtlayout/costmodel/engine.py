@@ -101,8 +101,8 @@ class Usual:
     """Sequences."""
     fills_pipeline_once: bool = False
     """Whether a pipeline gets as many microbatches as it has ranks, in the place of `micro_batch`."""
-    zero: int | None = None
-    """Stage of ZeRO, 1 to 3."""
+    zero: Literal[1, 2, 3] | None = None
+    """Stage of ZeRO."""
     recompute: str | None = None
     """As `layout.recompute`."""
     sequence_parallel: bool | None = None
@@ -111,6 +111,12 @@ class Usual:
     """Whether a norm is one kernel, also where it is not called so."""
     kernels: Kernels = field(default_factory=Kernels)
     """Its kernels: also behind what is called a flash attention, of any version."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise InvalidConfig(f"usual.micro_batch={self.micro_batch} must be at least 1")
+        if self.recompute is not None:
+            Recompute.parse(self.recompute)
 
 
 @dataclass(frozen=True, kw_only=True)

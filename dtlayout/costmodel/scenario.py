@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster
@@ -66,14 +67,27 @@ def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> 
 
 def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
-    problems = kernels.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
     engine = scenario.engine
+    tried = kernels if engine.name == OWN_ENGINE else replace(kernels, **_usual_ones(engine.name, kernels))
+    problems = tried.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
+    return problems + find_lacks(scenario, layout)
+
+
+def find_lacks(scenario: Scenario, layout: Layout) -> list[str]:
+    """What the engine lacks for a legal layout beside kernels, or its GPUs for the format; one line each."""
+    engine, problems = scenario.engine, list[str]()
     if (fmt := scenario.precision.matmul_format) and not scenario.cluster.gpu.peak_of(fmt):
         problems.append(f"precision.matmuls={fmt.name} is no format that {scenario.cluster.gpu.name} multiplies in")
     elif engine.name == OWN_ENGINE:
         problems += scenario.precision.training_problems
     problems += engine.model_problems(scenario.model)
     return problems + engine.layout_problems(layout)
+
+
+def _usual_ones(engine: str, kernels: Kernels) -> dict[str, Any]:
+    """The kernels that an engine usually has, each with one of ours in its place, which runs anywhere."""
+    usual = vars(find_usual(engine).kernels)
+    return {key: getattr(Kernels(), key) for key, value in vars(kernels).items() if value == usual[key]}
 
 
 def count_state_shards(layout: Layout) -> int:

@@ -68,7 +68,9 @@ def refit(runs: Sequence[Run], starts: Sequence[Engine]) -> list[Engine]:
     of_memory = [each for each in parameters if each.name in MEMORY_CONSTANTS]
     outcomes = [run.outcome for run in runs if not run.peak_bytes]
     weights = {s: 1 / max(1, outcomes.count(s)) for s in ("ok", "oom")}
-    engines = _minimise_all(starts, of_memory, lambda e: _memory_residuals(by_gpu[e.gpu], weights, e), _MEMORY_LOSSES)
+    engines = _minimise_all(
+        starts, of_memory, lambda e: _memory_residuals(by_gpu.get(e.gpu, ()), weights, e), _MEMORY_LOSSES
+    )
 
     ran = _by_gpu([run for run in runs if run.ran])
     of_time = [each for each in parameters if each not in of_memory and (each.gpu in ran or each.gpu == ANY_GPU)]

@@ -18,7 +18,6 @@ from math import exp, log
 from typing import Any, NamedTuple
 
 from dtlayout import toml
-from dtlayout.model_shape import ModelShape
 from dtlayout.planner.intervals import COVERED, KINDS, QUANTITIES, describe_scenario, look_up
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Prediction
@@ -251,14 +250,9 @@ def _split(runs: Iterable[Run], find: Callable[[Run], str], names: Container[str
     return parts
 
 
-_FIRST_NAMES: dict[ModelShape, str] = {}
-"""Shape of a model, without its name → the name under which it was met first."""
-
-
 def model_of(run: Run) -> str:
-    """The name of its model, one name for each shape: sources call a model by several."""
-    model = run.scenario.model
-    return _FIRST_NAMES.setdefault(replace(model, name=""), model.name)
+    """The name of its model."""
+    return run.scenario.model.name
 
 
 def gpu_of(run: Run) -> str:

@@ -115,10 +115,22 @@ def read_tables(paths: Sequence[str | Path], engine: str | None = None) -> Table
     if problems:
         raise InvalidConfig(problems)
     tables = {row.table for row in rows}
-    runs = [row for row in rows if isinstance(row, Run)]
+    runs = _name_alike([row for row in rows if isinstance(row, Run)])
     firsts = [run for run in runs if not _is_repeat(run, tables)]
     unpredicted = [row for row in rows if isinstance(row, Unpredicted)]
     return Tables(firsts, unpredicted, num_repeats=len(runs) - len(firsts))
+
+
+def _name_alike(runs: Sequence[Run]) -> list[Run]:
+    """Runs whose models have one name for each shape, the first: sources call a model by several."""
+    names: dict[ModelShape, str] = {}
+
+    def rename(scenario: Scenario) -> Scenario:
+        shape = replace(scenario.model, name="")
+        name = names.setdefault(shape, scenario.model.name)
+        return scenario if name == scenario.model.name else replace(scenario, model=replace(shape, name=name))
+
+    return [replace(run, scenario=rename(run.scenario)) for run in runs]
 
 
 def _is_repeat(run: Run, tables: set[str]) -> bool:
@@ -131,7 +143,7 @@ def _read_table(path: Path, engine: str | None, problems: list[str]) -> list[Run
     """The rows of a table; what is wrong with it is put to the problems of all tables."""
     found: list[str] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             if missing := [name for name in _REQUIRED if name not in (reader.fieldnames or ())]:
                 raise InvalidConfig(f"table {path} has no column {', '.join(missing)}")

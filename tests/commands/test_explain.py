@@ -180,3 +180,10 @@ def test_auto_is_explained_as_the_kernels_that_it_stands_for(files, capsys):
     assert document == json.loads(explain(capsys, *arguments, *named))
     other = json.loads(explain(capsys, *arguments, "--engine", "torchtitan"))
     assert (other["kernels"]["attention"], other["kernels"]["compile"]) == ("sdpa-flash", "none")
+
+
+def test_a_format_that_the_gpu_lacks_is_refused_and_never_takes_for_ever(capsys):
+    for gpu, name in (("a100-80g-sxm", "fp8-tensorwise"), ("h100-80g-sxm", "nvfp4")):
+        arguments = ("--gpu", gpu, "--engine", "megatron", f"--precision.matmuls={name}", "--world", "64")
+        assert main(["explain", str(LLAMA), *arguments]) == 2
+        assert capsys.readouterr().err == f"precision.matmuls={name} is no format that {gpu} multiplies in\n"

@@ -114,3 +114,11 @@ def test_a_config_below_bf16_is_refused_before_it_starts():
         Precision(matmuls="fp8")
     with pytest.raises(InvalidConfig, match=r"is cast from bfloat16, and precision.compute is float32"):
         Precision(matmuls="mxfp8", compute="float32")
+
+
+def test_an_engines_own_kernel_is_no_reason_against_it_and_ours_is():
+    here = scenario("fsdp1", "h100-80g-sxm")
+    ranked = Search(Space(here, fixed={"attention": "flash1"})).run().ranked
+    assert ranked and {each.kernels.attention for each in ranked} == {"flash1"}
+    (problem,) = find_refusals(scenario("torchtitan", "h100-80g-sxm"), Layout(dp_shard=4), Kernels(attention="flash1"))
+    assert problem.startswith("kernels.attention=flash1")

@@ -221,6 +221,13 @@ def test_matmuls_below_bf16_are_read(tmp_path, name):
     assert run.scenario.precision.matmul_format is MATMUL_FORMATS[name]
 
 
+def test_a_model_of_two_names_is_one(tmp_path):
+    rows = [ROW, ROW | {"model": "Small-8L"}, ROW | {"model": "large", "layers": "16"}]
+    runs = read_tables([write(tmp_path / "runs.csv", *rows)]).runs
+    assert [run.scenario.model.name for run in runs] == ["small", "small", "large"]
+    assert runs[0].scenario == runs[1].scenario
+
+
 def test_a_layout_that_was_run_again_counts_once(tmp_path):
     rows = [ROW | {"note": "a cable; same layout as in later"}, ROW | {"table": "later", "note": ""}]
     one, two = (write(tmp_path / f"{row['table']}.csv", row, columns=row.keys()) for row in rows)
