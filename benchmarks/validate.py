@@ -52,6 +52,12 @@ SCORES = {
     "false_oom": "{:.1%}",
 }  # fmt: skip
 WORST = 20
+_BELOW = "below bfloat16"
+_ALL = (
+    ("all", "", "bfloat16", "dense models"), ("all", "", _BELOW, "dense models"),
+    ("all", "", "", "mixtures of experts"), ("all", "", "", ""),
+)  # fmt: skip
+"""Kinds of rows that have a line together."""
 _MOST_LINES = 12
 """Models or tables of a file that have a line each; of more, none has."""
 EXPLAINED = Path(__file__).with_name("explained.toml")
@@ -165,15 +171,27 @@ def _report_groups(rows: Rows) -> Iterator[str]:
             heading += [f"{name} left out: signed", "absolute", "inside"]
         heading += ["no fit: absolute"]
         lines = []
-        for key in (*sorted(ways["shipped"]), ("all", "", "", "")):
+        for key in (*sorted(ways["shipped"]), *_ALL):
             fitted, models, gpus, none = (
-                getattr(score_group(rows.ways[way] if key[0] == "all" else found.get(key, [])), quantity)
-                for way, found in ways.items()
+                getattr(score_group(_choose(key, found)), quantity) for found in ways.values()
             )
             if fitted.rows:
                 cells = [*key, str(fitted.rows), _percent(fitted.signed, "+"), _percent(fitted.absolute)]
                 lines.append([*cells, *_left_out_cells(models), *_left_out_cells(gpus), _percent(none.absolute)])
         yield from _table(heading, lines, num_words=4)
+
+
+def _choose(key: tuple[str, ...], groups: Mapping[tuple[str, ...], list[Prediction]]) -> list[Prediction]:
+    """The predictions of a group, or of all that a line of `_ALL` takes together."""
+    if key[0] != "all":
+        return groups.get(key, [])
+    _, _, precision, models = key
+
+    def belongs(group: tuple[str, ...]) -> bool:
+        formats = {"": True, "bfloat16": group[2] == "bfloat16", _BELOW: group[2] != "bfloat16"}
+        return formats[precision] and models in ("", group[3])
+
+    return [prediction for group, found in groups.items() if belongs(group) for prediction in found]
 
 
 def _left_out_cells(errors: Errors) -> list[str]:
