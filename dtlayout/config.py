@@ -342,7 +342,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         find_family(config.model.family)
     except InvalidConfig as error:
         problems += error.problems
-    problems += schedule_problems(layout.schedule)
+    problems += layout.training_problems + schedule_problems(layout.schedule)
     has_begun = any(Path(config.train.run_folder, "checkpoints").glob("step-*"))  # with what it goes on
     if config.train.init_from and not has_begun:
         problems += check_init_from(config.train.init_from, config.model)

@@ -122,6 +122,11 @@ class Layout:
         """Whether computation hides a part of what ep exchanges."""
         return self.ep_overlap and self.ep > 1
 
+    @property
+    def training_problems(self) -> list[str]:
+        """What keeps this trainer from a legal layout."""
+        return [f"layout.cp={self.cp} can be predicted, not trained yet; use layout.cp=1"] if self.cp > 1 else []
+
     def num_microbatches(self, batch: Batch) -> int:
         """Forwards of one data-parallel rank in a step."""
         return batch.global_batch // (self.dp * self.micro_batch)
@@ -212,9 +217,7 @@ class _Broken(NamedTuple):
 def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
     broken = [*_check_tensor_parallel(layout, model, batch), *_check_pipeline(layout, model)]
     broken += _check_batch(layout, batch)
-    if layout.cp > 1:
-        broken.append(_Broken("cp", f"cp={layout.cp}: context parallelism is not there yet", [{"cp": 1}]))
-    return broken + _check_experts(layout, model)
+    return broken + _check_context_parallel(layout, batch) + _check_experts(layout, model)
 
 
 def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: ModelShape, batch: Batch) -> str:
@@ -258,6 +261,19 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
         for name, size in sizes.items()
         if size % tp
     ]
+
+
+def _check_context_parallel(layout: Layout, batch: Batch) -> list[_Broken]:
+    """Each cp rank has as many tokens of a sequence, which sequence parallelism splits again."""
+    if layout.cp == 1:
+        return []
+    asked, parts = f"cp={layout.cp}", layout.cp
+    if layout.shards_sequence:
+        asked, parts = f"{asked} * tp={layout.tp}", layout.cp * layout.tp
+    if not batch.seq_len % parts:
+        return []
+    repairs = [{"cp": degree} for degree in _nearest(layout.cp, divisors(batch.seq_len))]
+    return [_Broken("cp", f"{asked} does not divide seq_len={batch.seq_len}", repairs)]
 
 
 def _check_experts(layout: Layout, model: ModelShape) -> list[_Broken]:

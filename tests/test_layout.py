@@ -71,7 +71,10 @@ def is_legal(layout: Layout, batch: Batch) -> bool:
     split_by_tp = [MODEL.num_heads, MODEL.num_kv_heads, MODEL.ffn_size, MODEL.vocab_size]
     if layout.sequence_parallel:
         split_by_tp.append(batch.seq_len)
-    if layout.cp > 1 or any(size % tp for size in split_by_tp) or batch.global_batch % (dp * layout.micro_batch):
+    parts = layout.cp * (tp if layout.sequence_parallel else 1) if layout.cp > 1 else 1
+    if batch.seq_len % parts or any(size % tp for size in split_by_tp):
+        return False
+    if batch.global_batch % (dp * layout.micro_batch):
         return False
     stages = layout.pp * layout.virtual_stages
     counts = layout.stage_layers
@@ -173,7 +176,7 @@ def test_every_rule_reports_at_once():
         "virtual_stages= has no meaning for schedule=gpipe",
         "stage_layers= names stages but pp= * virtual_stages= makes ",
         "global_batch= is not a multiple of dp * micro_batch = * = ",
-        "cp= : context parallelism is not there yet",
+        "cp= * tp= does not divide seq_len= ",
     ]
 
 

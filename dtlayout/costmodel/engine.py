@@ -317,7 +317,8 @@ class Engine:
 
     def layout_problems(self, layout: Layout) -> list[str]:
         """A line for everything in a legal layout that the engine does not have."""
-        problems = self.schedule_problems(layout.schedule) if layout.pp > 1 else []
+        problems = layout.training_problems if self.name == OWN_ENGINE else []
+        problems += self.schedule_problems(layout.schedule)
         return problems + self.zero_problems(layout.zero, layout.pp) + self.recompute_problems(layout.recompute)
 
     def model_problems(self, model: ModelShape) -> list[str]:

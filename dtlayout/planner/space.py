@@ -215,4 +215,4 @@ class Space:
             pp=pp, schedule=schedule, virtual_stages=v, dp_shard=dp, micro_batch=micro_batch, **self.constant
         )
         legal = layout.is_legal(self.scenario.model, self.scenario.batch)
-        return legal and not self.scenario.engine.schedule_problems(schedule)
+        return legal and not self.scenario.engine.layout_problems(layout)

@@ -134,7 +134,8 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (("--gpu", "voodoo2"), "GPU type 'voodoo2' is unknown; use one of "),
         (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
         (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),
-        (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=2"), "cp=2: context parallelism is not there yet"),
+        (("--gpu", "cpu", "--layout.cp=2"), "layout.cp=2 can be predicted, not trained yet; use layout.cp=1"),
+        (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=3"), "cp=3 does not divide seq_len=16; use cp=2"),
         (
             ("--gpu", "cpu", "--engine", "nanotron", *(f"--model.experts.{name}=2" for name in EXPERTS)),
             "model.experts: nanotron has no mixture of experts; use a model without, or another engine",

@@ -369,7 +369,12 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_named(capsys):
 def test_where_nothing_is_legal_an_example_says_why(capsys):
     problems = refuse(capsys, *LLAMA, "--fix", "tp=16", "--fix", "pp=2")
     assert "tp" in problems and "fewer --fix and --avoid" in problems
-    assert "context parallelism" in refuse(capsys, *LLAMA, "--fix", "cp=2")
+    assert "layout.cp=2 can be predicted, not trained yet" in refuse(capsys, *LLAMA, "--fix", "cp=2")
+
+
+def test_cp_can_be_asked_for_of_an_engine_that_has_it(capsys):
+    document = ask(capsys, *LLAMA, "--engine", "megatron", "--fix", "cp=2")
+    assert document["layouts"] and {found["layout"]["cp"] for found in document["layouts"]} == {2}
 
 
 def test_a_refusal_is_a_document_too(capsys):
