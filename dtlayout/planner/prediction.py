@@ -106,8 +106,8 @@ def describe(predicted: Estimate | None, scenario: Scenario) -> str:
     step = f"step {predicted.step_time_s:.3g} s ({low:.3g} to {high:.3g}, {calibrated}: {of_step.basis})"
     size, unit = (2**20, "MiB") if scenario.is_on_host else (GIB, "GiB")
     low, high = of_peak.around(predicted.peak_bytes / size)
-    peak = f"peak {predicted.peak_bytes / size:.1f} {unit} ({low:.1f} to {high:.1f}) on pipeline rank "
-    peak += str(predicted.busiest_rank)
+    around = "" if scenario.is_on_host else f" ({low:.1f} to {high:.1f})"  # what GPUs' allocators add, no CPU has
+    peak = f"peak {predicted.peak_bytes / size:.1f} {unit}{around} on pipeline rank {predicted.busiest_rank}"
     if not scenario.is_on_host:
         fits = "" if predicted.fits else ": it may not fit"
         return f"predicted: {step}, MFU {predicted.mfu:.1%}, {peak} of {predicted.capacity_bytes / GIB:.1f}{fits}"

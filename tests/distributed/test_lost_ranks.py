@@ -96,5 +96,5 @@ def test_a_run_that_stands_still_ends_and_its_summary_says_why(tmp_path):
     assert summary["steps"] in (1, 2)  # the second may still have been written
     (line,) = summary["problems"]
     found = re.fullmatch(r"rank 0 on \S+ stood still first, for (\d+) s, in step 3, beginning", line)
-    assert found and 20 <= int(found[1]) < 20 + 30
+    assert found and 20 <= int(found[1]) < 20 + 30, line
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(files.config) in read(path)]

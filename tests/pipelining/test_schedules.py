@@ -153,7 +153,7 @@ def test_gradients_of_weights_that_come_later_shorten_the_bubble_and_hold_activa
     assert split.memory[3].activations > 2 * whole.memory[3].activations
 
 
-@pytest.mark.parametrize("engine", ["torchtitan", "megatron"])
+@pytest.mark.parametrize("engine", ["torchtitan", "nanotron"])
 @pytest.mark.parametrize("name", ["v-gpipe", "zb-h1"])
 def test_a_search_can_be_held_to_it(name, engine):
     scenario = replace(SCENARIO, engine=find_engine(engine, "h100-80g-sxm"))

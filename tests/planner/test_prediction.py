@@ -182,13 +182,13 @@ def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
     for gpu, line in (
         (
             cpu,
-            r"predicted: peak .* MiB \(.* to .*\) on pipeline rank 0 "
+            r"predicted: peak .* MiB on pipeline rank 0 "
             r"\(no step time: dtlayout calibrate has not measured this CPU\)",
         ),
         (
             measured,
             r"predicted: step .* s \(.* to .*, calibrated: 50% of the steps of the last sweep on these machines\), "
-            r"peak .* MiB \(.* to .*\) on pipeline rank 0",
+            r"peak .* MiB on pipeline rank 0",
         ),
     ):
         found, scenario = predict(config, layout, gpu), own_scenario(config, 64, gpu)
