@@ -23,18 +23,7 @@ from dtlayout import toml
 from dtlayout.costmodel.engine import ANY_GPU
 from dtlayout.planner.fit import list_parameters
 from dtlayout.planner.intervals import describe_scenario
-from dtlayout.planner.left_out import (
-    Evidence,
-    LeftOut,
-    add_intervals,
-    count_orders,
-    gpu_of,
-    leave_engines_out,
-    leave_gpus_out,
-    leave_models_out,
-    model_of,
-    to_errors,
-)
+from dtlayout.planner.left_out import WAYS, AllLeftOut, LeftOut, count_orders, leave_out, to_errors
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Errors, Prediction, Scores, by_table, score, score_group
 from dtlayout.planner.tables import Tables, read_tables
@@ -68,17 +57,18 @@ class Rows(NamedTuple):
     """The rows of all tables, predicted in each way."""
 
     shipped: Sequence[Prediction]
-    models: LeftOut
-    gpus: LeftOut
-    engines: Sequence[Prediction]
+    left_out: AllLeftOut
+
+    @property
+    def models(self) -> LeftOut:
+        """Those whose model was left out."""
+        return self.left_out.ways["model"]
 
     @property
     def ways(self) -> dict[str, Sequence[Prediction]]:
         """Constants → predictions by them."""
-        return {
-            "shipped": self.shipped, "model left out": self.models.all_predictions,
-            "GPU type left out": self.gpus.all_predictions, "no fit": self.engines,
-        }  # fmt: skip
+        left_out = {f"{name} left out": found.all_predictions for name, found in self.left_out.ways.items()}
+        return {"shipped": self.shipped, **left_out, "no fit": self.left_out.evidence.engines}
 
 
 def main() -> int:
@@ -95,7 +85,8 @@ def main() -> int:
         return 0
     started_s = time.monotonic()
     files = {path.name: read_tables([path]) for path in paths}
-    rows = predict_all(read_tables(paths).runs)
+    runs = read_tables(paths).runs
+    rows = Rows(predict(runs), leave_out(runs, WAYS, tell))
     lines = list(report(files, rows))
     if options.ablate:
         lines += report_ablations([p.run for p in rows.shipped])
@@ -103,8 +94,7 @@ def main() -> int:
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"written: {options.out}")
     if options.errors:
-        evidence = Evidence(rows.models.all_predictions, rows.gpus.all_predictions, rows.engines)
-        options.errors.write_text(to_errors(evidence), encoding="utf-8")
+        options.errors.write_text(to_errors(rows.left_out.evidence), encoding="utf-8")
         print(f"written: {options.errors}")
     return 0
 
@@ -112,15 +102,6 @@ def main() -> int:
 def tell(line: str) -> None:
     """Say what takes so long."""
     print(line, file=sys.stderr)
-
-
-def predict_all(runs: Sequence[Run]) -> Rows:
-    """All rows, those that are left out with intervals that rest on others."""
-    models, gpus, engines = leave_models_out(runs, tell), leave_gpus_out(runs, tell), leave_engines_out(runs)
-    evidence = Evidence(models.all_predictions, gpus.all_predictions, engines)
-    return Rows(
-        predict(runs), add_intervals(models, model_of, evidence), add_intervals(gpus, gpu_of, evidence), engines
-    )
 
 
 def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:

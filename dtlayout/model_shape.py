@@ -43,6 +43,8 @@ class Experts(Ranged, section="model.experts"):
     """Inner width of the feed-forward beside them that computes every token; 0 where there is none."""
     dense_layers: int = ranged("must not be negative", 0)
     """First blocks without experts, whose feed-forward is model.ffn_size wide."""
+    bias: bool = False
+    """Whether each matmul of an expert adds a bias (gpt-oss)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +92,9 @@ class ModelShape(Ranged, section="model"):
     """Whether the projections to queries, keys and values add a bias (Qwen2)."""
     qk_norm: bool = False
     """Whether an RMSNorm goes over each head of queries and keys before the rotary embedding (Qwen3)."""
+    window: int = ranged("must not be negative", 0)
+    """Tokens that a token attends to, itself included, in every other block (HF: sliding_window); 0 where attention
+    sees all that came before in each; with a window it can only be predicted."""
     gated_ffn: bool = True
     """Whether the feed-forward has a gate beside up and down (SwiGLU); without one it can only be predicted."""
     experts: Experts | None = None
@@ -104,6 +109,10 @@ class ModelShape(Ranged, section="model"):
     """Llama 3's stretching of them, where the model has it."""
     norm_eps: float = ranged("must be at least 0 and finite", 1e-5)
     """Added to the mean square inside RMSNorm."""
+
+    def __hash__(self) -> int:
+        """Of a few sizes: it is looked up many thousand times in a search, where hashing every field takes a tenth."""
+        return hash((self.hidden_size, self.num_layers, self.ffn_size, self.vocab_size, self.experts is None))
 
     def __post_init__(self) -> None:
         super().__post_init__()

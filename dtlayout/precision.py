@@ -36,35 +36,19 @@ MATMUL_FORMATS: dict[str, MatmulFormat] = {
     each.name: each
     for each in (
         # A scale for the whole tensor: one pass finds it, one casts and writes the rows' and the columns' order.
-        MatmulFormat(
-            name="fp8-tensorwise", peak="fp8", cast_bytes=6.0, gathered_bytes=1.0, sent_bytes=1.0, held_bytes=1.0
-        ),
+        MatmulFormat(name="fp8-tensorwise", peak="fp8",
+                     cast_bytes=6.0, gathered_bytes=1.0, sent_bytes=1.0, held_bytes=1.0),
         # A scale for each row in either order: two such pairs of passes; what is gathered has no row yet.
-        MatmulFormat(
-            name="fp8-rowwise", peak="fp8", cast_bytes=10.0, gathered_bytes=2.0, sent_bytes=2.0, held_bytes=1.0
-        ),
+        MatmulFormat(name="fp8-rowwise", peak="fp8",
+                     cast_bytes=10.0, gathered_bytes=2.0, sent_bytes=2.0, held_bytes=1.0),
         # A scale for 32 elements in either order: one pass that reads bf16 and writes both, scales of a byte.
-        MatmulFormat(
-            name="mxfp8",
-            peak="fp8",
-            scales_blocks=True,
-            cast_bytes=4.1,
-            gathered_bytes=1.0,
-            sent_bytes=1.0,
-            held_bytes=1.03,
-        ),
+        MatmulFormat(name="mxfp8", peak="fp8", scales_blocks=True,
+                     cast_bytes=4.1, gathered_bytes=1.0, sent_bytes=1.0, held_bytes=1.03),
         # A scale for 16 elements and one for the tensor; gradients of weights are turned by a Hadamard matrix first.
-        MatmulFormat(
-            name="nvfp4",
-            peak="fp4",
-            scales_blocks=True,
-            cast_bytes=7.1,
-            gathered_bytes=2.0,
-            sent_bytes=0.6,
-            held_bytes=0.6,
-        ),
+        MatmulFormat(name="nvfp4", peak="fp4", scales_blocks=True,
+                     cast_bytes=7.1, gathered_bytes=2.0, sent_bytes=0.6, held_bytes=0.6),
     )
-}
+}  # fmt: skip
 """Name → how linear layers compute with it; only the cost model knows them, and the trainer refuses them."""
 
 

@@ -8,7 +8,7 @@ from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import count_stage_parameters, estimate_ranks
 from dtlayout.costmodel.parts import StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.costmodel.update import update_times
+from dtlayout.costmodel.update import find_update, update_times
 from dtlayout.recompute import Recompute
 
 
@@ -34,9 +34,10 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     stage, layout = cell.stage, cell.layout
     (memory,) = estimate_ranks(estimator.scenario, layout, cell.kernels, [stage], [0])
     stage_class = StageClass.of(stage, Recompute.parse(layout.recompute))
-    work = estimator.stage_work(stage_class, part_of(layout, StageLayout), cell.kernels)
+    work = estimator.layout_work(part_of(layout, StageLayout), cell.kernels).on(stage_class)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
-    done = n, len(stage.layers), m, work.forward_s, work.backward_s
-    update_s = sum(update_times(estimator.scenario, layout, *done, has_head=False))
+    update = find_update(estimator.scenario, layout, n, has_head=False)
+    done = len(stage.layers), m, work.forward_s, work.backward_s
+    update_s = sum(update_times(estimator.scenario, layout, update, *done))
     step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)
     return Prediction(step_time_s=step_time_s, peak_bytes=memory.total, capacity_bytes=estimator.capacity_bytes)

@@ -79,7 +79,7 @@ def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: in
     """An all-to-all over the ep ranks, neighbours: each rank's tokens, `size_bytes`, go to `copies` experts each.
 
     Each rank is sent as many, and a rank's own stay where they are. Those for ranks that fast links join take these,
-    the others its own network card, at the same time. An engine that sends a token once to each node hands it on there.
+    the others its own network card, at the same time. A token that is sent once to each node is handed on there.
     """
     if (ep := layout.ep) == 1:
         return 0.0
@@ -90,7 +90,7 @@ def exchange_s(scenario: Scenario, layout: Layout, size_bytes: float, copies: in
         return inside.start_s + (ep - 1) / ep * copies * size_bytes / link_bytes_per_s + inside.latency_s
     nodes = ep / near
     near_copies, far_copies = copies * (near - 1) / ep, copies * (1 - 1 / nodes)
-    if scenario.engine.features.sends_tokens_once:
+    if layout.sends_tokens_once or scenario.engine.features.sends_tokens_once:
         near_copies, far_copies = copies * (near - 1) / near, (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
     sending_s = max(near_copies * size_bytes / link_bytes_per_s, far_copies * size_bytes / network_bytes_per_s)
     return inside.start_s + sending_s + gpu.network_latency_s

@@ -7,7 +7,9 @@ docs/time-model.md derives every formula; forward is one third of elementwise tr
 from math import inf
 from typing import NamedTuple
 
-from dtlayout.costmodel.comm import data_link, exchange_s, half_all_reduce_s, message_link, tp_link
+from dtlayout.context_parallel import CONTEXT_METHODS
+from dtlayout.costmodel.comm import exchange_s, half_all_reduce_s, message_link, tp_link
+from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
@@ -36,8 +38,6 @@ class BlockTime(NamedTuple):
     """tp's collectives, cp's messages and ep's exchanges that forward waits for."""
     backward_tp_s: float
     """tp's collectives, cp's messages and ep's exchanges that backward waits for."""
-    host_s: float = 0.0
-    """Least time that the host needs for forward and backward together."""
     routing_wait_s: float = 0.0
     """Time that the GPU waits for the host in forward and backward together, whatever it has to compute."""
     attention_s: float = 0.0
@@ -50,6 +50,11 @@ class BlockTime(NamedTuple):
     """cp's messages, a part of `forward_tp_s`."""
     forward_ep_s: float = 0.0
     """ep's exchanges, a part of `forward_tp_s`."""
+
+    @property
+    def gpu_s(self) -> float:
+        """Forward and backward, in which nothing waits for the host."""
+        return self.forward_s + self.forward_tp_s + self.backward_s + self.backward_tp_s
 
 
 def operation_s(scenario: Scenario, kernels: Kernels, operation: Operation) -> float:
@@ -121,8 +126,7 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
         backward_s=backward_s,
         forward_tp_s=forward_tp_s + forward_cp_s + forward_ep_s,
         backward_tp_s=backward_tp_s + backward_cp_s + backward_ep_s,
-        host_s=host_s(scenario, layout, kernels),
-        routing_wait_s=scenario.engine.constants.routing_wait_s if describe(scenario.model).experts else 0.0,
+        routing_wait_s=_routing_wait_s(scenario, layout),
         attention_s=attention_forward_s,
         elementwise_s=elementwise_s + permuting_s,
         last_matmul_s=matmuls_s[-1],
@@ -182,7 +186,9 @@ def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> floa
             case Activation():
                 traffic += widening * _FFN_TRAFFIC_BYTES * operation.width / t
             case RoutedExperts():
-                traffic += widening * _FFN_TRAFFIC_BYTES * operation.per_token * operation.inner_width / t
+                copied = _FFN_TRAFFIC_BYTES * operation.inner_width
+                copied += constants.expert_bias_traffic_bytes * operation.width * operation.bias
+                traffic += widening * copied * operation.per_token / t
     return traffic
 
 
@@ -222,6 +228,14 @@ def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:
     return activation_size(scenario) * (2 * (1 + copies) + sorted_again) * experts.width / layout.tp
 
 
+def _routing_wait_s(scenario: Scenario, layout: Layout) -> float:
+    """What the GPU waits for in a layer with experts, forward and backward; longer where a rank has more of them."""
+    if (experts := describe(scenario.model).experts) is None:
+        return 0.0
+    constants = scenario.engine.constants
+    return constants.routing_wait_s + constants.expert_wait_s * experts.number / layout.ep
+
+
 def _has_eager_norms(kernels: Kernels) -> bool:
     return find_kernel(NormKernel, kernels.norm).is_eager and not kernels.compiles_blocks
 
@@ -231,8 +245,8 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
 
     torch.utils.checkpoint leaves out the last matmul and its reduction, of which backward needs nothing, and what is
     kept; around a compiled block it leaves out nothing, and where the two overlap not them. With anything kept tp sends
-    half of what forward sends, the gathers of sequence parallelism, and cp nothing where that is attention. ep sends
-    tokens again, and no results. Separate attention keeps no softmax.
+    half of what forward sends, the gathers of sequence parallelism, and cp nothing where that is attention, unless it
+    splits the heads around it. ep sends tokens again, and no results. Separate attention keeps no softmax.
     """
     recompute = Recompute.parse(layout.recompute)
     if scenario.engine.features.checkpointing == "megatron":
@@ -241,12 +255,13 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
         return block.forward_s, block.forward_tp_s
     matmuls_s = block.forward_s - block.attention_s - block.elementwise_s
     matmuls_s -= 0.0 if layout.overlaps_tp else block.last_matmul_s
-    again_s, again_cp_s = block.elementwise_s, 0.0
+    again_s, again_cp_s = block.elementwise_s, block.forward_cp_s
     again_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
     if "attention" in recompute.kept:
         again_s += score_traffic_s(scenario, layout, kernels)
+        again_cp_s *= CONTEXT_METHODS[layout.cp_method].splits_heads
     else:
-        again_s, again_cp_s = again_s + block.attention_s, block.forward_cp_s
+        again_s += block.attention_s
     tp_s = block.forward_tp_s - block.forward_cp_s - block.forward_ep_s
     again_beside_s = again_cp_s + block.forward_ep_s / 2
     if recompute.is_selective:
@@ -260,13 +275,14 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
     """Scores, softmax and weighted values, forward and backward.
 
     Flash kernels skip the half that the causal mask hides and compute the scores again in backward, 2.5 times the FLOPs
-    of forward (arXiv:2307.08691, sec. 4.1). Separate operations compute all of it and move every score through memory.
+    of forward (arXiv:2307.08691, sec. 4.1), and what a window hides. Separate operations compute all of it and move
+    every score through memory.
     """
     model, constants, seq_len = scenario.model, scenario.engine.constants, scenario.batch.seq_len
     peak, tokens = matrix_flops_per_s(scenario), tokens_of(scenario, layout)
     flops = tokens * count_attention_flops_per_token(model, seq_len) / layout.tp
     if not find_kernel(AttentionKernel, kernels.attention).holds_scores:
-        forward_s = flash_s(scenario, kernels.attention, flops)
+        forward_s = flash_s(scenario, kernels.attention, flops * describe(model).attention.seen_share(seq_len))
         return forward_s, 2.5 * forward_s
     fill = constants.matmul_fill
     lengthened = (1 + fill / model.head_width) * (1 + fill / seq_len) ** 2
@@ -358,26 +374,6 @@ def block_ep_s(scenario: Scenario, layout: Layout) -> float:
         return 0.0
     size = tokens_of(scenario, layout) / layout.tp * experts.width * activation_size(scenario)
     return 2 * exchange_s(scenario, layout, size, experts.per_token)
-
-
-def block_cp_s(
-    scenario: Scenario, layout: Layout, attention_forward_s: float, attention_backward_s: float
-) -> tuple[float, float]:
-    """The ring of keys and values over cp (arXiv:2310.01889, sec. 3), as far as attention does not hide it.
-
-    Each of cp - 1 hops sends a rank's keys and values, in backward also their gradients, while the chunk that came
-    before is attended to.
-    """
-    if (cp := layout.cp) == 1:
-        return 0.0, 0.0
-    link = data_link(scenario, layout, layout.tp, cp)
-    kv_width = describe(scenario.model).attention.kv_width
-    kv = tokens_of(scenario, layout) * kv_width / layout.tp * activation_size(scenario)
-
-    def exposed_s(size: float, attention_s: float) -> float:
-        return (cp - 1) * max(0.0, size / link.bytes_per_s + link.latency_s - attention_s / cp)
-
-    return exposed_s(kv, attention_forward_s), exposed_s(2 * kv, attention_backward_s)
 
 
 def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:

@@ -14,21 +14,49 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtlayout import toml
+from dtlayout.batch import Batch
 from dtlayout.cluster import Gpu, gpu_named
+from dtlayout.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.layout import OFFLOADS, Layout, show_value
 from dtlayout.model_shape import ModelShape
-from dtlayout.pipelining.schedules import schedule_problems
+from dtlayout.precision import MATMUL_FORMATS
 from dtlayout.recompute import Recompute
 
 OWN_ENGINE = "dtlayout"
 """The engine whose features are this trainer's."""
+KNOWN_AXES = ("tp", "pp", "cp", "ep", "tp_overlap", "ep_overlap")
+"""Fields of a layout that a program may lack."""
+_OFF = Layout()
 
 
 def _constant(default: float, low: float, high: float, unit: str) -> Any:
     """A constant: its value where nothing was measured, and the bounds that a measured one keeps."""
     return field(default=default, metadata={"bounds": (low, high), "unit": unit})
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownKernels:
+    """Kernels of a program, by operation."""
+
+    attention: tuple[str, ...] = ()
+    """As `Kernels.attention`."""
+    norm: tuple[str, ...] = ()
+    """As `Kernels.norm`."""
+    rope: tuple[str, ...] = ()
+    """As `Kernels.rope`."""
+    swiglu: tuple[str, ...] = ()
+    """As `Kernels.swiglu`."""
+    loss: tuple[str, ...] = ()
+    """As `Kernels.loss`."""
+    compile: tuple[str, ...] = ()
+    """As `Kernels.compile`."""
+
+    def __post_init__(self) -> None:
+        for operation, names in vars(self).items():
+            for name in names:
+                Kernels(**{operation: name})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +97,53 @@ class Features:
     """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
     runs_ahead: bool = False
     """Whether the host starts tp's collectives long before the GPU gets there, which hold their buffers meanwhile."""
+    axes: tuple[str, ...] = ("tp", "pp")
+    """What it has of a layout beside data parallelism: the axes tp, pp, cp and ep, and tp_overlap and ep_overlap, which
+    hide what they send. With ep it trains mixtures of experts, and the latent attention that some of them have."""
+    cp_methods: tuple[str, ...] = (DEFAULT_CONTEXT_METHOD,)
+    """Ways in which cp's ranks attend to each other's tokens, its usual one first."""
+    offloads: tuple[str, ...] = ("none",)
+    """What it can keep in the host's memory, as `Layout.offload`; only fsdp2 engines' is predicted."""
+    kernels: KnownKernels = field(default_factory=KnownKernels)
+    """Kernels that it has beside its usual ones, by our names."""
+    matmuls: tuple[str, ...] = ()
+    """Formats below bf16 in which its linear layers multiply, as `Precision.matmuls`."""
+    highest_zero: Literal[1, 2, 3] = 3
+    """Highest stage of ZeRO that it has."""
     pipeline_zero: Literal[1, 2, 3] = 3
     """Highest stage of ZeRO that it has in a pipeline: below 3 parameters stay gathered, below 2 gradients whole."""
     schedules: tuple[str, ...] = ()
     """Pipeline schedules that it has; all, where none is named."""
+    even_stages: bool = False
+    """Whether its stages have as many blocks each, where the embedding, the head or both may count as one."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
     """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
     which runs all of a block's forward, and whose selective recomputation covers attention alone."""
     kept_matmuls: float = 1.0
     """Share of a block's matmuls whose results selective recomputation keeps, where it keeps any."""
-    has_experts: bool = False
-    """Whether it trains mixtures of experts, ep ranks sharing them and exchanging tokens, and the latent attention that
-    some of them have."""
     sends_tokens_once: bool = False
     """Whether a token that several experts of a node compute goes there once and is handed on inside (DeepEP); else a
     copy goes to each."""
+    frees_logits: bool = False
+    """Whether nothing holds the logits any more while the gradient of a loss of plain PyTorch is computed."""
+    reports_reserved: bool = False
+    """Whether the peak that it prints is what the allocator has reserved, fragments included; else what it has given
+    out at once."""
     rope_saved_bytes: int = 0
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
+
+    def __post_init__(self) -> None:
+        known = {"axes": KNOWN_AXES, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS, "matmuls": MATMUL_FORMATS}
+        problems = [
+            f"features.{field}: {name!r} is unknown; use some of {list(names)}"
+            for field, names in known.items()
+            for name in getattr(self, field)
+            if name not in names
+        ]
+        if not self.cp_methods:
+            problems.append("features.cp_methods is empty; leave out cp of features.axes where there is none")
+        if problems:
+            raise InvalidConfig(problems)
 
     @property
     def kind_of_constants(self) -> type["Constants"]:
@@ -128,7 +186,7 @@ class Constants:
     matmul_share: float = _constant(1.0, 0.5, 1.2, "share")
     """What a program leaves of the efficiency of matmuls on a GPU type, beside all else that it does: its libraries,
     gaps between kernels, clocks that fall."""
-    experts_efficiency: float = _constant(0.48, 0.2, 1.2, "share")
+    experts_efficiency: float = _constant(1.0, 0.2, 1.2, "share")
     """Share of what other matmuls of their sizes achieve that those of experts do, grouped in one kernel or many."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
@@ -166,9 +224,14 @@ class Constants:
     computes nothing meanwhile."""
     layer_host_tp_s: float = _constant(0.0, 0.0, 0.2, "s")
     """Host's time for one layer of one microbatch at tp > 1, whose collectives the host starts too."""
-    routing_wait_s: float = _constant(2e-3, 0.0, 0.03, "s")
+    routing_wait_s: float = _constant(1e-3, 0.0, 0.03, "s")
     """Time that the GPU waits in a layer with experts, forward and backward: the host reads how many tokens each is
-    sent, and starts their many small kernels only then."""
+    sent, and starts what follows only then."""
+    expert_wait_s: float = _constant(0.15e-3, 0.0, 1e-3, "s")
+    """Added to that for each expert of a rank: its casts and matmuls are kernels of their own."""
+    expert_bias_traffic_bytes: float = _constant(300.0, 0.0, 600.0, "byte/width")
+    """Moved for each copy of a token where experts add biases, forward and backward: passes in fp32, and those of a
+    clamped activation."""
     compiled_host_s: float = _constant(0.1, 0.0, 0.1, "s")
     """Host's time for one layer of one microbatch whose block is compiled, where that is less."""
     full_host_s: float = _constant(0.0, 0.0, 0.1, "s")
@@ -234,6 +297,8 @@ class Constants:
     flattened."""
     overhead_bytes: float = _constant(0.5e9, 0.0, 6e9, "byte")
     """In the allocator's peak, whatever the layout: workspaces, fragments, inputs."""
+    fragment_share: float = _constant(0.11, 0.0, 0.5, "share")
+    """Reserved by PyTorch's allocator in pieces that nothing fits, of all that comes and goes but logits."""
     context_bytes: float = _constant(1.0e9, 0.0, 4e9, "byte")
     """On the GPU, but not in the allocator's peak: CUDA context, NCCL."""
     thrash_share: float = _constant(1.0, 0.8, 1.0, "share")
@@ -301,29 +366,69 @@ class Engine:
         return [f"layout.recompute={recompute} is nothing that {self.name} has; {advice}"]
 
     def schedule_problems(self, schedule: str) -> list[str]:
-        """A line for a schedule that is known not to run: our own trainer's runtime does not have all."""
-        if self.name == OWN_ENGINE:
-            return schedule_problems(schedule)
+        """A line for a schedule that is known not to run."""
         known = self.features.schedules or (schedule,)
         advice = f"use {' or '.join(known)}"
         return [] if schedule in known else [f"layout.schedule={schedule} is nothing that {self.name} has; {advice}"]
 
     def zero_problems(self, zero: int, pp: int) -> list[str]:
         """A line for a stage of ZeRO that the engine does not have in a pipeline."""
-        most = self.features.pipeline_zero
-        if pp == 1 or zero <= most:
+        most, where = self.features.highest_zero, ""
+        if pp > 1 and self.features.pipeline_zero < most:
+            most, where = self.features.pipeline_zero, " in a pipeline"
+        if zero <= most:
             return []
-        return [f"layout.zero={zero} in a pipeline is nothing that {self.name} has; use zero={most} or less"]
+        return [f"layout.zero={zero}{where} is nothing that {self.name} has; use zero={most}{' or less' * (most > 1)}"]
 
-    def layout_problems(self, layout: Layout) -> list[str]:
-        """A line for everything in a legal layout that the engine does not have."""
-        problems = layout.training_problems if self.name == OWN_ENGINE else []
-        problems += self.schedule_problems(layout.schedule)
-        return problems + self.zero_problems(layout.zero, layout.pp) + self.recompute_problems(layout.recompute)
+    def axis_problems(self, layout: Layout) -> list[str]:
+        """A line for each axis of a layout, each way to attend over it, and what lies on the host, that it lacks."""
+        problems, methods = list[str](), self.features.cp_methods
+        if layout.offload not in self.features.offloads:
+            problems.append(
+                f"layout.offload={layout.offload} is nothing that {self.name} has; "
+                f"use layout.offload={' or '.join(self.features.offloads)}"
+            )
+        if layout.cp > 1 and layout.cp_method not in methods:
+            problems.append(
+                f"layout.cp_method={layout.cp_method} is nothing that {self.name} has; "
+                f"use layout.cp_method={' or '.join(methods)}"
+            )
+        return problems + [
+            f"layout.{name}={show_value(getattr(layout, name))} is nothing that {self.name} has; "
+            f"use layout.{name}={show_value(getattr(_OFF, name))}"
+            for name in KNOWN_AXES
+            if name not in self.features.axes and getattr(layout, name) != getattr(_OFF, name)
+        ]
+
+    def has_axis(self, name: str) -> bool:
+        """Whether the engine has one of KNOWN_AXES."""
+        on: dict[str, Any] = {name: 2 if type(getattr(_OFF, name)) is int else True}
+        on["cp_method"] = self.features.cp_methods[0]
+        return not self.axis_problems(replace(_OFF, **on))
+
+    def layout_problems(self, layout: Layout, model: ModelShape, batch: Batch) -> list[str]:
+        """A line for everything in a legal layout of a model and a batch that the engine does not have."""
+        problems = self.axis_problems(layout) + self.schedule_problems(layout.schedule)
+        problems += self.zero_problems(layout.zero, layout.pp) + self.recompute_problems(layout.recompute)
+        return problems + self._division_problems(layout, model, batch)
+
+    def _division_problems(self, layout: Layout, model: ModelShape, batch: Batch) -> list[str]:
+        """A line for what other programs do not cut as we would."""
+        problems, layers = list[str](), model.num_layers
+        if self.features.even_stages and all((layers + ends) % layout.num_stages for ends in (0, 1, 2)):
+            problems.append(
+                f"{layers} blocks, or one or two more for embedding and head, make no {layout.num_stages} even stages, "
+                f"as {self.name} asks; use another pp or virtual_stages"
+            )
+        if model.experts and layout.tp > 1 and not layout.sequence_parallel:
+            problems.append(
+                "tp beside experts without sequence_parallel sends each token tp times; use sequence_parallel=true"
+            )
+        return problems
 
     def model_problems(self, model: ModelShape) -> list[str]:
         """A line for what the engine cannot train of a model."""
-        if self.features.has_experts:
+        if "ep" in self.features.axes:
             return []
         names = {"experts": "mixture of experts", "latent_attention": "multi-head latent attention"}
         lacking = ((name, words) for name, words in names.items() if getattr(model, name) is not None)

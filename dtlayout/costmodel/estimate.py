@@ -8,6 +8,7 @@ and the optimizer as far as nothing hides them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from math import inf
 
 from dtlayout.costmodel.compute import block_time, head_time
 from dtlayout.costmodel.memory import (
@@ -17,10 +18,11 @@ from dtlayout.costmodel.memory import (
     count_stage_parameters,
     estimate_memory,
 )
+from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
 from dtlayout.costmodel.parts import CutLayout, PipelineLayout, StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario, cut
-from dtlayout.costmodel.stage_work import StageWork, send_s, stage_work
-from dtlayout.costmodel.update import update_times
+from dtlayout.costmodel.stage_work import LayoutWork, StageWork, send_s
+from dtlayout.costmodel.update import find_update, update_times
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
@@ -56,7 +58,7 @@ class TimeEstimate(Components):
     optimizer: float
     """Updating parameters."""
     host: float
-    """Waiting for the host to start kernels, and fixed time of a step."""
+    """Waiting for the host to start kernels, or for copies to its memory and from there; and fixed time of a step."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class Estimate:
     """Seconds of a step by component."""
     mfu: float
     """Model FLOPs utilization by the study's convention (arXiv:2311.05610), 0 to 1."""
+    host_bytes: tuple[float, ...] = ()
+    """The most that each pipeline rank has in its host's memory; empty without offload."""
+    host_capacity_bytes: float = inf
+    """Bytes of its host's memory that a rank may take."""
 
     @property
     def busiest_rank(self) -> int:
@@ -92,14 +98,30 @@ class Estimate:
         return max(rank.needed for rank in self.memory)
 
     @property
+    def fits_host(self) -> bool:
+        """Whether what every rank has on its host is within that one's capacity."""
+        return max(self.host_bytes, default=0.0) <= self.host_capacity_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether what every rank needs is within the capacity."""
-        return self.needed_bytes <= self.capacity_bytes
+        """Whether what every rank needs is within the capacity, of the device and of the host."""
+        return self.needed_bytes <= self.capacity_bytes and self.fits_host
 
     @property
     def step_time_s(self) -> float:
         """Seconds of a step."""
         return self.time.total
+
+
+def stage_times(schedule: str, work: Sequence[StageWork], delay_s: float) -> StageTimes:
+    """What a schedule's actions take, from the work of each stage."""
+    splits_backward = find_schedule(schedule).splits_backward
+    return StageTimes(
+        forward_s=tuple(w.forward_s for w in work),
+        backward_s=tuple(w.backward_s for w in work),
+        message_s=(delay_s,) * (len(work) - 1),
+        backward_weight_s=tuple(w.weight_s for w in work) if splits_backward else (),
+    )
 
 
 def estimate(scenario: Scenario, layout: Layout, kernels: Kernels) -> Estimate:
@@ -113,21 +135,19 @@ class Estimator:
     def __init__(self, scenario: Scenario):
         """`scenario` stays; what its layouts share is computed once."""
         self.scenario = scenario
-        constants, gpu = scenario.engine.constants, scenario.cluster.gpu
-        self.capacity_bytes = gpu.memory_bytes - constants.context_bytes
+        self.capacity_bytes, self.host_capacity_bytes = scenario.capacity_bytes, host_capacity_bytes(scenario)
         self._cut = cut_once = cache(partial(cut, scenario))
         self._play, self._play_shared = cache(time_pipeline), cache(time_shared_pipeline)
         self.memory = cache(
             lambda layout, kernels: estimate_memory(scenario, layout, kernels, cut_once(part_of(layout, CutLayout)))
         )
         """Peak of each pipeline rank, from a Layout and kernels."""
-        blocks = {kind: cache(partial(block_time, of_kind)) for kind, of_kind in scenario.kinds.items()}
-        self.block = blocks[scenario.model]
-        """A block of one microbatch, without recomputation, from a BlockLayout and kernels."""
+        self.blocks = {kind: cache(partial(block_time, of_kind)) for kind, of_kind in scenario.kinds.items()}
+        """A block of each kind, of one microbatch and without recomputation, from a BlockLayout and kernels."""
         self.head = cache(partial(head_time, scenario))
         """Head and loss of one microbatch, from a BlockLayout and kernels."""
-        self.stage_work = cache(partial(stage_work, scenario, blocks, self.head))
-        """One microbatch on one stage, from a StageClass, a StageLayout and kernels."""
+        self.layout_work = cache(partial(LayoutWork, scenario, self.blocks, self.head))
+        """One microbatch on any stage, from a StageLayout and kernels."""
 
     def estimate(self, layout: Layout, kernels: Kernels) -> Estimate:
         """Memory and time of a layout, legal for our trainer or not."""
@@ -135,7 +155,32 @@ class Estimator:
         time = self.time(layout, kernels, memory)
         stage_layers = tuple(len(stage.layers) for stage in self.stages(layout))
         mfu = self.mfu(time.total, layout.world_size)
-        return Estimate(layout, kernels, stage_layers, memory, self.capacity_bytes, time, mfu)
+        on_host = self.host_bytes(layout, kernels)
+        return Estimate(
+            layout, kernels, stage_layers, memory, self.capacity_bytes, time, mfu, on_host, self.host_capacity_bytes
+        )
+
+    def host_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, ...]:
+        """The most that each pipeline rank has in its host's memory; empty without offload."""
+        if layout.offload == "none":
+            return ()
+        return host_bytes(self.scenario, layout, kernels, self.stages(layout), self._count_parameters(layout))
+
+    def copied_s(self, layout: Layout, kernels: Kernels) -> float:
+        """Seconds of a step in which a rank's link to its host copies, hidden or not."""
+        return copied_s(self.scenario, layout, kernels, self.stages(layout), self._count_parameters(layout))
+
+    def _count_parameters(self, layout: Layout) -> list[float]:
+        """Parameters of each pipeline rank."""
+        stages, model = self.stages(layout), self.scenario.model
+        return [
+            sum(count_stage_parameters(model, chunk, layout.tp, layout.ep) for chunk in chunks)
+            for chunks in (layout.placement.take(stages, rank) for rank in range(layout.pp))
+        ]
+
+    def fits_host(self, layout: Layout, kernels: Kernels) -> bool:
+        """`Estimate.fits_host`, without the rest."""
+        return max(self.host_bytes(layout, kernels), default=0.0) <= self.host_capacity_bytes
 
     def mfu(self, step_time_s: float, num_gpus: int) -> float:
         """Model FLOPs of a step over what the GPUs could do at their peak meanwhile."""
@@ -149,10 +194,10 @@ class Estimator:
 
     def work(self, layout: Layout, kernels: Kernels) -> list[StageWork]:
         """One microbatch on each stage."""
-        recompute, part = Recompute.parse(layout.recompute), part_of(layout, StageLayout)
+        recompute, work = Recompute.parse(layout.recompute), self.layout_work(part_of(layout, StageLayout), kernels)
         num_first = self.scenario.model.num_first
         stages = [StageClass.of(stage, recompute, num_first) for stage in self.stages(layout)]
-        return [self.stage_work(stage, part, kernels) for stage in stages]
+        return [work.on(stage) for stage in stages]
 
     def time(self, layout: Layout, kernels: Kernels, memory: Sequence[MemoryEstimate]) -> TimeEstimate:
         """The step of the rank that ends last."""
@@ -212,18 +257,12 @@ class Estimator:
         of_experts = sum(count_stage_experts(model, chunk, layout.ep) for chunk in chunks)
         num_layers = sum(len(chunk.layers) for chunk in chunks)
         has_head = any(chunk.head for chunk in chunks)
-        times = own.forward_s, own.backward_s
-        return update_times(self.scenario, layout, n, num_layers, m, *times, has_head=has_head, of_experts=of_experts)
+        update = find_update(self.scenario, layout, n, has_head=has_head, of_experts=of_experts)
+        return update_times(self.scenario, layout, update, num_layers, m, own.forward_s, own.backward_s)
 
     def play(self, layout: Layout, m: int, work: Sequence[StageWork], delay_s: float) -> PipelineTime:
         """The pipeline of a step, from the work of each stage."""
-        splits_backward = find_schedule(layout.schedule).splits_backward
-        times = StageTimes(
-            forward_s=tuple(w.forward_s for w in work),
-            backward_s=tuple(w.backward_s for w in work),
-            message_s=(delay_s,) * (len(work) - 1),
-            backward_weight_s=tuple(w.weight_s for w in work) if splits_backward else (),
-        )
+        times = stage_times(layout.schedule, work, delay_s)
         at_once = self.scenario.cluster.ranks_at_once / (layout.world_size / layout.pp)
         order = (layout.schedule, layout.pp, layout.virtual_stages, m, times)
         return self._play_shared(*order, at_once) if at_once < layout.pp else self._play(*order)

@@ -6,7 +6,7 @@ Sizes are those of fsdp2_sizes.py. Left out: what a kernel allocates and frees i
 from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_sizes import Sizes
-from dtlayout.costmodel.phase import Part, Phase, changes
+from dtlayout.costmodel.phase import Part, Phase, changes, sequence
 from dtlayout.models.description import Activation, Linear, Norm, Rotary, RoutedExperts, SelfAttention, Weight
 
 Steps = list[tuple[Part, float]]
@@ -75,6 +75,40 @@ def block_backward(size: Sizes, weights: WeightGradients, kept: float, recompute
             case RoutedExperts():
                 steps += _experts_backward(size, operation, weights, adds=isinstance(after, Linear))
     return changes(*steps, (_A, size.block - recomputed - kept))
+
+
+def input_backward(size: Sizes, kept: float, recomputed: float) -> Phase:
+    """As `block_backward`, of a backward that is split: in the end what `put_off` says is there, and no gradients."""
+    none = WeightGradients({}, pile_up=False)
+    left = sum(map(sum, put_off(size)))
+    return sequence((block_backward(size, none, kept, recomputed), changes((_A, left))))
+
+
+def weight_backward(size: Sizes, weights: WeightGradients) -> Phase:
+    """The gradients of a block's matmuls, which were put off; the first one's comes first."""
+    norms = [weight for each in size.description.block if isinstance(each, Norm) for weight in each.weights]
+    steps = weights.come(*norms)
+    for matmul, (read, gradient) in zip(_matmuls(size), put_off(size), strict=True):
+        steps += [*weights.come(*matmul.weights), (_A, -read - gradient)]
+    return changes(*steps)
+
+
+def put_off(size: Sizes) -> list[tuple[float, float]]:
+    """Bytes that each matmul of a block with weights keeps for their gradients: what it read, if no other one did so
+    before, and the gradient of what it wrote."""
+    found = []
+    for matmul in _matmuls(size):
+        if matmul.style == "rowwise":
+            found.append((size.split(matmul.inputs), size.whole))
+        elif matmul.style == "colwise":
+            found.append((size.kept_by(matmul), size.split(matmul.outputs)))
+        else:
+            found.append((size.kept_by(matmul), size.element * matmul.outputs / size.stream_ranks))
+    return found
+
+
+def _matmuls(size: Sizes) -> list[Linear]:
+    return [each for each in size.description.block if isinstance(each, Linear)]
 
 
 def head_forward(size: Sizes) -> Phase:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from dtlayout.costmodel import fsdp2_blocks as autograd
 from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, block_unit, stage_units
-from dtlayout.costmodel.phase import IDLE, NOTHING, Bytes, Part, Phase, changes, fullest_of, sequence
+from dtlayout.costmodel.phase import IDLE, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.pipelining.actions import RELEASE, Action, Kind, result_of
+from dtlayout.pipelining.actions import COMPUTE, RELEASE, Action, Kind, result_of
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT
@@ -39,13 +39,29 @@ class _Step(NamedTuple):
     """Which of the rank's stages."""
     kind: Kind
     is_first: bool
-    """Whether it is the stage's first of its direction."""
+    """Whether it is the stage's first of its kind."""
     is_last: bool
     """Whether it is the stage's last."""
     follows_forward: bool
     """Whether the stage's last action was a forward, after which norm and head are still gathered."""
+    alternates: bool
+    """Whether the stage's last backward, or part of one, was of another kind or there was none."""
+    turns: bool = False
+    """Whether the forward's own backward, or the backward's own forward, is the next thing or the last that the rank
+    does; where activations go to the host alone is it and what follows asked."""
+    leaves_block: bool = False
+    """Whether the rank's last action was a forward whose last block is still being copied to the host."""
+    fetches: bool = False
+    """Whether the rank's next action is a backward whose first block comes back from the host meanwhile."""
 
 
+_BEGUN_WITH = {
+    Kind.BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
+    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD, Kind.BACKWARD_WEIGHT),
+}
+"""What is no stage's first of its kind after this one; of others, they alone."""
+_Row = tuple[_Step | None, int]
+"""A step and how often it is done in a row; None is a message that has not gone."""
 _PLAYED_IN_ROWS = 4
 """Microbatches of a breadth-first step: two whose messages have not gone, one in the middle, and the last."""
 
@@ -54,15 +70,28 @@ def fullest_bytes(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
 ) -> Iterator[Bytes]:
     """Bytes that each of these pipeline ranks holds at its fullest moment, by part."""
-    m = max(1, layout.num_microbatches(scenario.batch))
+    schedule, m = find_schedule(layout.schedule), max(1, layout.num_microbatches(scenario.batch))
+    if not schedule.is_breadth_first:  # of a long step a part is enough, see `PipelineSchedule`
+        m = schedule.shorten(layout.pp, layout.virtual_stages, m)
     to_stage = _stage_maker(scenario, layout, kernels)
     for rank in ranks:
         own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
-        rows = _rows(find_schedule(layout.schedule), layout.placement, m, rank)
-        places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        rows, order = _rows(schedule, layout.placement, m, rank, layout.offloads_activations)
         message = changes((_B, own[0].size.stream))
-        phases = [own[step.chunk].play(step).times(count) if step else message for step, count in places]
-        yield fullest_of(sequence(stage.state for stage in own).left, phases, [places[row] for row in rows])
+        phases = [own[step.chunk].play(step).times(count) if step else message for step, count in rows]
+        yield fullest_of(sequence(stage.state for stage in own).left, phases, order)
+
+
+def fragment_bytes(
+    scenario: Scenario, layout: Layout, kernels: Kernels, held: Sequence[float], *, has_head: bool
+) -> float:
+    """Bytes that the allocator has reserved and cannot give out, where `held` is what it has, by part.
+
+    What comes and goes leaves holes. The largest tensor of the loss fits none of them, so there is room for one more.
+    """
+    share, comes_and_goes = scenario.engine.constants.fragment_share, (Part.GRADIENTS, Part.ACTIVATIONS, Part.BUFFERS)
+    largest = Sizes(scenario, layout, kernels).exact_logits if has_head else 0.0
+    return largest + share * sum(held[part] for part in comes_and_goes)
 
 
 def estimate_curve(
@@ -77,7 +106,8 @@ def estimate_curve(
     held = sum(sequence(stage.state for stage in own).left)
     held += table_bytes(scenario, layout) + overhead_bytes(scenario, layout)
     yield None, held, held
-    for action, step, leaves_message in _steps(find_schedule(layout.schedule), placement, m, rank):
+    played = _steps(find_schedule(layout.schedule), placement, m, rank, offloads=layout.offloads_activations)
+    for action, step, leaves_message in played:
         phase = own[step.chunk].play(step)
         before, held = held, held + sum(phase.left) + leaves_message * own[0].size.stream
         yield action, before + sum(phase.fullest), held
@@ -96,47 +126,72 @@ def overhead_bytes(scenario: Scenario, layout: Layout) -> float:
     return _TOKEN_BYTES * tokens + scenario.engine.constants.overhead_bytes
 
 
-def _steps(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> Iterator[tuple[Action, _Step, bool]]:
+def _steps(
+    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, *, offloads: bool
+) -> Iterator[tuple[Action, _Step, bool]]:
     """A rank's actions as steps of its stages, and whether a message is left that has not gone.
 
     Those are the first ones to each neighbour.
     """
-    actions = schedule.order(placement, rank, m)
+    actions = list(schedule.order(placement, rank, m))
+    around = zip([None, *actions], actions, [*actions[1:], None], strict=False)
+    neighbours = [_look_around(*three) if offloads else {} for three in around]
     last = {action.stage: action for action in actions if action.kind in RELEASE}
-    begun: set[tuple[bool, int]] = set()
+    begun: dict[Kind, set[int]] = {kind: set() for kind in COMPUTE}
     forwarded: set[int] = set()
+    last_kind: dict[int, Kind] = {}
     num_sent = Counter[int | None]()
-    for action in actions:
+    for action, neighbour in zip(actions, neighbours, strict=True):
         chunk, kind = placement.chunk_of(action.stage), action.kind
         is_forward = kind is Kind.FORWARD
-        is_first, is_last = (is_forward, chunk) not in begun, action == last.get(action.stage)
-        step = _Step(chunk, kind, is_first, is_last, chunk in forwarded)
-        if kind is not Kind.BACKWARD_INPUT:
-            begun.add((is_forward, chunk))
-            (forwarded.add if is_forward else forwarded.discard)(chunk)
+        is_first, is_last = chunk not in begun[kind], action == last.get(action.stage)
+        alternates = last_kind.get(chunk) is not kind
+        step = _Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, **neighbour)
+        if not is_forward:
+            last_kind[chunk] = kind
+        for alike in _BEGUN_WITH.get(kind, (kind,)):
+            begun[alike].add(chunk)
+        (forwarded.add if is_forward else forwarded.discard)(chunk)
         receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
         num_sent[receiver] += 1
         yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
 
 
-@lru_cache(maxsize=256)
-def _rows(schedule: PipelineSchedule, placement: Placement, m: int, rank: int) -> list[tuple[_Step | None, int]]:
-    """The steps of a rank, each with how often it is done in a row; None is a message that has not gone.
+def _look_around(before: Action | None, action: Action, after: Action | None) -> dict[str, bool]:
+    """What a step of a rank whose activations go to the host has to know of its neighbours."""
+    turned = before is not None and before.kind is Kind.FORWARD and before[1:] == action[1:]
+    turns = after is not None and action.kind is Kind.FORWARD and _is_backward_of(action, after)
+    return {
+        "turns": turns or turned,
+        "leaves_block": before is not None and before.kind is Kind.FORWARD and not turned,
+        "fetches": after is not None and after.kind is not Kind.FORWARD and not turns,
+    }
 
-    Of a long step a part is enough, see `PipelineSchedule`.
-    """
-    p, v = placement.num_ranks, placement.virtual_stages
-    shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else schedule.shorten(p, v, m)
-    played = _steps(schedule, placement, shorter, rank)
+
+def _is_backward_of(forward: Action, action: Action) -> bool:
+    """Whether an action is the backward of a forward."""
+    return action.kind is not Kind.FORWARD and action[1:] == forward[1:]
+
+
+@lru_cache(maxsize=256)
+def _rows(
+    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, offloads: bool
+) -> tuple[list[_Row], list[int]]:
+    """The different rows of steps of a rank, and their order by place."""
+    shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else m
+    played = _steps(schedule, placement, shorter, rank, offloads=offloads)
     steps = (each for _, step, leaves_message in played for each in ((step, None) if leaves_message else (step,)))
-    rows: list[tuple[_Step | None, int]] = [(step, len(list(run))) for step, run in groupby(steps)]
+    rows: list[_Row] = [(step, len(list(run))) for step, run in groupby(steps)]
+    if schedule.is_breadth_first and offloads:  # the last forward of a row is like the others
+        rows = [(s._replace(fetches=False) if s and s.kind is Kind.FORWARD else s, n) for s, n in rows]
     if schedule.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
         longest = {
             step: place for place, (step, _) in enumerate(rows) if step and not step.is_first and not step.is_last
         }
         for step, place in longest.items():
             rows[place] = (step, rows[place][1] + m - shorter)
-    return rows
+    places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+    return list(places), [places[row] for row in rows]
 
 
 def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Callable[[StageSlice], _Stage]":
@@ -189,22 +244,35 @@ class _Stage:
             own = sizes[kind]
             kept, again = own.kept(recompute, layer), own.recomputed(recompute, layer)
             self.runs.append(_Run(own, block_unit(kind, layout.tp, layout.ep), kept, again, 1 + len(others)))
-        is_kept = size.keeps_stream or any(map(recompute.covers, layers[:1]))
+        self.offloads = layout.offloads_activations
+        is_kept = not self.offloads and (size.keeps_stream or any(map(recompute.covers, layers[:1])))
         self.kept_mask = size.mask if size.keeps_mask or recompute.count(layers) else 0.0
         self.received = 0.0 if chunk.embedding or is_kept else size.stream
         self.counts = Counter(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
         for each in self.runs:
             self.counts[each.unit] += each.num_blocks
+        self.ends = tuple(unit for unit in (self.units.embedding, self.units.head, self.units.root) if unit)
+        """Units beside the blocks'."""
         self.keeps_head = chunk.head and sharding.zero == 3
         self.forward = cache(lambda *how: sequence(self._forward(*how)))
         """One microbatch; the first one gathers what ZeRO-1 and -2 keep, and none what lies there."""
-        self.backward = cache(lambda *how: sequence(self._backward(*how)))
+        self.backward = cache(lambda is_first, is_last, *how: sequence(self._backward(is_first, *how, is_last=is_last)))
         """One microbatch; gradients are there from the first one on, the last one leaves shards."""
+        self.backward_input = cache(lambda *how: sequence(self._backward(*how, is_last=False, splits=True)))
+        self.backward_weight = cache(lambda *how: sequence(self._backward_weight(*how)))
+        """The parts of one that is split."""
+
+    @property
+    def last_kept(self) -> float:
+        """Left by the last block for its backward."""
+        return self.runs[-1].kept if self.runs else 0.0
 
     @cached_property
     def state(self) -> Phase:
         """Masters and what the optimizer keeps of them."""
         params, optimizer = self.sharding.params, self.sharding.optimizer
+        if self.sharding.on_host:
+            return IDLE
         num_parameters = sum(n * self.sharding.shard(unit) for unit, n in self.counts.items())
         steps = optimizer.step_bytes * sum(n * len(unit.weights) for unit, n in self.counts.items())
         kept = optimizer.state_bytes(params) * num_parameters + steps
@@ -213,12 +281,22 @@ class _Stage:
     def play(self, step: _Step) -> Phase:
         """A step of this stage; what a backward in two parts holds is held until the second one is over."""
         head_is_gathered = self.keeps_head and step.follows_forward
+        around = (step.turns, step.leaves_block, step.fetches)
         if step.kind is Kind.FORWARD:
-            return self.forward(step.is_first or self.sharding.zero == 3, head_is_gathered)
-        whole = self.backward(step.is_first, step.is_last, head_is_gathered)
-        return Phase(whole.fullest, NOTHING) if step.kind is Kind.BACKWARD_INPUT else whole
+            return self.forward(step.is_first or self.sharding.zero == 3, head_is_gathered, *around)
+        late = self.sharding.sums_late
+        if step.kind is Kind.BACKWARD_WEIGHT:
+            return self.backward_weight(step.is_first, step.is_last, step.is_last if late else step.alternates)
+        if step.kind is Kind.BACKWARD_INPUT:
+            return self.backward_input(step.is_first if late else step.alternates, head_is_gathered)
+        return self.backward(step.is_first, step.is_last, head_is_gathered, *around)
 
-    def _forward(self, gathers: bool, head_is_gathered: bool) -> Iterator[Phase]:
+    def _forward(
+        self, gathers: bool, head_is_gathered: bool, turns: bool, leaves_block: bool, fetches: bool
+    ) -> Iterator[Phase]:
+        """With activations on the host the device has, beside what a block keeps while it runs, what the one before
+        it has kept, `leaves_block` if that was of another action; `fetches` if then one comes back for what follows.
+        """
         sharding, units = self.sharding, self.units
 
         def run(unit: Unit, work: Phase, before: Unit | None) -> Phase:
@@ -236,11 +314,26 @@ class _Stage:
             yield run(units.embedding, IDLE, before)
             before = units.embedding
         yield changes((_A, self.size.mask))
+        copied = self.last_kept if self.offloads and leaves_block else 0.0
+        yield changes((_A, copied))
         for each in self.runs:
             work = block_forward(each.size, each.kept)
-            yield run(each.unit, work, before)
-            yield run(each.unit, work, each.unit).times(each.num_blocks - 1)
+            if not self.offloads:
+                yield run(each.unit, work, before)
+                yield run(each.unit, work, each.unit).times(each.num_blocks - 1)
+            else:
+                is_last = each is self.runs[-1]
+                follows = sequence((work, changes((_A, -each.kept))))  # of the block before, when this one is over
+                yield run(each.unit, work, before)
+                yield changes((_A, -copied))
+                yield run(each.unit, follows, each.unit).times(each.num_blocks - 1 - is_last)
+                if is_last and fetches:
+                    yield changes((_A, each.kept))
+                yield run(each.unit, follows, each.unit).times(min(is_last, each.num_blocks - 1))
+                copied = each.kept
             before = each.unit
+        if self.offloads:  # what is left of it here is what the next action begins with
+            yield changes((_A, -copied * (not turns) - self.last_kept * fetches))
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
             work = autograd.head_forward(self.size)
@@ -250,19 +343,31 @@ class _Stage:
         if units.root and sharding.zero == 3 and not self.has_head:
             yield sharding.drop(units.root)
 
-    def _backward(self, is_first: bool, is_last: bool, head_is_gathered: bool) -> Iterator[Phase]:
+    def _backward(
+        self, is_first: bool, head_is_gathered: bool, turns: bool = False, leaves_block: bool = False,
+        fetches: bool = False, *, is_last: bool, splits: bool = False,
+    ) -> Iterator[Phase]:  # fmt: skip
+        """With activations on the host the device has, beside what the running block has kept, what is coming back."""
         size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
         first_block, last_block = (runs[0].unit, runs[-1].unit) if runs else (None, None)
-        reduces = sharding.zero > 1 or is_last
+        ends = self.ends
+        reduces = not splits and (not sharding.sums_late or is_last)
+
+        def finish_unit(unit: Unit, before: Unit | None) -> Phase:
+            if splits:
+                return sharding.put_off(unit, is_first=is_first, is_end=unit in ends)
+            return sharding.finish_backward(unit, before, is_first=is_first, is_last=is_last)
 
         def run(unit: Unit, work: Phase, ahead: Unit | None, reduced: Unit | None) -> Phase:
             begin = sharding.begin_backward(unit, ahead) if sharding.zero == 3 else IDLE
             if head_is_gathered and unit is units.head:
                 begin = changes((_B, sharding.buffer(ahead)))
-            finish = sharding.finish_backward(unit, reduced if reduces else None, is_first=is_first, is_last=is_last)
+            finish = finish_unit(unit, reduced if reduces else None)
             return sequence((begin, work, finish))
 
-        reduced = (units.root or units.embedding or first_block) if sharding.zero > 1 and not is_first else None
+        reduced = (
+            (units.root or units.embedding or first_block) if not (splits or sharding.sums_late or is_first) else None
+        )
         if sharding.zero == 3:
             ahead = (None if head_is_gathered else units.head) if units.head else last_block
             gathered = sharding.gathered(units.root) if units.root and not head_is_gathered else 0
@@ -276,16 +381,29 @@ class _Stage:
         else:
             yield changes((_B, size.stream))  # the gradient that is received
         block_backward = cache(self._block_backward)
+        copied = self.last_kept if self.offloads and leaves_block else 0.0
+        if self.offloads:
+            yield changes((_A, copied + self.last_kept * (not turns)))
         for i, each in reversed(list(enumerate(runs))):
-            unit, work = each.unit, block_backward(each._replace(num_blocks=1), is_first)
+            unit, work = each.unit, block_backward(each._replace(num_blocks=1), is_first, splits)
+            first_work = last_work = work
+            if self.offloads:  # and what the block that follows has kept comes back
+                coming = runs[i - 1].kept if i else self.last_kept if fetches else 0.0
+                last_work = sequence((changes((_A, coming)), work))
+                work = sequence((changes((_A, each.kept)), work))
+                first_work = work if each.num_blocks > 1 else last_work
             after = runs[i - 1].unit if i else units.embedding
-            yield run(unit, work, unit if each.num_blocks > 1 else after, reduced)
+            yield run(unit, first_work, unit if each.num_blocks > 1 else after, reduced)
             if each is runs[-1] and not self.has_head:
                 yield changes((_A, size.stream))  # from here on there is a gradient of its own
             yield run(unit, work, unit, unit).times(each.num_blocks - 2)
+            yield changes((_A, -copied))
+            copied = 0.0
             if each.num_blocks > 1:
-                yield run(unit, work, after, unit)
+                yield run(unit, last_work, after, unit)
             reduced = unit
+        if self.offloads and fetches:
+            yield changes((_A, -self.last_kept))
         yield changes((_A, -self.kept_mask))
         if self.has_embedding:
             with_embedding = units.embedding or units.root
@@ -295,7 +413,7 @@ class _Stage:
             yield run(units.embedding, work, None, reduced) if units.embedding else work
             reduced = units.embedding or reduced
         if units.root:
-            yield sharding.finish_backward(units.root, reduced if reduces else None, is_first=is_first, is_last=is_last)
+            yield finish_unit(units.root, reduced if reduces else None)
             reduced = units.root
         summed = sum(n * sharding.summed(unit) for unit, n in self.counts.items())
         yield changes(
@@ -304,6 +422,29 @@ class _Stage:
             (_A, 0.0 if self.has_embedding else -size.stream - self.received),
         )
 
-    def _block_backward(self, run: _Run, is_first: bool) -> Phase:
+    def _block_backward(self, run: _Run, is_first: bool, splits: bool) -> Phase:
+        if splits:
+            return autograd.input_backward(run.size, run.kept, run.recomputed)
         weights = self.sharding.gradients_of(run.unit, is_first=is_first)
         return autograd.block_backward(run.size, weights, run.kept, run.recomputed)
+
+    def _backward_weight(self, is_first: bool, is_last: bool, ends_wait: bool) -> Iterator[Phase]:
+        """All blocks' gradients come and are added up before the first unit is reduced.
+
+        `ends_wait` where embedding and head have gradients of a first part, which are reduced with them.
+        """
+        sharding, reduces = self.sharding, is_last or not self.sharding.sums_late
+        for each in self.runs:
+            weights = sharding.gradients_of(each.unit, is_first=is_first)
+            yield autograd.weight_backward(each.size, weights).times(each.num_blocks)
+        blocks = [each.unit for each in self.runs for _ in range(each.num_blocks)]
+        for unit in blocks:
+            yield sharding.add_up(unit, is_first=is_first or not sharding.sums_late)
+        order = [*(self.ends if ends_wait else ()), *blocks] if reduces else []
+        before = order[-1] if order and not (sharding.sums_late or is_first) else None
+        for unit in order:
+            yield sharding.finish_backward(unit, before, is_first=is_first, is_last=is_last, is_late=True)
+            before = unit
+        if is_last:
+            summed = sum(n * sharding.summed(unit) for unit, n in self.counts.items())
+            yield changes((_B, -sharding.reduction(before) - summed))

@@ -15,6 +15,7 @@ from itertools import takewhile
 from math import ceil
 from typing import NamedTuple
 
+from dtlayout.context_parallel import CONTEXT_METHODS, chunk_length
 from dtlayout.costmodel.scenario import Scenario, tokens_of
 from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.kernels import Kernels, count_loss_chunks
@@ -130,10 +131,56 @@ class Sizes:
             copy, softmax = rows * model.head_width, rows * seq_len
             self.attention, self.attention_results = 3 * copy + softmax + output, softmax + copy
             self.forward_work, self.backward_work = softmax + key, max(inputs, 2 * softmax)
+        if layout.cp > 1:
+            by_heads = CONTEXT_METHODS[layout.cp_method].splits_heads
+            (self._weigh_exchanges if by_heads else self._weigh_parts)(scenario, layout, kernel)
+
+    def _weigh_exchanges(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
+        """Own queries, keys and values while heads are exchanged: packed, as they come, and in the order of positions;
+        of gradients what leaves attention, as it goes and as it comes."""
+        inputs = self.split(self.description.attention.input_width)
+        self.forward_work = max(inputs + self.forward_work, 3 * inputs - self.attention_results)
+        self.backward_work = max(self.backward_work, 3 * inputs)
+
+    def _weigh_parts(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
+        """Kept are q, k, v, the output and a number a row; joined results and all gradients are exact.
+
+        Ring: keys and values that are seen and the next ones, and of gradients own ones, those of the piece and, of
+        more than two ranks, those that go and come. Gather: keys and values of all other ranks, twice while they are
+        put in order, and gradients of all, own ones and those of the piece. Beside documents a chunk's queries are a
+        piece, as if one document were all.
+        """
+        attention, tokens = self.description.attention, tokens_of(scenario, layout)
+        exact = self.exact_element / self.element
+        inputs, output, kv = map(self.split, (attention.input_width, attention.output_width, attention.kv_width))
+        rows = self.exact_element * attention.num_heads / self.tp
+        gathers, cp, own_keys = layout.cp_method == "gather", layout.cp, tokens / layout.micro_batch
+        self.attention, self.attention_results, self.mask = inputs + output + rows, output + rows, 0.0
+        at_once, others, summed = (cp - 1, cp - 1, cp) if gathers else (1, min(cp, 3) - 1, 2 * min(cp, 3) - 4)
+        own_chunk = chunk_length(scenario.batch.seq_len, cp) / own_keys
+        piece = 2 * own_chunk if scenario.document_mask else 1.0  # the last chunk sees twice what queries do on average
+
+        def work(num_keys: float, copies: float) -> float:
+            """Of each query with so many keys: scores or none, and copies of its own tensors."""
+            num_keys *= piece
+            scores = rows * num_keys if kernel.holds_scores else 0.0
+            cast = scores / exact if self.casts else 0.0
+            return copies * scores + cast
+
+        seen = own_keys * at_once / 2  # keys of other ranks, of each query
+        grouped = (3 if kernel.holds_scores else 1) * output
+        joining = exact * output + max(2 * exact * output, work(seen, 1))
+        ordering = (2 * cp - 1) * kv * gathers + exact * output
+        self.forward_work = max(2 * kv + work(own_keys, 1), others * kv + joining, ordering) - output
+        own_backward = 2 * kv + exact * kv + work(own_keys, 2)
+        others_backward = (others + at_once) * kv + (1 + summed) * exact * kv
+        others_backward += max(at_once * exact * kv, work(seen, 2))
+        self.backward_work = exact * output + grouped + max(own_backward, others_backward)
 
     def _weigh_loss(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
         loss, tokens = find_kernel(LossKernel, kernels.loss), tokens_of(scenario, layout)
-        is_parallel = scenario.engine.features.loss == "vocab-parallel"
+        features = scenario.engine.features
+        is_parallel = features.loss == "vocab-parallel"
         columns = scenario.model.vocab_size / (self.tp if is_parallel else 1)
         at_once = ceil(tokens / count_loss_chunks(tokens)) / tokens if loss.in_chunks else 1
         self.logits = self.element * columns * (at_once if loss.joins_matmul else 1)
@@ -142,8 +189,13 @@ class Sizes:
         self.head_weight = weight if loss.joins_matmul else 0.0
         """The head's weight, and its gradient; 0 where that is not computed in forward."""
         early = self.head_weight + self.whole if loss.joins_matmul else 0.0
-        num_own = 2 if loss.num_exact == 1 else 1  # the gradient comes in the place of one that is exact
-        self.loss = early + num_own * self.logits + loss.num_exact * self.exact_element * columns * at_once
+        num_own, num_exact = 2, loss.num_exact  # the gradient comes in the place of one that is exact
+        if num_exact > 1:
+            num_own = 0 if features.frees_logits else 1
+            num_exact += self.is_split and features.dtensor_activations  # the softmax, on the way to its gradient
+        self.exact_logits = self.exact_element * columns * at_once
+        """The largest tensor of the loss: logits that are there at once, in the exact format."""
+        self.loss = early + num_own * self.logits + num_exact * self.exact_logits
         """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property

@@ -21,7 +21,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_blocks import WeightGradients
-from dtlayout.costmodel.phase import Part, Phase, changes
+from dtlayout.costmodel.phase import Part, Phase, changes, sequence
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
@@ -110,7 +110,13 @@ class Sharding:
         self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
         self.expert_shards = count_expert_shards(layout)
         self.tp, self.sums_embedding = layout.tp, scenario.engine.features.sums_embedding
+        self.on_host = layout.offloads_state
+        """Whether masters, gradients and the optimizer's state lie on the host."""
+        self.copies_masters = layout.offloads_state and not scenario.is_on_host
+        """Whether masters are copied to the device to be gathered; a CPU has them there."""
         self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
+        self.sums_late = layout.zero == 1 or (self.is_hybrid and layout.splits_backward)
+        """Whether gradients are whole until the last backward."""
         is_alone = self.shards == 1 and not self.is_hybrid
         self.copies_buffer = not is_alone and (self.shards == 1 or scenario.cluster.gpu.device_type == "cpu")
         self.finish_backward = cache(self._finish_backward)
@@ -137,6 +143,7 @@ class Sharding:
         """In forward: into its buffer, which stays until the next one is there, and out of it."""
         size = self.buffer(unit)
         flat = self.compute * self.shard(unit) if size else 0
+        flat += self.params * self.shard(unit) if self.copies_masters else 0
         return changes((_B, size + flat), (_B, -flat - self.buffer(before)), (_P, self.gathered(unit)))
 
     def begin_backward(self, unit: Unit, ahead: Unit | None) -> Phase:
@@ -152,7 +159,7 @@ class Sharding:
         num_bytes = {name: float(self.compute * prod(shape)) for name, shape in unit.weights.items()}
         if unit.partial:
             num_bytes = dict.fromkeys(num_bytes, float(self.compute * unit.partial))
-        adds_at_once = self.zero == 1 and not is_first and self.compute == self.reduce
+        adds_at_once = self.sums_late and not is_first and self.compute == self.reduce
         return WeightGradients(num_bytes, pile_up=not adds_at_once)
 
     def embedding_gradient(self, unit: Unit, *, is_first: bool) -> WeightGradients:
@@ -163,27 +170,45 @@ class Sharding:
         numel = embedding.numel if self.sums_embedding else prod(embedding.local_shape(self.tp))
         return WeightGradients({embedding.name: float(self.compute * numel)}, pile_up=False)
 
-    def _finish_backward(self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool) -> Phase:
+    def put_off(self, unit: Unit, *, is_first: bool, is_end: bool) -> Phase:
+        """The end of the first part of a unit's backward that is split, in which blocks have no gradients."""
+        drops = changes((_P, -self.gathered(unit) if self.zero == 3 else 0))
+        return sequence((self.add_up(unit, is_first=is_first), drops)) if is_end else drops
+
+    def add_up(self, unit: Unit, *, is_first: bool) -> Phase:
+        """A unit's gradients become whole ones in the reduce format, or are added to these."""
         weights = self.gradients_of(unit, is_first=is_first)
-        accumulated = self.reduce * float(unit.partial or unit.count())
-        if self.zero == 1 and not is_last:
-            if not is_first:
-                return changes((_G, -weights.left))
-            last = 0.0 if self.compute == self.reduce else list(weights.num_bytes.values())[-1]
-            return changes((_G, accumulated - weights.left + last), (_G, -last))  # one by one they become copies
-        takes_up = self.zero == 1 and not is_first
+        if not is_first:
+            return changes((_G, -weights.left))
+        accumulated = self._accumulated(unit)
+        last = 0.0 if self.compute == self.reduce else list(weights.num_bytes.values())[-1]
+        return changes((_G, accumulated - weights.left + last), (_G, -last))  # one by one they become copies
+
+    def _accumulated(self, unit: Unit) -> float:
+        """Bytes of a unit's whole gradients in the reduce format."""
+        return self.reduce * float(unit.partial or unit.count())
+
+    def _finish_backward(
+        self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool, is_late: bool = False
+    ) -> Phase:
+        """Of a backward that is split it `is_late`, after `put_off` and `add_up`."""
+        if self.sums_late and not is_last:
+            return self.add_up(unit, is_first=is_first)
+        weights, accumulated = self.gradients_of(unit, is_first=is_first), self._accumulated(unit)
+        takes_up = is_late or (self.sums_late and not is_first)
         unreduced, size = (accumulated, self.reduce) if takes_up else (weights.left, self.compute)
         local, last = size * unit.count(), size * prod([*unit.weights.values()][-1]) if self.shards > 1 else 0
         buffer = self.reduce * self.padded(unit)
         copy = buffer if self.copies_buffer else 0
         out, shard = self.reduce * self.shard(unit), self.params * self.shard(unit)
         waits = self.is_hybrid and not is_last
-        left = out if waits else shard
-        had = 0.0 if is_first or self.zero == 1 else out if self.is_hybrid else shard
+        kept = 0 if self.on_host else shard
+        left = out if waits else kept
+        had = 0.0 if is_first or self.sums_late else out if self.is_hybrid else kept
         cast = 0.0 if self.reduce == self.params or waits else shard
         return changes(
-            (_G, -weights.left if takes_up else 0.0),
-            (_P, -self.gathered(unit) if is_last or self.zero == 3 else 0),
+            (_G, -weights.left if takes_up and not is_late else 0.0),
+            (_P, -self.gathered(unit) if (is_last and self.zero < 3) or (self.zero == 3 and not is_late) else 0),
             *([(_G, local), (_G, -unreduced)] if unit.partial else []),
             (_B, -self.reduction(before)), (_B, buffer), (_G, last - local),
             (_G, out), (_B, copy), (_B, -copy), (_G, cast), (_G, left - had - out - cast - last),

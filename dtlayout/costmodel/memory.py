@@ -10,11 +10,11 @@ arXiv:2205.05198, sec. 4.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dtlayout.costmodel.engine import RunAheadConstants
-from dtlayout.costmodel.fsdp2_memory import fullest_bytes, overhead_bytes, table_bytes
+from dtlayout.costmodel.fsdp2_memory import fragment_bytes, fullest_bytes, overhead_bytes, table_bytes
 from dtlayout.costmodel.phase import Part
 from dtlayout.costmodel.scenario import (
     Scenario,
@@ -56,9 +56,13 @@ class Components:
         return dict(vars(self))
 
 
+NOT_NEEDED = ("run_ahead", "fragments")
+"""Components of memory that a rank has only where there is room."""
+
+
 @dataclass(frozen=True)
 class MemoryEstimate(Components):
-    """Bytes of one rank at its fullest moment, by component; the total is the allocator's peak."""
+    """Bytes of one rank at its fullest moment, by component; the total is the peak that its program reports."""
 
     parameters: float
     """Weights: sharded masters with gathered copies, and the tables of RoPE (fsdp2); or whole bf16 weights."""
@@ -76,11 +80,13 @@ class MemoryEstimate(Components):
     """Collectives that the host started early: it starts fewer where memory is short."""
     overhead: float
     """Held by the allocator whatever the layout, and (fsdp2) a step's tokens."""
+    fragments: float = 0.0
+    """Reserved and of no use, for programs that report what is reserved: given back where memory is short."""
 
     @property
     def needed(self) -> float:
         """Bytes that the rank cannot run without."""
-        return self.total - self.run_ahead
+        return self.total - sum(getattr(self, name) for name in NOT_NEEDED)
 
 
 def estimate_memory(
@@ -94,14 +100,37 @@ def estimate_ranks(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
 ) -> Iterator[MemoryEstimate]:
     """Peak of some pipeline ranks, each computed when it is asked for."""
-    if scenario.engine.features.sharding == "fsdp2":
-        overhead = overhead_bytes(scenario, layout)
-        for fullest in fullest_bytes(scenario, layout, kernels, stages, ranks):
-            # Bytes that came and went may leave a rounding error below 0.
-            parts = {part.name.lower(): max(0.0, size) for part, size in zip(Part, fullest, strict=True)}
-            parts["parameters"] += table_bytes(scenario, layout)
-            yield MemoryEstimate(**parts, run_ahead=0.0, overhead=overhead)
-        return
+    by_rank = _fsdp2_ranks if scenario.engine.features.sharding == "fsdp2" else _distributed_optimizer_ranks
+    for wanted in by_rank(scenario, layout, kernels, stages, ranks):
+        beside = {name: size for name in NOT_NEEDED if (size := getattr(wanted, name))}
+        if not beside:
+            yield wanted
+            continue
+        room = max(0.0, scenario.capacity_bytes - wanted.needed)
+        share = min(1.0, room / sum(beside.values()))
+        yield replace(wanted, **{name: share * size for name, size in beside.items()})
+
+
+def _fsdp2_ranks(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
+) -> Iterator[MemoryEstimate]:
+    overhead, ranks = overhead_bytes(scenario, layout), list(ranks)
+    fullest_of_ranks = fullest_bytes(scenario, layout, kernels, stages, ranks)
+    for rank, fullest in zip(ranks, fullest_of_ranks, strict=True):
+        # Bytes that came and went may leave a rounding error below 0.
+        held = [max(0.0, size) for size in fullest]
+        parts = {part.name.lower(): size for part, size in zip(Part, held, strict=True)}
+        parts["parameters"] += table_bytes(scenario, layout)
+        fragments = 0.0
+        if scenario.engine.features.reports_reserved:
+            has_head = any(chunk.head for chunk in layout.placement.take(stages, rank))
+            fragments = fragment_bytes(scenario, layout, kernels, held, has_head=has_head)
+        yield MemoryEstimate(**parts, run_ahead=0.0, overhead=overhead, fragments=fragments)
+
+
+def _distributed_optimizer_ranks(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
+) -> Iterator[MemoryEstimate]:
     m = max(1, layout.num_microbatches(scenario.batch))
     for rank in ranks:
         chunks = layout.placement.take(stages, rank)

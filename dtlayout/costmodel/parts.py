@@ -23,12 +23,13 @@ class BlockLayout(NamedTuple):
 
     tp: int
     cp: int
+    cp_method: str
     ep: int
     micro_batch: int
     shards_sequence: bool
     overlaps_tp: bool
     overlaps_ep: bool
-    is_pipelined: bool
+    sends_tokens_once: bool
     world_size: int
 
 
@@ -37,14 +38,17 @@ class StageLayout(NamedTuple):
 
     tp: int
     cp: int
+    cp_method: str
     ep: int
     micro_batch: int
     shards_sequence: bool
     overlaps_tp: bool
     overlaps_ep: bool
+    sends_tokens_once: bool
     is_pipelined: bool
     world_size: int
     recompute: str
+    offloads_activations: bool
 
 
 class CutLayout(NamedTuple):
@@ -92,7 +96,10 @@ class StateLayout(NamedTuple):
     dp: int
     dp_shard: int
     cp: int
+    tp: int
+    ep: int
     zero: int
+    offloads_state: bool
 
 
 class StageClass(NamedTuple):

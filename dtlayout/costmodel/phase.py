@@ -60,7 +60,7 @@ def add(a: Bytes, b: Bytes) -> Bytes:
 
 def changes(*steps: tuple[Part, float]) -> Phase:
     """Bytes that come (positive) and go (negative), one after the other."""
-    held, total, most = [0.0] * len(Part), 0.0, 0.0
+    held, total, most = list(NOTHING), 0.0, 0.0
     fullest = NOTHING
     for part, size in steps:
         held[part] += size

@@ -42,6 +42,11 @@ class Scenario:
         """Whether the host computes itself, so that nothing is behind which its own time could hide."""
         return self.cluster.gpu.device_type == "cpu"
 
+    @property
+    def capacity_bytes(self) -> float:
+        """Bytes that the allocator of a GPU may hold."""
+        return self.cluster.gpu.memory_bytes - self.engine.constants.context_bytes
+
     @cached_property
     def kinds(self) -> dict[ModelShape, "Scenario"]:
         """Each model of `ModelShape.kinds` → this scenario with that model: blocks are all alike there."""
@@ -59,18 +64,37 @@ def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> 
     if scenario.engine.name != OWN_ENGINE:
         return kernels.or_else(find_usual(scenario.engine.name).kernels)
     need = Need(
-        device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width, tp=layout.tp,
-        recompute=layout.recompute, document_mask=scenario.document_mask,
+        device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width,
+        document_mask=scenario.document_mask, **layout.asked_of_kernels,
     )  # fmt: skip
     return kernels.resolve(need).kernels
 
 
 def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
-    engine = scenario.engine
-    tried = kernels if engine.name == OWN_ENGINE else replace(kernels, **_usual_ones(engine.name, kernels))
-    problems = tried.problems(scenario.precision, scenario.device, tp=layout.tp, recompute=layout.recompute)
-    return problems + find_lacks(scenario, layout)
+    return find_kernel_refusals(scenario, kernels, **layout.asked_of_kernels) + find_lacks(scenario, layout)
+
+
+def find_kernel_refusals(scenario: Scenario, kernels: Kernels, **asked: Any) -> list[str]:
+    """Everything that keeps the engine from running `kernels` beside what `Layout.asked_of_kernels` says."""
+    tried, problems = kernels, list[str]()
+    asked["document_mask"] = scenario.document_mask
+    if scenario.engine.name != OWN_ENGINE:
+        known = known_kernels(scenario.engine)
+        problems = [
+            f"kernels.{operation}={name} is nothing that {scenario.engine.name} has; "
+            f"use kernels.{operation}={' or '.join(known[operation])}"
+            for operation, name in vars(kernels).items()
+            if name not in known[operation]
+        ]
+        tried, asked["in_parts"] = replace(kernels, **_own_ones(scenario.engine.name, kernels)), False
+    return problems + tried.problems(scenario.precision, scenario.device, **asked)
+
+
+def known_kernels(engine: Engine) -> dict[str, tuple[str, ...]]:
+    """The kernels of another engine than ours by operation, its usual one first."""
+    usual, more = vars(find_usual(engine.name).kernels), vars(engine.features.kernels)
+    return {operation: tuple(dict.fromkeys((name, *more[operation]))) for operation, name in usual.items()}
 
 
 def find_lacks(scenario: Scenario, layout: Layout) -> list[str]:
@@ -80,14 +104,34 @@ def find_lacks(scenario: Scenario, layout: Layout) -> list[str]:
         problems.append(f"precision.matmuls={fmt.name} is no format that {scenario.cluster.gpu.name} multiplies in")
     elif engine.name == OWN_ENGINE:
         problems += scenario.precision.training_problems
-    problems += engine.model_problems(scenario.model)
-    return problems + engine.layout_problems(layout)
+    elif fmt and fmt.name not in engine.features.matmuls:
+        known = " or ".join(("compute", *engine.features.matmuls))
+        problems.append(f"precision.matmuls={fmt.name} is nothing that {engine.name} has; use {known}")
+    problems += engine.model_problems(scenario.model) + find_missing_numbers(scenario, layout)
+    return problems + engine.layout_problems(layout, scenario.model, scenario.batch)
 
 
-def _usual_ones(engine: str, kernels: Kernels) -> dict[str, Any]:
-    """The kernels that an engine usually has, each with one of ours in its place, which runs anywhere."""
-    usual = vars(find_usual(engine).kernels)
-    return {key: getattr(Kernels(), key) for key, value in vars(kernels).items() if value == usual[key]}
+def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:
+    """A line for each number of the GPU's host that is not known and without which offload is not predicted."""
+    if layout.offload == "none" or scenario.is_on_host:
+        return []
+    gpu = scenario.cluster.gpu
+    needed = {"host_link": gpu.host_link_bytes_per_s}
+    if layout.offloads_state:
+        needed["host_memory_bandwidth"] = gpu.host_memory_bytes_per_s
+    return [
+        f"layout.offload={layout.offload}: no {name} is known of {gpu.name}; give one in a cluster file, or use "
+        f"layout.offload=none"
+        for name, number in needed.items()
+        if number is None
+    ]
+
+
+def _own_ones(engine: str, kernels: Kernels) -> dict[str, Any]:
+    """Kernels that an engine usually has, or that our trainer has not, each with one of ours, which runs anywhere."""
+    usual, ours = vars(find_usual(engine).kernels), vars(Kernels())
+    foreign = {kernel.operation for kernel in kernels.records if not kernel.formats()}
+    return {key: ours[key] for key, value in vars(kernels).items() if value == usual[key] or key in foreign}
 
 
 def count_state_shards(layout: Layout) -> int:

@@ -1,10 +1,12 @@
 """Stage work: seconds of one microbatch on one stage, with recomputation, embedding, head, host and messages."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from dtlayout.costmodel.comm import message_s
-from dtlayout.costmodel.compute import BlockTime, recompute_time
+from dtlayout.costmodel.compute import BlockTime, host_s, recompute_time
+from dtlayout.costmodel.offload import exposed_s, kept_copy_s
 from dtlayout.costmodel.parts import BlockLayout, StageClass, part_of
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.kernels import Kernels
@@ -27,7 +29,7 @@ class StageWork(NamedTuple):
     pp_s: float
     """Waiting for a message to have gone, where that blocks."""
     host_s: float
-    """Waiting for the host."""
+    """Waiting for the host, and for copies to its memory or from there."""
     forward_s: float
     """All of forward."""
     backward_s: float
@@ -41,53 +43,96 @@ class StageWork(NamedTuple):
         return cls(*map(sum, zip(*stages, strict=True)))
 
 
-def stage_work(
-    scenario: Scenario,
-    block_of: Mapping[ModelShape, TimeOf],
-    head_of: TimeOf,
-    stage: StageClass,
-    layout: Layout,
-    kernels: Kernels,
-) -> StageWork:
-    """The work of a stage; `block_of` times a block of each of `Scenario.kinds`, `head_of` the head.
+class LayoutWork:
+    """One microbatch on any stage of a layout with some kernels: what its stages share is computed once."""
 
-    Neither with recomputation. Where blocks differ and only some are recomputed, these are of all kinds alike.
-    """
-    part = part_of(layout, BlockLayout)
-    blocks, again_s, again_tp_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0
-    for kind, count in scenario.model.kinds(stage.example.layers):
-        block = block_of[kind](part, kernels)
-        covered = stage.num_recomputed * count / max(1, stage.num_layers)
-        kind_again_s, kind_again_tp_s = recompute_time(scenario.kinds[kind], layout, kernels, block)
-        again_s, again_tp_s = again_s + covered * kind_again_s, again_tp_s + covered * kind_again_tp_s
-        blocks = BlockTime(*(total + count * each for total, each in zip(blocks, block, strict=True)))
-    forward_s, backward_s = blocks.forward_s, blocks.backward_s
-    forward_tp_s, backward_tp_s = blocks.forward_tp_s, blocks.backward_tp_s + again_tp_s
-    host_forward_s, host_backward_s = _host_s(scenario, stage, layout, blocks.host_s)
-    if not scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
-        gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
-        waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
-        host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
-    is_whole = not Recompute.parse(layout.recompute).is_selective  # which routes again
-    waited_s, again = blocks.routing_wait_s / 3, is_whole * stage.num_recomputed / max(1, stage.num_layers)
-    host_forward_s, host_backward_s = host_forward_s + waited_s, host_backward_s + (2 + again) * waited_s
-    if stage.head:
-        head = head_of(part, kernels)
-        forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
-        forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
-    sending_s = send_s(scenario, layout) if scenario.engine.features.blocking_messages else 0.0
-    send_forward_s = 0.0 if stage.head else sending_s
-    send_backward_s = 0.0 if stage.embedding else sending_s
-    return StageWork(
-        compute_s=forward_s + backward_s,
-        recompute_s=again_s,
-        tp_s=forward_tp_s + backward_tp_s,
-        pp_s=send_forward_s + send_backward_s,
-        host_s=host_forward_s + host_backward_s,
-        forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
-        backward_s=backward_s + backward_tp_s + again_s + host_backward_s + send_backward_s,
-        weight_s=blocks.forward_s - blocks.attention_s - blocks.elementwise_s,
-    )
+    def __init__(
+        self,
+        scenario: Scenario,
+        block_of: Mapping[ModelShape, TimeOf],
+        head_of: TimeOf,
+        layout: Layout,
+        kernels: Kernels,
+    ):
+        """`block_of` times a block of each of `Scenario.kinds`, `head_of` the head, neither with recomputation."""
+        self.scenario, self.model = scenario, scenario.model
+        part, recompute = part_of(layout, BlockLayout), Recompute.parse(layout.recompute)
+        blocks = [(of_kind, block_of[kind](part, kernels)) for kind, of_kind in scenario.kinds.items()]
+        self.blocks = [(block, recompute_time(of_kind, layout, kernels, block)) for of_kind, block in blocks]
+        """A block of each kind, and the seconds that computing it again takes and waits for tp."""
+        self.head = head_of(part, kernels)
+        """Head and loss."""
+        again_s = min([sum(again) for _, again in self.blocks])
+        self.least_s = min([block.gpu_s for block, _ in self.blocks]), again_s, self.head.gpu_s
+        """Seconds that a microbatch takes at least in a block, in computing it again, and in the head."""
+        self.block_host_s = host_s(scenario, layout, kernels)
+        """Least time that the host needs for a block, forward and backward."""
+        self._routes_again = not recompute.is_selective
+        self._copies = [
+            kept_copy_s(of_kind, layout, kernels) if layout.offloads_activations else (0.0, 0.0)
+            for of_kind in scenario.kinds.values()
+        ]
+        self._sending_s = send_s(scenario, layout) if scenario.engine.features.blocking_messages else 0.0
+        constants, is_tp = scenario.engine.constants, layout.tp > 1
+        if recompute.is_selective:
+            self._host_again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s
+        else:
+            self._host_again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
+        self.on = cache(self._find_work)
+        """The work of a StageClass."""
+
+    def _find_work(self, stage: StageClass) -> StageWork:
+        """Where blocks differ and only some are recomputed, these are of all kinds alike."""
+        blocks, again_s, again_tp_s, copying_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0
+        num_blocks, head = max(1, stage.num_layers), self.head
+        counts = [count for _, count in self.model.kinds(stage.example.layers)]
+        found = zip(counts, self.blocks, self._copies, strict=False)
+        for count, (block, (kind_again_s, kind_again_tp_s)), (whole_s, kept_s) in found:
+            covered = stage.num_recomputed * count / num_blocks
+            again_s, again_tp_s = again_s + covered * kind_again_s, again_tp_s + covered * kind_again_tp_s
+            copying_s += (count - covered) * whole_s + covered * kept_s
+            blocks = BlockTime(*[total + count * each for total, each in zip(blocks, block, strict=True)])
+        forward_s, backward_s = blocks.forward_s, blocks.backward_s
+        forward_tp_s, backward_tp_s = blocks.forward_tp_s, blocks.backward_tp_s + again_tp_s
+        host_forward_s, host_backward_s = self._host_s(stage, stage.num_layers * self.block_host_s)
+        if not self.scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
+            gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
+            waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
+            host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
+        waited_s, again = blocks.routing_wait_s / 3, self._routes_again * stage.num_recomputed / num_blocks
+        host_forward_s, host_backward_s = host_forward_s + waited_s, host_backward_s + (2 + again) * waited_s
+        if copying_s:
+            host_forward_s += exposed_s(self.scenario, copying_s, forward_s + forward_tp_s + host_forward_s)
+            gpu_backward_s = backward_s + backward_tp_s + again_s + host_backward_s
+            host_backward_s += exposed_s(self.scenario, copying_s, gpu_backward_s)
+        if stage.head:
+            forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
+            forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
+        send_forward_s = 0.0 if stage.head else self._sending_s
+        send_backward_s = 0.0 if stage.embedding else self._sending_s
+        return StageWork(
+            compute_s=forward_s + backward_s,
+            recompute_s=again_s,
+            tp_s=forward_tp_s + backward_tp_s,
+            pp_s=send_forward_s + send_backward_s,
+            host_s=host_forward_s + host_backward_s,
+            forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
+            backward_s=backward_s + backward_tp_s + again_s + host_backward_s + send_backward_s,
+            weight_s=blocks.forward_s - blocks.attention_s - blocks.elementwise_s,
+        )
+
+    def _host_s(self, stage: StageClass, blocks_s: float) -> tuple[float, float]:
+        """The host's time for one microbatch on a stage, forward and backward, of which blocks take `blocks_s`.
+
+        Backward has twice the operations of forward, beside those that it does again. On a GPU only blocks count: the
+        head's long kernels leave the host time enough.
+        """
+        both_s, messages_s = blocks_s, 0.0
+        if self.scenario.is_on_host:
+            constants = self.scenario.engine.constants
+            both_s += (stage.head + stage.embedding) / 2 * constants.head_host_s
+            messages_s = ((not stage.head) + (not stage.embedding)) * constants.message_host_s  # one sent, one received
+        return both_s / 3 + messages_s, both_s * 2 / 3 + messages_s + stage.num_recomputed * self._host_again_s
 
 
 def send_s(scenario: Scenario, layout: Layout) -> float:
@@ -95,21 +140,3 @@ def send_s(scenario: Scenario, layout: Layout) -> float:
     split = layout.tp if layout.shards_sequence or scenario.engine.features.scatters_messages else 1
     size = tokens_of(scenario, layout) * scenario.model.hidden_size * activation_size(scenario)
     return message_s(scenario, layout, size / split)
-
-
-def _host_s(scenario: Scenario, stage: StageClass, layout: Layout, blocks_s: float) -> tuple[float, float]:
-    """The host's time for one microbatch on a stage, forward and backward, of which blocks take `blocks_s`.
-
-    Backward has twice the operations of forward, beside those that it does again. On a GPU only blocks count: the
-    head's long kernels leave the host time enough.
-    """
-    constants, is_tp = scenario.engine.constants, layout.tp > 1
-    both_s, messages_s = blocks_s, 0.0
-    if scenario.is_on_host:
-        both_s += (stage.head + stage.embedding) / 2 * constants.head_host_s
-        messages_s = ((not stage.head) + (not stage.embedding)) * constants.message_host_s  # one sent, one received
-    if Recompute.parse(layout.recompute).is_selective:
-        again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s
-    else:
-        again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
-    return both_s / 3 + messages_s, both_s * 2 / 3 + messages_s + stage.num_recomputed * again_s

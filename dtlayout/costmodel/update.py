@@ -1,10 +1,13 @@
 """Update: the end of a step, when gradients are reduced, parameters gathered and updated."""
 
+from collections.abc import Iterable
+from operator import add
 from typing import NamedTuple
 
 from dtlayout.costmodel.comm import data_link, half_all_reduce_s
 from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
+from dtlayout.costmodel.offload import state_times
 from dtlayout.costmodel.scenario import Scenario, activation_size, count_expert_shards, count_state_shards
 from dtlayout.layout import Layout
 from dtlayout.precision import BYTES
@@ -13,35 +16,53 @@ _GRADIENT_TRAFFIC_BYTES = 12
 """Read and written for each parameter of the stage: gradients cast and their norm, weights cast back."""
 
 
-def update_times(
-    scenario: Scenario,
-    layout: Layout,
-    n: float,
-    num_layers: int,
-    m: int,
-    forward_s: float,
-    backward_s: float,
-    *,
-    has_head: bool,
-    of_experts: float = 0.0,
-) -> tuple[float, float]:
-    """Seconds of exposed data-parallel communication and of the optimizer, on a rank of n parameters.
+class Update(NamedTuple):
+    """Seconds of what a rank does once for its parameters, whatever hides it."""
 
-    The parameters are of `num_layers` blocks, of which experts have `of_experts`, and, where it has the head, of that
-    and others; m microbatches of so many seconds hide what can be hidden.
-    """
+    reduce_s: float
+    """Gradients are summed over the ranks that share the state."""
+    copy_s: float
+    """Their shards are summed over the replicas."""
+    gather_s: float
+    """Parameters are gathered."""
+    again_s: float
+    """Parameters are gathered for a backward; 0 where they are there."""
+    optimizer_s: float
+    """The optimizer updates them."""
+    add_s: float = 0.0
+    """The host adds gradients of one microbatch to those of others, which the device waits for."""
+
+
+def find_update(scenario: Scenario, layout: Layout, n: float, *, has_head: bool, of_experts: float = 0.0) -> Update:
+    """That of n parameters, of which experts have `of_experts` and, where it is there, the head some."""
     everywhere, update_bytes = n - of_experts, scenario.optimizer.update_bytes
+    if layout.offloads_state:
+        update_bytes = 0  # the device updates nothing
     traffic = everywhere * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_state_shards(layout))
     if of_experts:
         traffic += of_experts * (_GRADIENT_TRAFFIC_BYTES + update_bytes / count_expert_shards(layout))
     keeps_head = has_head and scenario.engine.features.sharding == "fsdp2"
     head = count_head_parameters(scenario.model, layout.tp) if has_head else 0.0
-    parts = [_once_s(scenario, layout, everywhere, head, keeps_head=keeps_head)]
+    once: Iterable[float] = _once_s(scenario, layout, everywhere, head, keeps_head=keeps_head)
     if of_experts:
-        parts.append(_experts_once_s(scenario, layout, of_experts))
-    once = _Once(*map(sum, zip(*parts, strict=True)))
-    dp_s = _data_parallel_s(scenario, layout, once, m, forward_s, backward_s)
-    optimizer_s = pass_s(scenario, traffic)
+        once = map(add, once, _experts_once_s(scenario, layout, of_experts))
+    reduce_s, copy_s, gather_s, again_s = once
+    optimizer_s, adding_s = pass_s(scenario, traffic), 0.0
+    if layout.offloads_state:
+        copying_s, adding_s, updating_s = state_times(scenario, layout, n)
+        reduce_s, gather_s, optimizer_s = reduce_s + copying_s, gather_s + copying_s, optimizer_s + updating_s
+        again_s += copying_s if layout.zero == 3 else 0.0
+    return Update(reduce_s, copy_s, gather_s, again_s, optimizer_s, adding_s)
+
+
+def update_times(
+    scenario: Scenario, layout: Layout, update: Update, num_layers: int, m: int, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """Seconds of exposed data-parallel communication and of the optimizer, on a rank of so many blocks.
+
+    m microbatches of so many seconds hide what can be hidden.
+    """
+    dp_s, optimizer_s = _data_parallel_s(scenario, layout, update, m, forward_s, backward_s), update.optimizer_s
     if scenario.is_on_host:
         constants = scenario.engine.constants
         optimizer_s += num_layers * constants.layer_update_s
@@ -64,17 +85,8 @@ def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
     return m if is_each else 1
 
 
-class _Once(NamedTuple):
-    """Seconds of sending everything once, whatever hides it."""
-
-    reduce_s: float
-    """Gradients are summed over the ranks that share the state."""
-    copy_s: float
-    """Their shards are summed over the replicas."""
-    gather_s: float
-    """Parameters are gathered."""
-    again_s: float
-    """Parameters are gathered for a backward; 0 where they are there."""
+_Once = tuple[float, float, float, float]
+"""All of an `Update` but the optimizer."""
 
 
 def _once_s(scenario: Scenario, layout: Layout, n: float, head: float, *, keeps_head: bool) -> _Once:
@@ -115,16 +127,16 @@ def _send_once(
     shard_link = data_link(scenario, layout, stride, shards)
     reduce_s = half_all_reduce_s(reduce_bytes, shards, shard_link)
     copy_link = data_link(scenario, layout, stride * shards, copies)
-    return _Once(
-        reduce_s=2 * reduce_s if features.reduction == "all-reduce" else reduce_s,
-        copy_s=2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link),
-        gather_s=half_all_reduce_s(gather_bytes, shards, shard_link),
-        again_s=half_all_reduce_s(again_bytes, shards, shard_link) if layout.zero == 3 else 0.0,
+    return (
+        2 * reduce_s if features.reduction == "all-reduce" else reduce_s,
+        2 * half_all_reduce_s(reduce_bytes / shards, copies, copy_link),
+        half_all_reduce_s(gather_bytes, shards, shard_link),
+        half_all_reduce_s(again_bytes, shards, shard_link) if layout.zero == 3 else 0.0,
     )
 
 
 def _data_parallel_s(
-    scenario: Scenario, layout: Layout, once: _Once, m: int, forward_s: float, backward_s: float
+    scenario: Scenario, layout: Layout, once: Update, m: int, forward_s: float, backward_s: float
 ) -> float:
     """A step's reductions and gathers, as far as computation does not hide them.
 
@@ -138,6 +150,7 @@ def _data_parallel_s(
 
     exposed = (reductions - 1) * exposed_s(once.reduce_s + once.again_s, backward_s)
     exposed += (m - reductions) * exposed_s(once.again_s, backward_s)
+    exposed += (reductions - 1) * once.add_s
     exposed += exposed_s(once.reduce_s + once.copy_s + once.again_s, backward_s)
     exposed += (m if layout.zero == 3 else 1) * exposed_s(once.gather_s, forward_s)
     return exposed

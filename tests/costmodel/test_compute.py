@@ -111,12 +111,23 @@ def test_attention(kernel, forward_us, backward_us):
     assert twice == pytest.approx((forward_us * US * 2, backward_us * US * 2))
 
 
+@pytest.mark.parametrize(("kernel", "share"), [("sdpa-flash", (1 + 2 * 0.1 - 0.1**2) / 2), ("torch", 1)])
+def test_flash_kernels_skip_what_a_window_hides_in_every_other_block(kernel, share):
+    """100 of 1000 tokens: 0.1·s² - 0.005·s² of the s²/2 scores below the mask."""
+    whole = scenario()
+    windowed = replace(whole, model=replace(whole.model, window=100))
+    times = [attention_s(each, Layout(), Kernels(attention=kernel)) for each in (windowed, whole)]
+    assert times[0] == pytest.approx([share * each for each in times[1]])
+    longer = replace(whole, model=replace(whole.model, window=1000))
+    assert attention_s(longer, Layout(), Kernels(attention=kernel)) == times[1]
+
+
 def test_a_block_is_matmuls_attention_and_passes_over_memory():
     """Matmuls 80 (qkv) + 40 (o) + 3 · 80 (FFN); elementwise 104 MB, (80·h + 12·f) · T, a third of it in forward."""
     found = block_time(scenario(), Layout(), Kernels())
     assert found.forward_s == pytest.approx((360 + 40 + 104 / 3) * US)
     assert found.backward_s == pytest.approx((720 + 100 + 208 / 3) * US)
-    assert (found.forward_tp_s, found.backward_tp_s, found.host_s) == (0, 0, 0)
+    assert (found.forward_tp_s, found.backward_tp_s) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +167,12 @@ def test_kept_matmuls_of_attention_leave_its_softmax_to_be_computed_again():
 @pytest.mark.parametrize(
     ("recompute", "share"), [("full", 1), ("keep-matmuls", 1), ("keep-attention", 0), ("selective", 0)]
 )
-def test_the_ring_of_context_parallelism_runs_again_with_attention(recompute, share):
-    layout = Layout(cp=4, recompute=recompute)
-    ring_s = block_time(scenario(), layout, Kernels()).forward_tp_s
-    assert ring_s > 0
-    assert time_again(layout, "torch")[1] == pytest.approx(share * ring_s)
+@pytest.mark.parametrize("method", ["ring", "gather", "all-to-all"])
+def test_what_cp_sends_is_sent_again_with_attention_and_always_around_it(recompute, share, method):
+    layout = Layout(cp=4, cp_method=method, recompute=recompute)
+    sent_s = block_time(scenario(), layout, Kernels()).forward_tp_s
+    assert sent_s > 0
+    assert time_again(layout, "torch")[1] == pytest.approx((1 if method == "all-to-all" else share) * sent_s)
 
 
 def time_again(layout: Layout, checkpointing: str, kernels: Kernels | None = None) -> tuple[float, float]:
@@ -254,6 +266,20 @@ def test_cp_waits_for_what_attention_does_not_hide_of_keys_and_values():
     assert (found.forward_tp_s, found.backward_tp_s) == pytest.approx(((25 - 10) * US, (45 - 25) * US))
     fast = block_time(scenario(flash2_efficiency=0.2), Layout(cp=2), kernels)  # attention takes 50 and 125 µs
     assert (fast.forward_tp_s, fast.backward_tp_s) == (0, 0)
+
+
+def test_gradients_that_an_fsdp2_engine_sums_go_round_in_fp32():
+    """1 MB of keys and values and 2 MB of their gradients at 50 GB/s and 5 µs, behind half of 50 µs."""
+    found = block_time(scenario(features=Features(sharding="fsdp2")), Layout(cp=2), Kernels())
+    assert found.backward_tp_s == pytest.approx((20 + 40 + 5 - 25) * US)
+
+
+def test_nothing_hides_what_is_gathered_or_exchanged():
+    """Half of 2 MB of keys and values, gathered twice and scattered; half of 3 MB in and out of attention, in two."""
+    gathered = block_time(scenario(), Layout(cp=2, cp_method="gather"), Kernels())
+    assert (gathered.forward_tp_s, gathered.backward_tp_s) == pytest.approx((HALF_S, 2 * HALF_S))
+    exchanged = block_time(scenario(), Layout(cp=2, cp_method="all-to-all"), Kernels())
+    assert exchanged.forward_tp_s == exchanged.backward_tp_s == pytest.approx((2 * (10 + 5) + 30) * US)
 
 
 def test_without_tp_nothing_is_sent():

@@ -17,7 +17,7 @@ from dtlayout.costmodel.memory import block_bytes_per_token, count_stage_experts
 from dtlayout.costmodel.parts import StageClass
 from dtlayout.costmodel.phase import sequence
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, cut
-from dtlayout.costmodel.update import update_times
+from dtlayout.costmodel.update import find_update, update_times
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import Experts, LatentAttention
@@ -91,6 +91,14 @@ def test_a_token_that_goes_once_to_a_node_is_handed_on_there():
     assert exchange_s(once, replace(layout, ep=8), 1e6, 4) == exchange_s(copies, replace(layout, ep=8), 1e6, 4)
 
 
+def test_a_layout_may_have_the_dispatcher_that_sends_a_token_once():
+    layout = Layout(dp_shard=16, ep=16)
+    once = scenario(EIGHT, num_gpus=16, features=Features(sends_tokens_once=True))
+    sent = exchange_s(scenario(EIGHT, num_gpus=16), replace(layout, ep_dispatcher="deepep"), 0.25e6, 4)
+    assert sent == exchange_s(once, layout, 0.25e6, 4)
+    assert sent < exchange_s(scenario(EIGHT, num_gpus=16), layout, 0.25e6, 4)
+
+
 def test_computing_another_microbatch_hides_what_is_exchanged():
     layout = Layout(dp_shard=8, ep=8)
     shown, hidden = (
@@ -112,6 +120,24 @@ def test_a_gpu_waits_for_routing_whatever_it_has_to_compute():
         assert slow.host_s - quick.host_s == pytest.approx(2e-3 + backward_s)
         assert slow.forward_s - quick.forward_s == pytest.approx(2e-3)
         assert slow.backward_s - quick.backward_s == pytest.approx(backward_s)
+
+
+@pytest.mark.parametrize(("ep", "wait_ms"), [(1, 3 + 8 * 0.5), (4, 3 + 2 * 0.5), (8, 3 + 0.5)])
+def test_a_gpu_waits_longer_for_a_host_that_starts_more_experts(ep, wait_ms):
+    times = block_time(scenario(EIGHT, routing_wait_s=3e-3, expert_wait_s=0.5e-3), Layout(dp_shard=8, ep=ep), Kernels())
+    assert times.routing_wait_s == pytest.approx(wait_ms * 1e-3)
+    dense = block_time(scenario(None, routing_wait_s=3e-3, expert_wait_s=0.5e-3), Layout(), Kernels())
+    assert dense.routing_wait_s == 0
+
+
+def test_biases_of_experts_are_passes_over_all_copies():
+    """30 bytes for each of 2·1000·1000 elements of copies, a third of them in forward, at 1 TB/s."""
+    biased = replace(EIGHT, bias=True)
+    added_us = forward_us(biased, Layout(), expert_bias_traffic_bytes=30) - forward_us(EIGHT, Layout())
+    assert added_us == pytest.approx(20)
+    assert forward_us(biased, Layout(), expert_bias_traffic_bytes=0) == pytest.approx(forward_us(EIGHT, Layout()))
+    counts = [count_block_parameters(scenario(each).model) for each in (biased, EIGHT)]
+    assert counts[0] - counts[1] == 8 * (500 + 500 + 1000)
 
 
 def test_experts_matmuls_may_achieve_less_than_others():
@@ -159,7 +185,8 @@ def test_gradients_of_experts_are_reduced_over_the_ranks_that_have_the_same():
     setting = replace(setting, engine=replace(setting.engine, features=features))
 
     def dp_s(layout: Layout, n: float, of_experts: float) -> float:
-        return update_times(setting, layout, n, 4, 1, 0.0, 0.0, has_head=False, of_experts=of_experts)[0]
+        update = find_update(setting, layout, n, has_head=False, of_experts=of_experts)
+        return update_times(setting, layout, update, 4, 1, 0.0, 0.0)[0]
 
     everywhere = Layout(dp_shard=8)
     assert dp_s(everywhere, 1e9, 0.5e9) == pytest.approx(2 * dp_s(everywhere, 0.5e9, 0))

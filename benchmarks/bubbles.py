@@ -1,0 +1,169 @@
+"""Bubbles of every schedule on four ranks, measured beside predicted: `python -m benchmarks.bubbles`.
+
+Stages sleep instead of computing, for their forward, for the gradient of their input and for that of their weight, so
+that four ranks fit on two cores; everything else is what training runs: actions, messages over gloo, autograd, and
+gradients of weights that are put off. All stages of a schedule take equally long, or every second one twice as long.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtlayout.batch import Batch
+from dtlayout.layout import Layout
+from dtlayout.mesh.build import build_mesh
+from dtlayout.pipelining.runtime import build_runtime
+from dtlayout.pipelining.schedule import make_schedule
+from dtlayout.pipelining.schedules import SCHEDULES, find_schedule
+from dtlayout.pipelining.stage import Boundary
+from dtlayout.pipelining.timing import time_pipeline
+from dtlayout.pipelining.waves import StageTimes
+from dtlayout.text import plural
+
+RANKS = 4
+PART_S = 0.1
+"""Seconds of each of the three parts of a microbatch on a rank, if all stages are alike."""
+WIDTH = 8
+
+
+class Case(NamedTuple):
+    """A pipeline, and whether every second stage takes twice as long."""
+
+    schedule: str
+    virtual_stages: int
+    num_microbatches: int
+    uneven: bool
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout on four ranks."""
+        return Layout(pp=RANKS, schedule=self.schedule, virtual_stages=self.virtual_stages)
+
+    @property
+    def part_s(self) -> list[float]:
+        """Seconds of each part on each stage."""
+        return [PART_S / self.virtual_stages * (1 + (self.uneven and stage % 2)) for stage in range(self.num_stages)]
+
+    @property
+    def num_stages(self) -> int:
+        """All of them."""
+        return RANKS * self.virtual_stages
+
+    @property
+    def busy_s(self) -> float:
+        """Work of the busiest rank."""
+        return 3 * self.num_microbatches * max(sum(self.layout.placement.take(self.part_s, r)) for r in range(RANKS))
+
+    def predict(self) -> float:
+        """The share of the step in which the busiest rank waits."""
+        part_s = tuple(self.part_s)
+        splits = find_schedule(self.schedule).splits_backward
+        times = StageTimes(part_s, tuple(2 * each for each in part_s), (0.0,) * (self.num_stages - 1), part_s * splits)
+        order = self.schedule, RANKS, self.virtual_stages, self.num_microbatches
+        return 1 - self.busy_s / time_pipeline(*order, times).total_s
+
+
+def list_cases() -> Iterator[Case]:
+    """Every schedule with 4, 8 and 16 microbatches, as far as it takes them."""
+    for name, schedule in SCHEDULES.items():
+        for m in (4, 8, 16):
+            if m >= schedule.least_rounds * RANKS:
+                v = schedule.least_virtual_stages
+                yield from (Case(name, v, m, uneven) for uneven in (False, True))
+
+
+class _Sleeping(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient[0], None
+
+
+class SlowStage(nn.Module):
+    """A linear layer whose forward, gradient of the input and gradient of the weight each take so long."""
+
+    def __init__(self, seconds: float, *, is_last: bool):
+        super().__init__()
+        self.linear, self.seconds, self.is_last = nn.Linear(WIDTH, WIDTH, bias=False), seconds, is_last
+        self.linear.weight.register_hook(self._sleep)
+
+    def _sleep(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # autograd calls hooks also where it is put off
+            time.sleep(self.seconds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Sleeping.apply(self.linear(x), self.seconds)
+        return y.sum() if self.is_last else y
+
+
+def measure(case: Case, mesh: DeviceMesh, rounds: int) -> float:
+    """The share of a step in which the busiest rank waits, the median of rounds after a first one."""
+    batch = Batch(global_batch=case.num_microbatches, seq_len=1)
+    schedule = make_schedule(case.layout, batch)
+    stages = schedule.placement.stages_of(dist.get_rank())
+    modules = [SlowStage(case.part_s[stage], is_last=stage == case.num_stages - 1) for stage in stages]
+    runtime = build_runtime(modules, schedule, [], mesh, Boundary((1, WIDTH), torch.float32))
+    inputs, shares = torch.ones(case.num_microbatches, WIDTH), []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        runtime.step(inputs)
+        ends: list[float] = [0.0] * RANKS
+        dist.all_gather_object(ends, time.perf_counter() - start)
+        shares.append(1 - case.busy_s / max(ends))
+    return statistics.median(shares[1:])
+
+
+def work(rank: int, rendezvous: str, rounds: int) -> None:
+    """One rank; the first one prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    mesh, worst = build_mesh(Layout(pp=RANKS), "cpu"), 0.0
+    for case in list_cases():
+        measured, predicted = measure(case, mesh, rounds), case.predict()
+        worst = max(worst, abs(measured - predicted))
+        if rank == 0:
+            stages = "every second one twice" if case.uneven else "alike"
+            row = f"{predicted:.3f} | {measured:.3f} | {measured - predicted:+.3f}"
+            print(
+                f"| {case.schedule} | {case.virtual_stages} | {case.num_microbatches} | {stages} | {row} |", flush=True
+            )
+    if rank == 0:
+        print(f"\nLargest difference: {worst:.3f}.")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    print("# Bubbles of pipeline schedules\n")
+    print(f"`make bench-bubbles`: {RANKS} ranks over gloo on {os.cpu_count()} CPU cores.")
+    print(f"Stages sleep {PART_S * 1e3:.0f} ms for each of the three parts of a microbatch on a rank,")
+    print("which takes no core; messages and autograd are those of training. A bubble is the share of")
+    print(f"a step in which the busiest rank waits; medians of {plural(options.rounds, 'step')}.\n")
+    print("| schedule | virtual stages | microbatches | stages take | predicted | measured | difference |")
+    print("|---|--:|--:|---|--:|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(work, (os.path.join(folder, "rendezvous"), options.rounds), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What programs of others print as their peak: what PyTorch's own loss holds, fragments, and where both end."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtlayout.batch import Batch
+from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.estimate import Estimator, estimate
+from dtlayout.costmodel.fsdp2_sizes import Sizes
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.measure.memory import StorageTracker
+from dtlayout.models.presets import find_preset
+
+GPU = "h100-96g-500w"
+T, V, TP = 64, 4000, 4
+
+
+def scenario(engine: str, *, gpu: str = GPU, global_batch: int = 16, **changes) -> Scenario:
+    found = find_engine(engine, gpu)
+    return Scenario(
+        model=find_preset("llama3.1-8b"),
+        batch=Batch(global_batch=global_batch, seq_len=8192),
+        cluster=Cluster(gpu=find_gpu(gpu), num_gpus=8, gpus_per_node=8),
+        engine=replace(found, features=replace(found.features, **changes)),
+    )
+
+
+@pytest.fixture
+def mesh():
+    """Ranks of which there is one, and collectives that send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=TP)
+    yield init_device_mesh("cpu", (TP,))
+    dist.destroy_process_group()
+
+
+def bytes_a_logit(num_columns: int, to_logits=lambda own: own, *, keeps_logits: bool) -> float:
+    """Held at once by the loss of plain PyTorch and its backward, for each of a rank's own logits."""
+    hidden = torch.randn(T, 2, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(num_columns, 2, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(V, (T,))
+    with StorageTracker() as tracker:
+        logits = to_logits(hidden @ weight.T)
+        loss = F.cross_entropy(logits.float(), targets)
+        if not keeps_logits:
+            del logits
+        loss.backward()
+    return tracker.ledger.peak_bytes / (T * num_columns)
+
+
+def predicted_bytes_a_logit(engine: str, layout: Layout) -> float:
+    found = Sizes(scenario(engine), layout, Kernels(loss="torch"))
+    return 2 * found.loss / found.logits
+
+
+@pytest.mark.parametrize(("engine", "keeps_logits", "known"), [("torchtitan", False, 12), ("prime-rl", True, 14)])
+def test_the_loss_of_plain_pytorch_holds_what_is_predicted(engine, keeps_logits, known):
+    held = bytes_a_logit(V, keeps_logits=keeps_logits)
+    assert predicted_bytes_a_logit(engine, Layout(dp_shard=8)) == known == pytest.approx(held, rel=0.02)
+
+
+def test_the_loss_of_dtensors_holds_a_softmax_more(mesh):
+    with loss_parallel():
+        held = bytes_a_logit(V // TP, lambda own: DTensor.from_local(own, mesh, [Shard(1)]), keeps_logits=False)
+    assert predicted_bytes_a_logit("torchtitan", Layout(dp_shard=2, tp=TP)) == 16 == pytest.approx(held, rel=0.02)
+
+
+def test_what_is_reserved_has_room_for_one_more_of_the_largest_tensor_and_a_share_of_what_comes_and_goes():
+    layout, kernels = Layout(dp_shard=8, zero=3, recompute="full"), Kernels(loss="torch")
+    given_out = scenario("torchtitan", reports_reserved=False)
+    (allocated,), (reserved,) = (Estimator(s).memory(layout, kernels) for s in (given_out, scenario("torchtitan")))
+    comes_and_goes = allocated.activations + allocated.gradients + allocated.buffers
+    logits = 8192 * given_out.model.vocab_size
+    share = given_out.engine.constants.fragment_share
+    assert allocated.fragments == 0
+    assert reserved.fragments == pytest.approx(4 * logits + share * comes_and_goes)
+    assert reserved.needed == allocated.total == pytest.approx(reserved.total - reserved.fragments)
+
+
+def test_a_rank_without_head_has_no_hole_of_the_size_of_logits():
+    """On the last rank the loss is where most is held; on the first one less fragments are left."""
+    layout = Layout(pp=2, dp_shard=4, micro_batch=1, zero=1)
+    first, last = Estimator(scenario("torchtitan")).memory(layout, Kernels(loss="torch"))
+    share = find_engine("torchtitan", GPU).constants.fragment_share
+    assert first.fragments == pytest.approx(share * (first.activations + first.gradients + first.buffers))
+    assert last.fragments > 4 * 8192 * 128_256
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "layout"),
+    [
+        ("torchtitan", GPU, Layout(dp_shard=8, zero=3, recompute="full")),
+        ("nanotron", "h100-80g-sxm", Layout(tp=8, sequence_parallel=True)),
+    ],
+    ids=["fragments", "run-ahead"],
+)
+def test_what_a_rank_has_only_where_there_is_room_ends_at_the_capacity(engine, gpu, layout):
+    takes_all = 0
+    for micro_batch in range(1, 9):
+        setting = scenario(engine, gpu=gpu, global_batch=64 * micro_batch)
+        found = estimate(setting, replace(layout, micro_batch=micro_batch), Kernels(loss="torch"))
+        (rank,) = found.memory
+        assert rank.total <= max(found.capacity_bytes * (1 + 1e-9), rank.needed)
+        assert found.fits == (rank.needed <= found.capacity_bytes)
+        takes_all += rank.needed < 0.99 * rank.total and rank.total == pytest.approx(found.capacity_bytes)
+    assert takes_all, "one of the sizes needs less than there is"
+
+
+def test_our_own_trainer_is_predicted_what_it_allocates():
+    (rank,) = Estimator(scenario("dtlayout")).memory(Layout(dp_shard=8, zero=3), Kernels())
+    assert rank.fragments == rank.run_ahead == 0 and rank.needed == rank.total
