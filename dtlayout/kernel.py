@@ -44,6 +44,12 @@ class Need:
     """Whether each step has to give the same bits again."""
     document_mask: bool = False
     """Whether packed documents do not see each other."""
+    in_parts: bool = False
+    """Whether attention is joined from parts, `Layout.attends_in_parts`."""
+    splits_backward: bool = False
+    """Whether gradients of weights come apart from those of inputs, `Layout.splits_backward`."""
+    offloads_activations: bool = False
+    """Whether what blocks keep lies on the host, `Layout.offloads_activations`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,9 @@ class AttentionKernel(Kernel):
     """What has to be torch's flash implementation meanwhile, where that is not torch's own."""
     offsets: tuple[DeviceType, ...] = ()
     """Where packed documents come as offsets, [N + 1] into the row of all tokens, and not as a mask."""
+    partial: str = ""
+    """What attends to a part of the keys and gives the log-sum-exp of the scores too, "module:name" of a `Partial` of
+    ops/partial.py; without one cp can split the heads alone."""
     operators: tuple[str, ...] = ()
     """Operators whose results selective recomputation keeps."""
     efficiency: str = ""
@@ -167,7 +176,8 @@ class AttentionKernel(Kernel):
         width, on_cpu = need.head_width, need.device.type == "cpu"
         fits = on_cpu or (width <= (self.widest_head or width) and width % self.head_multiple == 0)
         is_fast = self.preferred_on is None or need.device.capability[:1] == (self.preferred_on,)
-        return super().will_do(need) and fits and is_fast
+        joins = not need.in_parts or bool(self.partial)
+        return super().will_do(need) and fits and is_fast and joins
 
     def needs_mask(self, device_type: str) -> bool:
         """Whether it keeps packed documents apart by a mask, S² numbers a sample, and not by their offsets."""
@@ -216,7 +226,8 @@ class LossKernel(Kernel):
     in_chunks: bool = True
     """Whether the exact softmax is there of a chunk of tokens at a time."""
     num_exact: int = 1
-    """Tensors of the exact format, as large as these logits, that are there at once."""
+    """Tensors of the exact format, as large as these logits, that are there at once: one, in whose place the gradient
+    comes, or more."""
     joins_matmul: bool = False
     """Whether the logits are too; the gradients of hidden states and weight are then computed in forward."""
 
@@ -281,6 +292,7 @@ _FLASH_OPERATORS = (
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "torch_attn._varlen_attn.default",
 )
+_FLASH_PARTIAL = "dtlayout.ops.partial:FLASH"
 _FLASH_ATTN = Package("flash_attn", "pip install 'dtlayout[flash-attn]'")
 _FLASH_ATTN_3 = Package(
     "flash_attn_interface",
@@ -291,9 +303,10 @@ _LIGER = Package("liger_kernel", "pip install 'dtlayout[liger]'")
 
 _KERNELS: tuple[Kernel, ...] = (
     AttentionKernel(
-        name="sdpa-math", backend="MATH", is_searched=True, traces=(r"^aten::_scaled_dot_product_attention_math$",),
+        name="sdpa-math", backend="MATH", traces=(r"^aten::_scaled_dot_product_attention_math$",),
         preference=5, reason="it computes everything", operators=("aten.bmm.default",),
         traffic="softmax_traffic_bytes", saved="score_saved_bytes", copies_exactly=True, keeps_mask=False,
+        partial="dtlayout.ops.partial:SCORES",
     ),
     AttentionKernel(
         name="sdpa-efficient", cpu=(), cuda=_UP_TO_FP32, preference=4, reason="the fused one that computes in fp32",
@@ -305,7 +318,7 @@ _KERNELS: tuple[Kernel, ...] = (
         name="sdpa-flash", cuda=_BF16, backend="FLASH_ATTENTION", is_searched=True, offsets=("cuda",),
         preference=3, reason="PyTorch's own flash kernel", widest_head=256,
         traces=(r"^aten::_scaled_dot_product_flash_attention_for_cpu$", r"\bpytorch_flash::flash_fwd"),
-        operators=_FLASH_OPERATORS, efficiency="flash2_efficiency",
+        operators=_FLASH_OPERATORS, efficiency="flash2_efficiency", partial=_FLASH_PARTIAL,
     ),
     AttentionKernel(
         name="sdpa-cudnn", cpu=(), cuda=_BF16, backend="CUDNN_ATTENTION", is_repeatable=False,
@@ -316,17 +329,19 @@ _KERNELS: tuple[Kernel, ...] = (
     AttentionKernel(
         name="flash-attn", cpu=(), cuda=_BF16, package=_FLASH_ATTN, backend="FLASH_ATTENTION", flash="flash-attn",
         widest_head=256, offsets=("cuda",), traces=(r"\bflash::flash_fwd",), operators=_FLASH_OPERATORS,
-        efficiency="flash2_efficiency",
+        efficiency="flash2_efficiency", partial=_FLASH_PARTIAL,
     ),
     AttentionKernel(
         name="fa3", cpu=(), cuda=_BF16, capability=9, package=_FLASH_ATTN_3, backend="FLASH_ATTENTION", flash="FA3",
         preference=1, reason="made for Hopper, and its package is here", widest_head=256, offsets=("cuda",),
-        traces=(r"\bflash::FlashAttnFwdSm90\b",), operators=_FLASH_OPERATORS, efficiency="flash3_efficiency",
+        traces=(r"\bflash::FlashAttnFwdSm90\b",), operators=_FLASH_OPERATORS,
+        efficiency="flash3_efficiency", partial=_FLASH_PARTIAL,
     ),
     AttentionKernel(
         name="blockwise", cuda=(), function="dtlayout.ops.blockwise:blockwise_attention", preference=1,
-        reason="as fast as a CPU's matmuls", traces=(r"^dtlayout::blockwise_attention$",),
+        reason="as fast as a CPU's matmuls", traces=(r"^dtlayout::(blockwise_attention|chunked_part)$",),
         operators=("dtlayout.blockwise_attention.default",), efficiency="efficient_efficiency",
+        partial="dtlayout.ops.partial:CHUNKS",
     ),
     AttentionKernel(
         name="flash1", cpu=(), cuda=(), efficiency="flash1_efficiency", saved="flash1_saved_bytes", keeps_mask=False
@@ -338,9 +353,9 @@ _KERNELS: tuple[Kernel, ...] = (
     AttentionKernel(
         name="torch", cpu=(), cuda=(), traffic="softmax_traffic_bytes", saved="score_saved_bytes", keeps_mask=False
     ),
-    NormKernel(name="eager", function="dtlayout.ops.norm:eager_rms_norm", is_searched=True, separate=("cpu", "cuda")),
+    NormKernel(name="eager", function="dtlayout.ops.norm:eager_rms_norm", separate=("cpu", "cuda")),
     NormKernel(
-        name="fused", function="dtlayout.ops.norm:fused_rms_norm", is_searched=True, separate=("cpu",),
+        name="fused", function="dtlayout.ops.norm:fused_rms_norm", separate=("cpu",),
         preference=2, reason="one kernel of PyTorch's", keeps_exact=True, traces=(r"^aten::_fused_rms_norm$",),
     ),
     NormKernel(
@@ -364,10 +379,10 @@ _KERNELS: tuple[Kernel, ...] = (
         traces=(r"^_swiglu_forward_kernel",),
     ),
     LossKernel(name="eager", function="dtlayout.ops.loss:eager_loss", in_chunks=False),
-    LossKernel(name="chunked", function="dtlayout.ops.loss:chunked_loss"),
-    LossKernel(name="linear", function="dtlayout.ops.loss:linear_loss", joins_matmul=True),
-    # Logits, their logarithmic softmax and the gradients of both, none in the place of another.
-    LossKernel(name="torch", cpu=(), cuda=(), in_chunks=False, num_exact=4),
+    LossKernel(name="chunked", function="dtlayout.ops.loss:chunked_loss", is_searched=True),
+    LossKernel(name="linear", function="dtlayout.ops.loss:linear_loss", is_searched=True, joins_matmul=True),
+    # The logarithmic softmax, and the gradients of its result and of its input.
+    LossKernel(name="torch", cpu=(), cuda=(), in_chunks=False, num_exact=3),
 )  # fmt: skip
 KERNELS: dict[str, dict[str, Kernel]] = {}
 """Key of `[kernels]` → name → kernel of all that it may name."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import KERNELS, AttentionKernel, Kernel, Need, Package, find_kernel
+from dtlayout.kernel import KERNELS, AttentionKernel, Kernel, Need, Package, find_kernel, list_kernels
 from dtlayout.precision import Precision
 from dtlayout.ranges import one_of
 from dtlayout.recompute import Recompute
@@ -49,15 +49,19 @@ class Kernels:
         """What is known of each of them."""
         return [KERNELS[name][value] for name, value in vars(self).items() if name != "compile"]
 
-    def check(self, precision: Precision, device: Device, *, tp: int = 1, recompute: str = "none") -> None:
-        """Raise InvalidConfig with all of `problems`."""
-        if problems := self.problems(precision, device, tp=tp, recompute=recompute):
+    def check(self, precision: Precision, device: Device, **asked: Any) -> None:
+        """Raise InvalidConfig with all of `problems`, which says what may be asked."""
+        if problems := self.problems(precision, device, **asked):
             raise InvalidConfig(problems)
 
-    def problems(self, precision: Precision, device: Device, *, tp: int = 1, recompute: str = "none") -> list[str]:
+    def problems(
+        self, precision: Precision, device: Device, *, tp: int = 1, recompute: str = "none", in_parts: bool = False,
+        document_mask: bool = False, splits_backward: bool = False, offloads_activations: bool = False,
+    ) -> list[str]:  # fmt: skip
         """Every kernel that the trainer lacks, or lacks on this device, in this format or in such a layout.
 
-        What is not known of the device refuses nothing.
+        `in_parts` is `Layout.attends_in_parts`, beside which `document_mask` matters, and `splits_backward` that of
+        the layout. What is not known of the device refuses nothing.
         """
         problems = []
         missing = defaultdict[Package, list[str]](list)
@@ -70,6 +74,17 @@ class Kernels:
             f"{', '.join(names)}: no package {package.module} here; install it: {package.install}"
             for package, names in missing.items()
         ]
+        problems += self._part_problems(precision, device) if in_parts else []
+        if splits_backward and self.compile in ("blocks", "model"):
+            problems.append(
+                f"kernels.compile={self.compile} makes gradients of weights and of inputs at once, and the schedule "
+                f"splits them; use kernels.compile=none or layout.schedule=1f1b"
+            )
+        if offloads_activations and self.compile == "model":
+            problems.append(
+                "kernels.compile=model makes one program of all blocks, between which layout.offload=activations "
+                "copies what they keep; use kernels.compile=blocks or layout.offload=none"
+            )
         return problems + (self._compile_problems(device, tp, recompute) if tp > 1 else [])
 
     def unrepeatable(self, device: Device) -> list[str]:
@@ -80,6 +95,17 @@ class Kernels:
             for kernel in self.records
             if not kernel.is_repeatable and device.type != "cpu" and (device.type == "cuda" or not kernel.cpu)
             for key in [f"kernels.{kernel.operation}"]
+        ]
+
+    def _part_problems(self, precision: Precision, device: Device) -> list[str]:
+        """Where the results of attention for parts of the keys cannot be joined."""
+        if find_kernel(AttentionKernel, self.attention).partial:
+            return []
+        able = (each for each in list_kernels(AttentionKernel) if each.suits(device, precision.compute))
+        other = next(each.name for each in able if each.partial)
+        return [
+            f"kernels.attention={self.attention} gives no log-sum-exp of its scores on {device.type}, which this "
+            f"layout.cp_method needs; use kernels.attention={other} or layout.cp_method=all-to-all"
         ]
 
     def _compile_problems(self, device: Device, tp: int, recompute: str) -> list[str]:
@@ -151,8 +177,9 @@ class OpenKernels:
         return Chosen(Kernels(**values), {key: reasons[key] for key in vars(self) if key in reasons})
 
     def or_else(self, usual: Kernels) -> Kernels:
-        """Each auto replaced by another choice."""
-        return replace(usual, **{key: value for key, value in vars(self).items() if value != AUTO})
+        """What is left at its default, an auto or what our trainer does, replaced by another choice."""
+        said = {key: value for key, value in vars(self).items() if value != getattr(OpenKernels, key)}
+        return replace(usual, **said)
 
 
 def _choose_kernel(key: str, need: Need, *, compiles: bool) -> Kernel:
@@ -170,6 +197,8 @@ def _choose_compile(need: Need) -> tuple[Compile, str]:
         return "none", "a CPU gains little"
     if need.device.type != "cuda":
         return "none", "the device is not known"
+    if need.splits_backward:
+        return "none", "the schedule splits backwards, and what is compiled does not"
     if need.tp > 1 and need.recompute == "keep-matmuls":
         return "none", "keep-matmuls at tp > 1 has not been compiled on CUDA"
     return "blocks", "it fuses what is elementwise, and spares the host"

@@ -10,8 +10,11 @@ from itertools import chain
 from math import gcd, inf
 from typing import Any, Literal, NamedTuple
 
+from dtlayout import toml
 from dtlayout.batch import Batch
+from dtlayout.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD, ContextMethod
 from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.layout_names import name_layout, read_name
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule, find_schedule
@@ -20,12 +23,34 @@ from dtlayout.recompute import Recompute
 from dtlayout.text import plural
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_CHOICES: dict[str, Collection[Any]] = {"schedule": SCHEDULES, "zero": (1, 2, 3)}
+OFFLOADS = ("none", "activations", "optimizer", "both")
+"""Values of `layout.offload`."""
+_CHOICES: dict[str, Collection[Any]] = {
+    "zero": (1, 2, 3), "cp_method": CONTEXT_METHODS, "ep_dispatcher": ("alltoall", "deepep"),
+    "offload": OFFLOADS,
+}  # fmt: skip
 _NO_VIRTUAL_STAGES: dict[str, Any] = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
 
 
+class Offload:
+    """What `offload` says lies in the host's memory."""
+
+    offload: str
+    """One of OFFLOADS."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what blocks keep for their backward lies in the host's memory until then."""
+        return self.offload in ("activations", "both")
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether parameters, gradients and the optimizer's state lie in the host's memory."""
+        return self.offload in ("optimizer", "both")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Offload):
     """Degrees, micro-batch, schedule, ZeRO stage and recomputation of one training step."""
 
     pp: int = ranged("must be at least 1", 1)
@@ -36,6 +61,9 @@ class Layout:
     """Ranks over which FSDP2 shards the model state."""
     cp: int = ranged("must be at least 1", 1)
     """Context-parallel degree: ranks that share one sequence."""
+    cp_method: str = one_of(CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD)
+    """How cp's ranks attend to each other's tokens: keys and values go from rank to rank (ring), all come at once
+    (gather), or each rank attends for some heads to all tokens (all-to-all); without effect at cp = 1."""
     tp: int = ranged("must be at least 1", 1)
     """Tensor-parallel degree: ranks that share every matmul; keep it inside one node."""
     ep: int = ranged("must be at least 1", 1)
@@ -48,6 +76,9 @@ class Layout:
     tp = 1."""
     ep_overlap: bool = False
     """Exchange the tokens of one microbatch while another one is computed; without effect at ep = 1."""
+    ep_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """How tokens are exchanged: a copy for each of a token's experts, or one for each node that has some of them
+    (DeepEP, HybridEP); without effect inside a node."""
     micro_batch: int = ranged("must be at least 1", 1)
     """Sequences in one forward of one data-parallel rank."""
     schedule: str = one_of(SCHEDULES, DEFAULT_SCHEDULE)
@@ -55,18 +86,29 @@ class Layout:
     virtual_stages: int = ranged("must be at least 1", 1)
     """Stages on each pipeline rank; above 1 only with a schedule that takes them."""
     stage_layers: tuple[int, ...] = ()
-    """Blocks of each stage, first to last; empty deals them out by cost."""
+    """Blocks of each stage, first to last, where embedding and head may have stages of their own, with 0; empty deals
+    them out by cost."""
     zero: Literal[1, 2, 3] = 1
     """What dp_shard shards: 1 optimizer state, 2 also gradients, 3 also parameters."""
     recompute: str = "none"
     """Blocks computed again in backward: none, full, every-N, or selective, keep-attention and keep-matmuls, which keep
     the results of both or of one of these operations."""
+    offload: Literal["none", "activations", "optimizer", "both"] = "none"
+    """What lies in the host's memory: what blocks keep for their backward, or parameters with their gradients and the
+    optimizer's state, which the host updates; or both."""
 
     def __post_init__(self) -> None:
         values = vars(self)
         problems = [f"layout.{name}={values[name]} must be at least 1" for name in _POSITIVE if values[name] < 1]
-        if min(self.stage_layers, default=1) < 1:
-            problems.append(f"layout.stage_layers={list(self.stage_layers)} has a stage without blocks")
+        if min(self.stage_layers[1:-1], default=1) < 1 or min(self.stage_layers, default=0) < 0:
+            problems.append(
+                f"layout.stage_layers={list(self.stage_layers)} has a stage of nothing; only the first and the last "
+                f"one, with embedding and head, need no blocks"
+            )
+        try:
+            find_schedule(self.schedule)
+        except InvalidConfig as error:
+            problems += [f"layout.{problem}" for problem in error.problems]
         for name, allowed in _CHOICES.items():
             if values[name] not in allowed:
                 problems.append(f"layout.{name}={values[name]!r} is unknown; use one of {list(allowed)}")
@@ -108,6 +150,11 @@ class Layout:
         return find_schedule(self.schedule).place(self.pp, self.virtual_stages)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights come apart from those of inputs."""
+        return self.is_pipelined and find_schedule(self.schedule).splits_backward
+
+    @property
     def shards_sequence(self) -> bool:
         """Whether sequence parallelism has an effect."""
         return self.sequence_parallel and self.tp > 1
@@ -123,9 +170,28 @@ class Layout:
         return self.ep_overlap and self.ep > 1
 
     @property
-    def training_problems(self) -> list[str]:
-        """What keeps this trainer from a legal layout."""
-        return [f"layout.cp={self.cp} can be predicted, not trained yet; use layout.cp=1"] if self.cp > 1 else []
+    def sends_tokens_once(self) -> bool:
+        """Whether a token goes once to each node that has any of its experts."""
+        return self.ep_dispatcher == "deepep" and self.ep > 1
+
+    @property
+    def context_method(self) -> ContextMethod:
+        """How cp's ranks attend to each other's tokens."""
+        return CONTEXT_METHODS[self.cp_method]
+
+    @property
+    def attends_in_parts(self) -> bool:
+        """Whether attention is joined from parts, each by a kernel that gives its log-sum-exp."""
+        return self.cp > 1 and not self.context_method.splits_heads
+
+    @property
+    def asked_of_kernels(self) -> dict[str, Any]:
+        """What `Kernels.problems` and `Need` want to know of a layout, by their names for it."""
+        return {
+            "tp": self.tp, "recompute": self.recompute, "in_parts": self.attends_in_parts,
+            "splits_backward": self.splits_backward,
+            "offloads_activations": self.offloads_activations,
+        }  # fmt: skip
 
     def num_microbatches(self, batch: Batch) -> int:
         """Forwards of one data-parallel rank in a step."""
@@ -151,14 +217,18 @@ class Layout:
         >>> str(Layout(pp=2, tp=2, micro_batch=4))
         'pp2·tp2+sp mb4 1f1b zero1'
         """
-        names = {"dp_replicate": "replicate", "dp_shard": "dp"}
-        axes = [f"{names.get(axis, axis)}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        text = "·".join(axes) or "1 rank"
-        text += "+sp" * self.shards_sequence + "+overlap" * self.overlaps_tp
-        text += f" ep{self.ep}" * (self.ep > 1) + "+overlap" * self.overlaps_ep + f" mb{self.micro_batch}"
-        if self.pp > 1:
-            text += f" {self.schedule}" + f" v{self.virtual_stages}" * (self.virtual_stages > 1)
-        return text + f" zero{self.zero}" + f" recompute={self.recompute}" * (self.recompute != "none")
+        return name_layout(self)
+
+    @classmethod
+    def read(cls, name: str) -> dict[str, Any]:
+        """The fields that a printed name sets (`layout_names`); InvalidConfig if it is none.
+
+        >>> Layout(**Layout.read("pp2·tp2+sp mb4 1f1b zero1")) == Layout(pp=2, tp=2, micro_batch=4)
+        True
+        """
+        fields = read_name(name)
+        toml.parse(fields, cls, "layout")
+        return fields
 
 
 _POSITIVE = tuple(f.name for f in fields(Layout) if "rule" in f.metadata)
@@ -217,7 +287,7 @@ class _Broken(NamedTuple):
 def _find_broken(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
     broken = [*_check_tensor_parallel(layout, model, batch), *_check_pipeline(layout, model)]
     broken += _check_batch(layout, batch)
-    return broken + _check_context_parallel(layout, batch) + _check_experts(layout, model)
+    return broken + _check_context_parallel(layout, model, batch) + _check_experts(layout, model)
 
 
 def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: ModelShape, batch: Batch) -> str:
@@ -252,6 +322,9 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
     if layout.tp_overlap and tp > 1 and not layout.sequence_parallel:
         what = "tp_overlap without sequence_parallel: only what lies split along the sequence goes in pieces"
         broken.append(_Broken("overlap", what, [{"sequence_parallel": True}, {"tp_overlap": False}]))
+    if layout.overlaps_tp and layout.splits_backward:
+        what = f"tp_overlap beside schedule={layout.schedule}: gradients of weights hide what tp sends, and cannot wait"
+        broken.append(_Broken("overlap", what, [{"tp_overlap": False}, *_list_unsplit()]))
     if not any(size % tp for size in sizes.values()):
         return broken
     repairs: list[dict[str, Any]] = [{"tp": degree} for degree in _nearest(tp, divisors(gcd(*sizes.values())))]
@@ -263,17 +336,30 @@ def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> l
     ]
 
 
-def _check_context_parallel(layout: Layout, batch: Batch) -> list[_Broken]:
-    """Each cp rank has as many tokens of a sequence, which sequence parallelism splits again."""
-    if layout.cp == 1:
+def _check_context_parallel(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:
+    """Each cp rank has as many tokens of a sequence, two halves of them or heads to attend for, and a share for tp."""
+    cp, method, seq_len = layout.cp, layout.context_method, batch.seq_len
+    if cp == 1:
         return []
-    asked, parts = f"cp={layout.cp}", layout.cp
-    if layout.shards_sequence:
-        asked, parts = f"{asked} * tp={layout.tp}", layout.cp * layout.tp
-    if not batch.seq_len % parts:
-        return []
-    repairs = [{"cp": degree} for degree in _nearest(layout.cp, divisors(batch.seq_len))]
-    return [_Broken("cp", f"{asked} does not divide seq_len={batch.seq_len}", repairs)]
+    in_parts = [{"cp_method": name} for name, other in CONTEXT_METHODS.items() if not other.splits_heads]
+    broken, repairs = [], [{"cp": degree} for degree in _nearest(cp, divisors(seq_len))]
+    if seq_len % (granule := method.granule(cp)):
+        asked = f"cp={cp}" if granule == cp else f"{granule // cp} * cp = {granule}"
+        by_heads = [{"cp_method": name} for name, other in CONTEXT_METHODS.items() if other.splits_heads]
+        what = f"{asked} does not divide seq_len={seq_len}, as cp_method={method.name} needs it"
+        broken.append(_Broken("cp", what, repairs + by_heads))
+    elif layout.shards_sequence and seq_len // cp % layout.tp:
+        what = f"cp={cp} * tp={layout.tp} does not divide seq_len={seq_len}"
+        broken.append(_Broken("cp", what, [*repairs, {"sequence_parallel": False}]))
+    if method.splits_heads:
+        for name in ("num_heads", "num_kv_heads"):
+            heads = getattr(model, name)
+            if heads % (cp * layout.tp):
+                fewer = [{"cp": degree} for degree in _nearest(cp, divisors(heads // layout.tp or 1))]
+                ranks = f"cp={cp}" + f" * tp={layout.tp}" * (layout.tp > 1)
+                what = f"{ranks} does not divide {name}={heads}, which cp_method={method.name} splits"
+                broken.append(_Broken(f"cp/{name}", what, in_parts + fewer))
+    return broken
 
 
 def _check_experts(layout: Layout, model: ModelShape) -> list[_Broken]:
@@ -294,12 +380,15 @@ def _check_experts(layout: Layout, model: ModelShape) -> list[_Broken]:
 def _check_pipeline(layout: Layout, model: ModelShape) -> list[_Broken]:
     pp, v, layers, stage_layers = layout.pp, layout.virtual_stages, model.num_layers, layout.stage_layers
     broken = []
-    if layout.num_stages > layers:
+    if layout.num_stages > layers and len(stage_layers) != layout.num_stages:
         repairs: list[dict[str, Any]] = [{"virtual_stages": fewer} for fewer in range(min(v, layers // pp), 1, -1)]
         repairs += [_NO_VIRTUAL_STAGES] * (v > 1) + [{"pp": fewer} for fewer in range(layers // v, 0, -1)]
         what = f"pp={pp} * virtual_stages={v} makes {layout.num_stages} stages, more than num_layers={layers}"
         broken.append(_Broken("stages", what, repairs))
     broken += _check_virtual_stages(layout, find_schedule(layout.schedule))
+    if layout.offload != "none" and layout.splits_backward:
+        what = f"offload={layout.offload} beside schedule={layout.schedule}: copies to the host follow whole backwards"
+        broken.append(_Broken("offload", what, [{"offload": "none"}, *_list_unsplit()]))
     by_cost: dict[str, Any] = {"stage_layers": ()}
     if stage_layers and len(stage_layers) != layout.num_stages:
         what = (
@@ -316,8 +405,17 @@ def _check_pipeline(layout: Layout, model: ModelShape) -> list[_Broken]:
     return broken
 
 
+def _list_unsplit() -> list[dict[str, Any]]:
+    """Schedules whose backwards are whole."""
+    return [{"schedule": other.name} for other in SCHEDULES.values() if not other.splits_backward]
+
+
 def _check_virtual_stages(layout: Layout, schedule: PipelineSchedule) -> list[_Broken]:
     pp, v = layout.pp, layout.virtual_stages
+    if schedule.num_ranks not in (None, pp):
+        written: dict[str, Any] = {"pp": schedule.num_ranks, "virtual_stages": schedule.least_virtual_stages}
+        what = f"schedule={layout.schedule} is written for pp={schedule.num_ranks}, but pp={pp}"
+        return [_Broken("virtual", what, [written, _NO_VIRTUAL_STAGES])]
     least, most = schedule.least_virtual_stages, schedule.most_virtual_stages
     if schedule.takes(pp, v):
         return []
@@ -337,6 +435,13 @@ def _check_batch(layout: Layout, batch: Batch) -> list[_Broken]:
     m, schedule = layout.num_microbatches(batch), find_schedule(layout.schedule)
     least = schedule.least_rounds * pp
     has_odd_microbatches = schedule.whole_rounds and m % pp > 0
+    if schedule.num_microbatches not in (None, m) and layout.is_pipelined:
+        written = schedule.num_microbatches
+        what = (
+            f"schedule={layout.schedule} is written for {plural(written, 'microbatch')}, but global_batch={size} with "
+            f"dp={layout.dp} and micro_batch={layout.micro_batch} gives {m}"
+        )
+        return [_Broken("microbatches", what, [{"global_batch": unit * written}])]
     if not (size % unit or m < least or has_odd_microbatches):
         return []
     # Every schedule is content with some number of microbatches at most pp away from m, or from what it needs at least.

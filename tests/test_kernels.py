@@ -135,10 +135,10 @@ def test_blocks_are_compiled_on_cuda_but_where_nobody_has_tried_it(device, asked
     assert chosen.kernels.compile == choice and chosen.reasons["compile"]
 
 
-def test_other_engines_have_their_usual_kernels_in_the_place_of_an_auto():
+def test_other_engines_have_their_usual_kernels_where_none_is_asked_for():
     usual = Kernels(attention="sdpa-cudnn", loss="torch")
-    assert OpenKernels().or_else(usual) == Kernels(attention="sdpa-cudnn")
-    assert OpenKernels(attention="flash1").or_else(usual) == Kernels(attention="flash1")
+    assert OpenKernels().or_else(usual) == usual
+    assert OpenKernels(attention="flash1", loss="linear").or_else(usual) == Kernels(attention="flash1", loss="linear")
 
 
 @given(
@@ -358,3 +358,35 @@ def test_a_package_inside_one_that_is_not_here_is_not_here_either(monkeypatch):
     part = Package("no_such_package.part", "pip install no-such-package")
     monkeypatch.setattr("dtlayout.kernel.list_kernels", lambda _: [NormKernel(name="mine", package=part)])
     assert find_packages() == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "problem"),
+    [
+        ("sdpa-cudnn", "cuda", "gives no log-sum-exp of its scores on cuda, which this layout.cp_method needs"),
+        ("sdpa-efficient", "auto", "gives no log-sum-exp of its scores on auto"),
+    ],
+)
+def test_attention_whose_parts_cannot_be_joined_is_refused_with_what_can(attention, device, problem):
+    (found,) = Kernels(attention=attention).problems(Precision(), Device(device), in_parts=True)
+    assert problem in found and found.endswith(" or layout.cp_method=all-to-all")
+    other = found.partition("use kernels.attention=")[2].partition(" ")[0]
+    assert not Kernels(attention=other).problems(Precision(), Device(device), in_parts=True)
+    assert not Kernels(attention=attention).problems(Precision(), Device(device))
+
+
+def test_one_program_of_all_blocks_leaves_nothing_to_copy_between_them():
+    asked = {"offloads_activations": True}
+    (found,) = Kernels(compile="model").problems(Precision(), Device("cpu"), **asked)
+    assert found.endswith("use kernels.compile=blocks or layout.offload=none")
+    assert not Kernels(compile="blocks").problems(Precision(), Device("cpu"), **asked)
+
+
+def test_auto_takes_attention_whose_parts_can_be_joined():
+    hopper = Device("cuda", capability=(9, 0), packages=frozenset())
+    asked = {"device": hopper, "compute": "bfloat16", "head_width": 128}
+    found = [
+        OpenKernels().resolve(Need(**asked, in_parts=in_parts, document_mask=document_mask)).kernels.attention
+        for in_parts, document_mask in ((False, False), (True, False), (True, True))
+    ]
+    assert found == ["sdpa-cudnn", "sdpa-flash", "sdpa-flash"]

@@ -22,13 +22,16 @@ layouts = st.builds(
     pp=degree,
     dp_replicate=st.integers(1, 3),
     dp_shard=st.integers(1, 3),
-    cp=st.sampled_from([1, 1, 1, 2]),
+    cp=st.sampled_from([1, 1, 1, 2, 3]),
+    cp_method=st.sampled_from(["ring", "gather", "all-to-all"]),
     tp=degree,
     sequence_parallel=st.booleans(),
     micro_batch=st.integers(1, 4),
     schedule=st.sampled_from(SCHEDULES),
     virtual_stages=st.integers(1, 3),
-    stage_layers=st.just(()) | st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
+    stage_layers=st.just(())
+    | st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda inner: (0, *inner, 0))
+    | st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
 )
 batches = st.builds(Batch, global_batch=st.integers(1, 60), seq_len=st.integers(1, 30))
 changes = st.sampled_from(
@@ -71,8 +74,9 @@ def is_legal(layout: Layout, batch: Batch) -> bool:
     split_by_tp = [MODEL.num_heads, MODEL.num_kv_heads, MODEL.ffn_size, MODEL.vocab_size]
     if layout.sequence_parallel:
         split_by_tp.append(batch.seq_len)
-    parts = layout.cp * (tp if layout.sequence_parallel else 1) if layout.cp > 1 else 1
-    if batch.seq_len % parts or any(size % tp for size in split_by_tp):
+    if layout.cp > 1 and not shares_sequence(layout, batch):
+        return False
+    if any(size % tp for size in split_by_tp):
         return False
     if batch.global_batch % (dp * layout.micro_batch):
         return False
@@ -84,6 +88,16 @@ def is_legal(layout: Layout, batch: Batch) -> bool:
     if layout.schedule == "interleaved-1f1b":
         return layout.pp > 1 and layout.virtual_stages > 1 and microbatches % layout.pp == 0
     return layout.virtual_stages == 1 and (layout.schedule == "gpipe" or microbatches >= layout.pp)
+
+
+def shares_sequence(layout: Layout, batch: Batch) -> bool:
+    """Whether cp's ranks have as many tokens each, or heads, and whether tp can split those again."""
+    cp, tp = layout.cp, layout.tp
+    if batch.seq_len % cp or (layout.sequence_parallel and batch.seq_len // cp % tp):
+        return False
+    if layout.cp_method == "all-to-all":
+        return MODEL.num_heads % (cp * tp) == MODEL.num_kv_heads % (cp * tp) == 0
+    return batch.seq_len // cp % 2 == 0
 
 
 def rule(problem: str) -> str:
@@ -176,7 +190,7 @@ def test_every_rule_reports_at_once():
         "virtual_stages= has no meaning for schedule=gpipe",
         "stage_layers= names stages but pp= * virtual_stages= makes ",
         "global_batch= is not a multiple of dp * micro_batch = * = ",
-        "cp= * tp= does not divide seq_len= ",
+        " * cp = does not divide seq_len= as cp_method=ring needs it",
     ]
 
 
@@ -206,6 +220,20 @@ def test_every_rule_reports_at_once():
             Layout(dp_shard=3),
             "global_batch=8 is not a multiple of dp * micro_batch = 3 * 1 = 3; use global_batch=9 or global_batch=6",
         ),
+        (Layout(cp=3), "2 * cp = 6 does not divide seq_len=16, as cp_method=ring needs it; use cp=2 or cp=4"),
+        (
+            Layout(cp=3, cp_method="all-to-all"),
+            "cp=3 does not divide seq_len=16, as cp_method=all-to-all needs it; use cp=2 or cp=4",
+        ),
+        (
+            Layout(cp=4, tp=2, cp_method="all-to-all"),
+            "cp=4 * tp=2 does not divide num_kv_heads=4, which cp_method=all-to-all splits; "
+            "use cp_method=ring or cp_method=gather or cp=2",
+        ),
+        (
+            Layout(cp=8, tp=4),
+            "cp=8 * tp=4 does not divide seq_len=16; use cp=4 or cp=2 or sequence_parallel=false",
+        ),
         (Layout(dp_shard=4, ep=2), f"ep=2, but model {MODEL.name} has no experts; use ep=1"),
     ],
 )
@@ -229,6 +257,9 @@ def test_ep_divides_the_experts_and_the_ranks_of_a_stage():
     layout = Layout(dp_shard=4, tp=2, ep=4)
     assert (layout.world_size, layout.expert_dp, str(layout)) == (8, 2, "dp4·tp2+sp ep4 mb1 zero1")
     assert str(replace(layout, ep_overlap=True)) == "dp4·tp2+sp ep4+overlap mb1 zero1"
+    assert str(replace(layout, ep_dispatcher="deepep")) == "dp4·tp2+sp ep4+deepep mb1 zero1"
+    with pytest.raises(InvalidLayout, match=r"^layout\.ep_dispatcher='flex' is unknown; use one of"):
+        replace(layout, ep_dispatcher="flex")
 
 
 @pytest.mark.parametrize("name", [*AXES, "ep", "micro_batch", "virtual_stages"])
@@ -239,7 +270,15 @@ def test_every_degree_is_positive(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("schedule", "zig-zag"), ("zero", 0), ("zero", 4), ("recompute", "every-0")]
+    ("name", "value"),
+    [
+        ("schedule", "zig-zag"),
+        ("zero", 0),
+        ("zero", 4),
+        ("recompute", "every-0"),
+        ("cp_method", "spiral"),
+        ("offload", "disk"),
+    ],
 )
 def test_an_unknown_choice_is_refused_with_the_known_ones(name, value):
     with pytest.raises(InvalidLayout, match=rf"layout\.{name}={value!r} is unknown; use ") as caught:
@@ -252,7 +291,7 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(name, value):
 
 def test_every_wrong_value_reports_at_once():
     with pytest.raises(InvalidLayout) as caught:
-        Layout(pp=0, tp=-2, micro_batch=0, stage_layers=(3, 0), schedule="?", zero=7, recompute="some")
+        Layout(pp=0, tp=-2, micro_batch=0, stage_layers=(3, 0, 1), schedule="?", zero=7, recompute="some")
     assert [re.match(r"layout\.(\w+)=", p)[1] for p in caught.value.problems] == [
         "pp", "tp", "micro_batch", "stage_layers", "schedule", "zero", "recompute",
     ]  # fmt: skip

@@ -101,7 +101,8 @@ def _publish(own: Path, target: Path) -> None:
 
 def _refuse_unfinished(target: Path) -> None:
     """DataError if some files are where tokens are to be, and not all of them: an older version left such folders."""
-    if target.exists() and any(target.iterdir()):
+    # In this order: between two questions another process may have made it whole.
+    if target.exists() and any(target.iterdir()) and not (target / INFO_NAME).exists():
         raise DataError(f"{str(target)!r} has no {INFO_NAME}, so it is not whole; delete it")
 
 

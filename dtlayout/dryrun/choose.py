@@ -46,3 +46,12 @@ def default_ranks(layout: Layout, estimate: Estimate) -> list[int]:
     """The first rank, the last, and the first of the stage that is predicted to hold most."""
     per_stage = layout.world_size // layout.pp
     return sorted({0, estimate.busiest_rank * per_stage, layout.world_size - 1})
+
+
+def fullest_ranks(layout: Layout, estimate: Estimate) -> list[int]:
+    """The ranks of which one holds most: the first of a stage has the largest shard of everything that is uneven.
+
+    Of the stages the first and the last, and the one that is predicted to hold most.
+    """
+    per_stage = layout.world_size // layout.pp
+    return sorted({rank * per_stage for rank in (0, estimate.busiest_rank, layout.pp - 1)})

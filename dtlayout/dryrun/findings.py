@@ -52,8 +52,10 @@ class Findings:
         return self.estimate.memory[report.coordinate[PP]]
 
     def fits(self, report: RankReport) -> bool:
-        """Whether a rank's peak is within the capacity, with what the engine is known to need beside tensors."""
-        return report.peak_bytes + self.scenario.engine.constants.overhead_bytes <= self.estimate.capacity_bytes
+        """Whether a rank's peak, with what the engine needs beside tensors, and what lies on its host fit there."""
+        on_device = report.peak_bytes + self.scenario.engine.constants.overhead_bytes
+        fits_host = report.host_parts.total <= self.estimate.host_capacity_bytes
+        return on_device <= self.estimate.capacity_bytes and fits_host
 
     def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
         """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""

@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import prod
 
 from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
-from dtlayout.costmodel.compute import block_tp_s, host_s, operation_s
+from dtlayout.costmodel.compute import attention_s, block_tp_s, host_s, operation_s
+from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.estimate import Estimator, TimeEstimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.stage_work import StageWork
@@ -19,13 +20,18 @@ from dtlayout.costmodel.update import hidden_share
 from dtlayout.dryrun.report import Done, Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.mesh.axes import AXES, PP, TP, axis_sizes, axis_strides
-from dtlayout.models.description import EMBEDDING
+from dtlayout.mesh.axes import AXES, CP, PP, TP, axis_sizes, axis_strides
+from dtlayout.models.description import ATTEND, EMBEDDING
 from dtlayout.pipelining.actions import Action, Kind
 
 
 def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]) -> TimeEstimate | None:
-    """The step of the rank, of those that were run, that ends last; None unless both ends of the pipeline were run."""
+    """The step of the rank, of those that were run, that ends last.
+
+    None unless both ends of the pipeline were run, and with offload, of which operators do not say what hides it.
+    """
+    if layout.offload != "none":
+        return None
     by_pp_rank = {report.coordinate[PP]: report for report in reports}
     placement = layout.placement
     if not {placement.rank_of(0), placement.rank_of(layout.num_stages - 1)} <= by_pp_rank.keys():
@@ -56,6 +62,8 @@ _Seconds = defaultdict[tuple[str, bool, Kind], float]
 """What they are spent on (compute, recompute, tp), whether by the embedding, and the direction → seconds of one
 microbatch."""
 _BETWEEN_STAGES = ("send", "recv")
+_ATTENTION = ATTEND.rpartition(".")[0]
+"""The module in which cp's ranks attend to each other; other messages over cp are of parameters and gradients."""
 
 
 class _Rank:
@@ -69,6 +77,11 @@ class _Rank:
         alone = replace(layout, tp_overlap=False)
         self.tp_exposed = sum(block_tp_s(scenario, layout)) / (sum(block_tp_s(scenario, alone)) or 1.0)
         """Share of tp's messages that matmuls do not hide, the cost model's."""
+        hidden_by = attention_s(scenario, layout, kernels)
+        self.ring_exposed = sum(block_cp_s(scenario, layout, *hidden_by)) / (
+            sum(block_cp_s(scenario, layout, 0.0, 0.0)) or 1.0
+        )
+        """Share of what cp's ring sends that attention does not hide, the cost model's."""
         computing, sending = defaultdict[Action, float](float), defaultdict[Action, float](float)
         m = report.num_microbatches
         for done in report.done:
@@ -95,7 +108,8 @@ class _Rank:
         """What it is spent on, and the seconds of all of it."""
         what = done.what
         if isinstance(what, Message):
-            spent = PP if what.name in _BETWEEN_STAGES else TP if what.axis == TP else "dp"
+            waits = what.axis == TP or (what.axis == CP and done.place.module.endswith(_ATTENTION))
+            spent = PP if what.name in _BETWEEN_STAGES else TP if waits else "dp"
             return spent, done.count * self._price_message(what)
         spent = "recompute" if done.place.is_again else "compute"
         return spent, done.count * operation_s(self.scenario, self.kernels, what)
@@ -105,6 +119,9 @@ class _Rank:
         if message.name in _BETWEEN_STAGES:
             return message_s(scenario, layout, message.nbytes)
         sizes, strides = axis_sizes(layout), axis_strides(layout)
+        if message.name == "all_to_all" and layout.attends_in_parts:  # a hop of cp's ring
+            link = data_link(scenario, layout, layout.tp, layout.cp)
+            return self.ring_exposed * (message.nbytes / link.bytes_per_s + link.latency_s)
         axes = [axis for axis in AXES if sizes[axis] > 1 and (message.axis == "all" or axis in message.axis.split("·"))]
         num_ranks = prod(sizes[axis] for axis in axes)
         if axes == [TP]:

@@ -9,11 +9,12 @@ a number. torch keeps groups and caches for a whole process, so each rank takes 
 Microbatches repeat each other. A rank has as many in flight as its schedule lets it, at most one for each pipeline rank
 and chunk; once all of those, one more and the last have passed, another one in the middle changes no peak, and sends
 and computes what its neighbour does. So a long step is run with fewer microbatches, and what the middle one sent and
-computed counts for all that were left out. GPipe has them all in flight, and is run whole.
+computed counts for all that were left out. GPipe has them all in flight, and is run whole. Blocks repeat each other
+too, and are left out where the peak alone is asked for: [Note: blocks that are alike] in dryrun/blocks.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtlayout.batch import Batch
 from dtlayout.config import Config
+from dtlayout.dryrun.blocks import Heights
 from dtlayout.dryrun.collectives import Collective, observe_collective
 from dtlayout.dryrun.operators import GlooCopies, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
@@ -58,12 +60,15 @@ def dry_run(
     gpus_per_node: int,
     num_steps: int = 0,
     folds: bool = True,
+    left_out: Container[int] = (),
+    heights: Heights | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> RankReport:
     """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
 
     `kernels` have no auto; operators hold what they hold on `device_type`. `folds` leaves microbatches out that repeat
-    others. `on_progress` gets the share of the actions that were begun. Takes the process: see [Note: what is real].
+    others, `left_out` blocks, by number; `heights` get what is held after each operator. `on_progress` gets the share
+    of the actions that were begun. Takes the process: see [Note: what is real].
     """
     batch = fold(layout, config.batch) if folds else config.batch
     stand_ins = kernels_replaced(*list_stand_ins(device_type))
@@ -75,15 +80,15 @@ def dry_run(
 
         assembly = assemble(
             config.model, batch, layout, kernels, config.precision,
-            seed=config.train.seed, device_type=_DEVICE, give_weights=allocate_fake,
+            seed=config.train.seed, device_type=_DEVICE, give_weights=allocate_fake, left_out=left_out,
         )  # fmt: skip
         num_actions = max(1, num_steps) * len(assembly.runtime.actions)
         with fake:
-            observer = _Observer(config, layout, assembly, lambda actions: on_progress(actions / num_actions))
+            observer = _Observer(config, layout, assembly, heights, lambda done: on_progress(done / num_actions))
             if num_steps == 0:
                 observer.prime()
             rows = config.batch.global_batch // layout.dp
-            tokens = torch.zeros(rows, config.batch.seq_len, dtype=torch.int64)
+            tokens = torch.zeros(rows, config.batch.seq_len // layout.cp, dtype=torch.int64)
             targets = torch.zeros_like(tokens)
             rows = batch.global_batch // layout.dp
             copies = GlooCopies() if device_type == "cpu" else nullcontext()
@@ -102,9 +107,13 @@ def fold(layout: Layout, batch: Batch) -> Batch:
 class _Observer:
     """All that is measured of a rank's steps."""
 
-    def __init__(self, config: Config, layout: Layout, assembly: Assembly, on_action: Callable[[int], None]):
+    def __init__(
+        self, config: Config, layout: Layout, assembly: Assembly, heights: Heights | None,
+        on_action: Callable[[int], None],
+    ):  # fmt: skip
         """`on_action` gets the number of actions that were begun."""
         self.config, self.layout, self.assembly, self.on_action = config, layout, assembly, on_action
+        self.heights = heights
         self.optimizer = build_optimizer(assembly.modules, config.model, config.optimizer)
         max_norm, aliases = config.optimizer.max_norm, config.model.aliases
         self.step = TrainStep(assembly.runtime, self.optimizer, max_norm=max_norm, mesh=assembly.mesh, aliases=aliases)
@@ -112,8 +121,9 @@ class _Observer:
         assembly.runtime.before_action = self._begin
         self.places = PlaceRecorder(assembly.modules)
         self.tracker = StorageTracker(
-            assembly.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe]
-        )
+            assembly.modules, [self.optimizer], on_peak=self._note_peak, observers=[self._observe],
+            state_on_host=layout.offloads_state,
+        )  # fmt: skip
         self.curve: list[Highest] = []
         self.num_begun = 0
         self.action: Action | None = None
@@ -149,6 +159,7 @@ class _Observer:
             coordinate=coordinate(rank, self.layout),
             peak_bytes=self.tracker.ledger.peak_bytes,
             parts=self.tracker.ledger.peak,
+            host_parts=self.tracker.host.peak,
             module=self.module_at_peak,
             action=self.action_at_peak,
             curve=self.curve,
@@ -164,6 +175,8 @@ class _Observer:
 
     def _observe(self, *operator: Any) -> None:
         self.work.observe(*operator)
+        if self.heights is not None:
+            self.heights.note(self._locate(), str(operator[0]), self.tracker.ledger)
         event = observe_collective(*operator)
         if event is not None and len(event.ranks) > 1:
             self.sent[self._locate(), event] += 1

@@ -4,11 +4,13 @@ import gc
 import multiprocessing
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtlayout.config import Config
+from dtlayout.dryrun.blocks import Heights, extrapolate, find_cut
 from dtlayout.dryrun.report import RankReport
 from dtlayout.kernel import Kernel, kernels_replaced
 from dtlayout.kernels import Kernels
@@ -18,6 +20,15 @@ from dtlayout.pipelining.schedules import SCHEDULES, PipelineSchedule, find_sche
 
 _LOOK_EVERY_S = 0.5
 """Between two looks at how far the processes are."""
+
+
+class Subject(NamedTuple):
+    """What is run dry, and as which rank."""
+
+    config: Config
+    layout: Layout
+    kernels: Kernels
+    rank: int
 
 
 def dry_run_ranks(
@@ -33,23 +44,60 @@ def dry_run_ranks(
 
     `on_progress` gets the share of all work that is done, again and again while somebody waits for the next report.
     """
+    tasks = [(Subject(config, layout, kernels, rank), options) for rank in ranks]
+    for _, (report, _) in _run_all(tasks, on_progress):
+        yield report
+
+
+def find_peaks(
+    subjects: Sequence[Subject], *, on_progress: Callable[[float], None] = lambda share: None, **options: Any
+) -> Iterator[tuple[Subject, int]]:
+    """The bytes at the peak of each subject as they come, for less work than `dry_run_ranks`: dryrun/blocks.py."""
+    tasks: list[tuple[Subject, dict[str, Any]]] = []
+    owners: list[int] = []
+    cuts = [find_cut(s.config.model, s.config.batch, s.layout, s.rank) for s in subjects]
+    for place, (subject, cut) in enumerate(zip(subjects, cuts, strict=True)):
+        cases = [{"left_out": left, "heights": Heights()} for left in (cut.of_shorter, cut.of_longer)] if cut else [{}]
+        tasks += [(subject, options | case) for case in cases]
+        owners += [place] * len(cases)
+    found = defaultdict[int, dict[int, tuple[RankReport, Heights | None]]](dict)
+    for task, result in _run_all(tasks, on_progress):
+        place = owners[task]
+        found[place][task] = result
+        if len(found[place]) < owners.count(place):
+            continue
+        results, cut = [found[place][task] for task in sorted(found[place])], cuts[place]
+        if cut is None:
+            yield subjects[place], results[0][0].peak_bytes
+        else:
+            (_, shorter), (_, longer) = results
+            assert shorter is not None and longer is not None, "they were asked for"
+            yield subjects[place], extrapolate(shorter, longer, cut.times)
+
+
+def _run_all(
+    tasks: Sequence[tuple[Subject, dict[str, Any]]], on_progress: Callable[[float], None]
+) -> Iterator[tuple[int, tuple[RankReport, Heights | None]]]:
+    """The place of each task and what was found, as it comes."""
     processes = multiprocessing.get_context("forkserver")  # each has torch already, and no thread of this one
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
-    shares = processes.RawArray("d", len(ranks))
+    shares = processes.RawArray("d", len(tasks))
+    schedules = {s.layout.schedule: find_schedule(s.layout.schedule) for s, _ in tasks}
+    families = {s.config.model.family: find_family(s.config.model.family) for s, _ in tasks}
     with ProcessPoolExecutor(
-        min(len(ranks), os.cpu_count() or 1), processes, _begin,
-        (shares, find_schedule(layout.schedule), find_family(config.model.family)), **_ONE_TASK_EACH,
-    ) as pool:  # fmt: skip
-        waiting = {
-            pool.submit(_dry_run, place, kernels.records, config, layout, kernels, rank, **options)
-            for place, rank in enumerate(ranks)
+        min(len(tasks), os.cpu_count() or 1), processes, _begin, (shares, schedules, families), **_ONE_TASK_EACH
+    ) as pool:
+        places = {
+            pool.submit(_dry_run, place, subject.kernels.records, subject, options): place
+            for place, (subject, options) in enumerate(tasks)
         }
+        waiting = set(places)
         try:
             while waiting:
                 done, waiting = wait(waiting, _LOOK_EVERY_S, FIRST_COMPLETED)
-                on_progress(sum(shares) / len(ranks))
+                on_progress(sum(shares) / len(tasks))
                 for future in done:
-                    yield future.result()
+                    yield places[future], future.result()
         finally:
             for future in waiting:
                 future.cancel()
@@ -58,20 +106,24 @@ def dry_run_ranks(
 _ONE_TASK_EACH: dict[str, Any] = {"max_tasks_per_child": 1} if sys.version_info >= (3, 11) else {}
 """A process a rank, where Python can do so: what a dry run leaves in memory goes with it."""
 _shares: MutableSequence[float] = []
-"""In a process of the pool: how far each of the ranks is."""
+"""In a process of the pool: how far each of the tasks is."""
 
 
-def _begin(shares: MutableSequence[float], schedule: PipelineSchedule, family: Family) -> None:
+def _begin(shares: MutableSequence[float], schedules: dict[str, PipelineSchedule], families: dict[str, Family]) -> None:
     """What a process of the pool takes over: where to note how far it is, and what is not shipped."""
     global _shares
     _shares = shares
-    if schedule.name not in SCHEDULES:
-        register_schedule(schedule)
-    if family.name not in FAMILIES:
-        register_family(family)
+    for schedule in schedules.values():
+        if schedule.name not in SCHEDULES:
+            register_schedule(schedule)
+    for family in families.values():
+        if family.name not in FAMILIES:
+            register_family(family)
 
 
-def _dry_run(place: int, records: list[Kernel], *arguments: Any, **options: Any) -> RankReport:
+def _dry_run(
+    place: int, records: list[Kernel], subject: Subject, options: dict[str, Any]
+) -> tuple[RankReport, Heights | None]:
     """`records` come along, since one may be registered in the process that asks."""
     from dtlayout.dryrun.rank import dry_run  # not where the reports are read, which needs no torch
 
@@ -80,4 +132,4 @@ def _dry_run(place: int, records: list[Kernel], *arguments: Any, **options: Any)
 
     gc.freeze()  # torch's own objects are a million, which every collection would look through
     with kernels_replaced(*records):
-        return dry_run(*arguments, on_progress=note_progress, **options)
+        return dry_run(*subject, on_progress=note_progress, **options), options.get("heights")

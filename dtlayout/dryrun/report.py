@@ -1,7 +1,7 @@
 """What a dry run of one rank found: plain values, which cross processes and become JSON. No torch."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtlayout.measure.ledger import Footprint, Highest
 from dtlayout.models.operations import Operation
@@ -66,6 +66,8 @@ class RankReport:
     num_microbatches: int
     num_microbatches_run: int
     """Fewer where the rest repeat them: what they send and compute is counted, and adds nothing to the peak."""
+    host_parts: Footprint = field(default_factory=Footprint)
+    """The most that lay in the host's memory beside the device's, by category; nothing without offload."""
 
     def repeats(self, action: Action | None) -> int:
         """How often what an action does happens in a whole step: the second microbatch stands for those left out."""

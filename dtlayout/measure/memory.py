@@ -16,13 +16,16 @@ A storage has one category for its whole life, the strongest of these (see ledge
   `loss.backward()` counts, 4 bytes; a batch counts if it was made inside the block. FSDP2's communication
   buffers don't.
 - communication: storage that went into a collective or a message, or came out of one, or that FSDP2 copies through.
+- on the host: not counted with these, but in a ledger of their own, what `ops.offload.copy_to_host` gives, and with
+  `state_on_host` the parameters that are there on entry, their gradients as soon as FSDP2 reduces the next ones, and
+  the optimizer's state. On a CPU it is the same memory.
 - other: the rest. Temporaries, gradients of activations, and all data older than the block that is none of the above,
   from the first operator that touches it.
 
 Sizes are `UntypedStorage.nbytes()` on one device type. Not seen: what a kernel or a custom operator allocates and
-frees inside one call, a caching allocator's rounding, and storages that no operator touches, such as the random state
-that `torch.utils.checkpoint` keeps for each call (5 kB on CPU). While a block is active torch runs compiled modules
-eagerly, so their figures are those of eager.
+frees inside one call, unless it is a composite of ops/composite.py, a caching allocator's rounding, and storages that
+no operator touches, such as the random state that `torch.utils.checkpoint` keeps for each call (5 kB on CPU). While a
+block is active torch runs compiled modules eagerly, so their figures are those of eager.
 
 [Note: storages and finalizers]
 torch keeps one Python object per storage as long as the C++ storage lives, even when only autograd's saved tensors
@@ -49,6 +52,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.measure.ledger import Allocation, Category, Footprint, Ledger
 from dtlayout.measure.storages import any_wraps, each_storage, each_tensor
+from dtlayout.ops.composite import call_seen
+from dtlayout.ops.offload import COPY_TO_HOST
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operators that send, or copy for those that do."""
@@ -72,8 +77,10 @@ class StorageTracker(TorchDispatchMode):
         device_type: str = "cpu",
         on_peak: Callable[[], None] = lambda: None,
         observers: Sequence[Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]] = (),
+        *,
+        state_on_host: bool = False,
     ) -> None:
-        """`on_peak` is called whenever more is held than ever before.
+        """`on_peak` is called whenever more is held than ever before, on the device.
 
         `observers` get each operator on plain tensors, its arguments, its keyword arguments and its result. They could
         be modes of their own, but each mode costs as much as an operator on fake tensors does.
@@ -84,7 +91,10 @@ class StorageTracker(TorchDispatchMode):
         self._device_type = device_type
         self._observers = list(observers)
         self._fake_mode: FakeTensorMode | None = None
-        self._ledger = Ledger(on_peak)
+        self._ledger, self._host = Ledger(on_peak), Ledger()
+        self._state_on_host = state_on_host
+        self._on_host: set[int] = set()
+        self._sharded: set[int] = set()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Allocation]] = {}
         self._dead: deque[int] = deque()
         self._born_in_forward: dict[int, Allocation] = {}
@@ -107,6 +117,12 @@ class StorageTracker(TorchDispatchMode):
         """All that was held until now; its window is the last block, which it divides where somebody marks it."""
         self._write_deaths()
         return self._ledger
+
+    @property
+    def host(self) -> Ledger:
+        """As `ledger`, of what lies in the host's memory beside a device."""
+        self._write_deaths()
+        return self._host
 
     def __enter__(self) -> "StorageTracker":
         assert not self._is_active, "one tracker cannot count the same operator twice"
@@ -143,7 +159,7 @@ class StorageTracker(TorchDispatchMode):
             self._meet_parameters(each_tensor(args))
             return NotImplemented
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = call_seen(self, func, args, kwargs)
         self._observe_operator(func, (args, kwargs), result)
         for observe in self._observers:
             observe(func, args, kwargs, result)
@@ -155,13 +171,17 @@ class StorageTracker(TorchDispatchMode):
         if self._forward_is_over or not in_forward:
             self._settle_forward()
         inputs, outputs = list(each_tensor(arguments)), list(each_tensor(result))
+        if str(func) == COPY_TO_HOST:
+            self._claim_on_host(outputs, Category.ACTIVATION)
         allocations = self._measure(inputs)
         self._meet_parameters(inputs)
         for storage in self._storages(outputs):
-            is_newborn = in_forward and id(storage) not in self._alive
+            is_newborn = in_forward and id(storage) not in self._alive and id(storage) not in self._on_host
             allocation = self._measure_storage(storage)
             if is_newborn:
                 self._born_in_forward[id(storage)] = allocation
+        if func is torch.ops.aten.copy_.default and self._comes_back(inputs):
+            allocations[0].claim(Category.ACTIVATION)
         if func is torch.ops.aten.add_.Tensor and [a.category for a in allocations[:1]] == [Category.GRADIENT]:
             for added in allocations[1:]:
                 added.claim(Category.GRADIENT)
@@ -174,6 +194,13 @@ class StorageTracker(TorchDispatchMode):
             if func is torch.ops.fsdp.chunk_cat.default:
                 unreduced = arguments[0][0]  # chunk_cat(tensors, dim, num_chunks, *, out)
                 self._claim(unreduced, Category.GRADIENT)
+                if self._state_on_host:
+                    self._claim_gradients()
+
+    def _comes_back(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether what is copied was an activation on the host."""
+        *_, source = [key for tensor in inputs for key in map(id, self._storages([tensor]))] or [0]
+        return source in self._on_host and self._alive[source][1].category is Category.ACTIVATION
 
     # Storages: birth, change of size, death
 
@@ -191,8 +218,11 @@ class StorageTracker(TorchDispatchMode):
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, lambda _: dead.append(key)), Allocation()
         _, allocation = self._alive[key]
-        self._ledger.set_bytes(allocation, storage.nbytes())
+        self._ledger_of(key).set_bytes(allocation, storage.nbytes())
         return allocation
+
+    def _ledger_of(self, key: int) -> Ledger:
+        return self._host if key in self._on_host else self._ledger
 
     def _measure_resized(self, storage: torch.UntypedStorage) -> None:
         # A fake storage says its device is meta: one that is not known yet is met with its tensor's next operator.
@@ -204,7 +234,8 @@ class StorageTracker(TorchDispatchMode):
             key = self._dead.popleft()
             _, allocation = self._alive.pop(key)
             self._born_in_forward.pop(key, None)
-            self._ledger.set_bytes(allocation, 0)
+            self._ledger_of(key).set_bytes(allocation, 0)
+            self._on_host.discard(key)
 
     # Blocks
 
@@ -213,6 +244,10 @@ class StorageTracker(TorchDispatchMode):
         for ref, _ in list(self._alive.values()):
             if (storage := ref()) is not None:
                 self._measure_storage(storage)
+        if self._state_on_host:
+            sharded = [tensor for tensor in self._each_module_tensor() if isinstance(tensor, nn.Parameter)]
+            self._sharded = set(map(id, sharded))
+            self._claim_on_host(sharded, Category.PARAMETER)
         for tensor in self._each_module_tensor():
             for allocation in self._measure([tensor]):
                 if allocation.category is not Category.GATHERED:
@@ -222,6 +257,7 @@ class StorageTracker(TorchDispatchMode):
         self._claim_gradients()
         self._write_deaths()
         self._ledger.begin_window()
+        self._host.begin_window()
 
     def _close_block(self) -> None:
         self._write_deaths()
@@ -274,15 +310,27 @@ class StorageTracker(TorchDispatchMode):
 
     def _claim_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self._claim([parameter.grad], Category.GRADIENT)
+            claim = self._claim_on_host if id(parameter) in self._sharded else self._claim
+            claim([parameter.grad], Category.GRADIENT)
 
     def _claim_gradients(self) -> None:
         for tensor in self._each_module_tensor():
             self._claim_gradient(tensor)
 
     def _claim_optimizer_states(self) -> None:
+        claim = self._claim_on_host if self._state_on_host else self._claim
         for optimizer in self._optimizers:
-            self._claim(each_tensor(list(optimizer.state.values())), Category.OPTIMIZER)
+            claim(each_tensor(list(optimizer.state.values())), Category.OPTIMIZER)
+
+    def _claim_on_host(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
+        """As `_claim`, of what lies on the host, or from now on does."""
+        for storage in self._storages(tensors):
+            self._write_deaths()
+            key = id(storage)
+            if key in self._alive and key not in self._on_host:
+                self._ledger.set_bytes(self._alive[key][1], 0)
+            self._on_host.add(key)
+            self._measure_storage(storage).claim(category)
 
     def _claim(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         for allocation in self._measure(tensors):

@@ -5,6 +5,7 @@ Outermost first: pp, dp_replicate, dp_shard, cp, tp. The outer axes talk least, 
 
 from math import prod
 
+from dtlayout.context_parallel import own_parts
 from dtlayout.layout import AXES, Layout
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES
@@ -46,6 +47,13 @@ def dp_rank(rank: int, layout: Layout) -> int:
     """A rank's place over dp_replicate and dp_shard together, which decides what it reads of the global batch."""
     place = coordinate(rank, layout)
     return place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
+
+
+def own_positions(rank: int, layout: Layout, seq_len: int) -> tuple[range, ...]:
+    """The parts of each sequence that a rank has, in their order; the whole at cp = 1."""
+    if layout.cp == 1:
+        return (range(seq_len),)
+    return own_parts(layout.context_method.order, seq_len, layout.cp, coordinate(rank, layout)["cp"])
 
 
 def crosses_node(axis: str, layout: Layout, gpus_per_node: int) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
-from dtlayout.mesh.axes import DP_REPLICATE, DP_SHARD, axis_sizes
+from dtlayout.mesh.axes import CP, DP_REPLICATE, DP_SHARD, axis_sizes
 from dtlayout.text import plural
 
 _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
@@ -42,7 +42,8 @@ def build_mesh(layout: Layout, device_type: str, timeout_s: float = 0.0) -> Devi
     key = (device_type, *sizes.values())
     if key not in meshes:
         meshes[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for group in meshes[key].get_all_groups() if timeout_s else ():  # a mesh hands nothing on to them
+    groups = [*meshes[key].get_all_groups(), *data_mesh(meshes[key]).get_all_groups()]  # all ranks open the last ones
+    for group in groups if timeout_s else ():  # a mesh hands nothing on to them
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return meshes[key]
 
@@ -71,9 +72,10 @@ def open_reduction_group(mesh: DeviceMesh, timeout_s: float = 0.0) -> dist.Proce
     A group is a communicator of NCCL, which finishes one collective before the next: a reduce-scatter would wait for
     all-gathers that backward sends ahead. Open it on all of these ranks together; `timeout_s` as for `build_mesh`.
     """
-    if mesh.device_type != "cuda" or mesh[DP_SHARD].size() == 1:
+    shards = data_mesh(mesh).get_all_groups()[-1]
+    if mesh.device_type != "cuda" or shards.size() == 1:
         return None
-    ranks = dist.get_process_group_ranks(mesh[DP_SHARD].get_group())
+    ranks = dist.get_process_group_ranks(shards)
     groups = _reduction_groups.setdefault(_get_default_store(), {})
     if (group := groups.get(tuple(ranks))) is None:
         group = groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
@@ -83,5 +85,20 @@ def open_reduction_group(mesh: DeviceMesh, timeout_s: float = 0.0) -> dist.Proce
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The view that FSDP2 shards over: (dp_replicate, dp_shard) for HSDP and plain replication, else (dp_shard)."""
-    return mesh[DP_REPLICATE, DP_SHARD] if mesh[DP_REPLICATE].size() > 1 else mesh[DP_SHARD]
+    """The view that FSDP2 shards over: (replicas, shards) for HSDP and plain replication, else (shards).
+
+    Ranks of cp have other tokens, as those of the data axes have: they are shards too, the two axes in one. Where the
+    state is replicated and not sharded, they are replicas.
+    """
+    if mesh[DP_REPLICATE].size() == 1:
+        return mesh[DP_SHARD] if mesh[CP].size() == 1 else _join_with_cp(mesh)
+    if mesh[CP].size() == 1:
+        return mesh[DP_REPLICATE, DP_SHARD]
+    joined, shards = _join_with_cp(mesh), mesh[DP_SHARD]
+    return DeviceMesh._concatenate([joined, shards] if shards.size() == 1 else [mesh[DP_REPLICATE], joined])
+
+
+def _join_with_cp(mesh: DeviceMesh) -> DeviceMesh:
+    """cp and the axis of which it has shards or replicas as one; `mesh` remembers it."""
+    is_replicated = mesh[DP_SHARD].size() == 1 and mesh[DP_REPLICATE].size() > 1
+    return mesh[DP_REPLICATE if is_replicated else DP_SHARD, CP]._flatten("data_cp")

@@ -21,6 +21,8 @@ from dtlayout.recompute import Kept
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
+ROTARY, MASK, ATTEND = "model.rotary", "model.prepare_mask", "self_attn.attend"
+"""What depends on where tokens stand: tables, and functions that a model or each of its blocks has."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ class RoutedExperts(_Operation):
     """Elements of a token inside one."""
     gated: bool
     """Whether the activation multiplies two tensors."""
+    bias: bool = False
+    """Whether each matmul adds one to its outputs."""
 
     @property
     def num_opening(self) -> int:
@@ -157,7 +161,12 @@ class RoutedExperts(_Operation):
         opening, closing = (self.number, self.inner_width, self.width), (self.number, self.width, self.inner_width)
         names = ("gate_proj", "up_proj")[-self.num_opening :]
         stacks = [Weight(f"{self.module}.{name}.weight", opening, "normal", is_of_experts=True) for name in names]
-        return (*stacks, Weight(f"{self.module}.down_proj.weight", closing, "residual", is_of_experts=True))
+        stacks.append(Weight(f"{self.module}.down_proj.weight", closing, "residual", is_of_experts=True))
+        biases = [
+            Weight(each.name.replace(".weight", ".bias"), each.shape[:2], "zeros", is_of_experts=True, decays=False)
+            for each in stacks * self.bias
+        ]
+        return (*stacks, *biases)
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,8 @@ class SelfAttention(_Operation):
     """Width of each query and key."""
     value_width: int
     """Width of each value."""
+    window: int = 0
+    """Tokens that are attended to in every other block; 0 where all are that came before."""
 
     @property
     def query_width(self) -> int:
@@ -209,6 +220,17 @@ class SelfAttention(_Operation):
     def flops_per_token(self, seq_len: int) -> float:
         """Scores and weighted values, forward, the half that the mask hides counted too."""
         return 2.0 * (self.query_width + self.output_width) * seq_len
+
+    def seen_share(self, seq_len: int) -> float:
+        """Scores that windows leave of those below the causal mask, s²/2 of a sequence: a window has s·w - w²/2.
+
+        >>> SelfAttention(num_heads=64, num_kv_heads=8, head_width=64, value_width=64, window=128).seen_share(1024)
+        0.6171875
+        """
+        if not 0 < self.window < seq_len:
+            return 1.0
+        seen = self.window / seq_len
+        return (1 + 2 * seen - seen * seen) / 2
 
 
 @dataclass(frozen=True)
@@ -309,7 +331,7 @@ def _describe_attention(model: ModelShape) -> tuple[Operation, ...]:
         Linear("self_attn.v_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
         *(head_norms if model.qk_norm else ()),
         Rotary(q),
-        SelfAttention(model.num_heads, model.num_kv_heads, width, width),
+        SelfAttention(model.num_heads, model.num_kv_heads, width, width, model.window),
         Linear("self_attn.o_proj", q, h, "rowwise", keeps_input=False),
     )
 
@@ -338,7 +360,9 @@ def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
     shared = experts.shared_ffn_size
     return (
         Linear("mlp.gate", h, experts.number, "replicated", keeps_input=not shared),
-        RoutedExperts("mlp.experts", experts.number, experts.per_token, h, experts.ffn_size, model.gated_ffn),
+        RoutedExperts(
+            "mlp.experts", experts.number, experts.per_token, h, experts.ffn_size, model.gated_ffn, experts.bias
+        ),
         *(_describe_dense_ffn("mlp.shared_expert", h, shared, gated=model.gated_ffn) if shared else ()),
     )
 

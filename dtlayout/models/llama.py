@@ -7,6 +7,7 @@ Legend: B batch, S sequence, D model width, H query heads, G key-value heads, K 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        self.kernel = kernels.attention
+        self.prepare_mask = partial(prepare_mask, kernel=kernels.attention)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype) if embedding else None
         self.rotary = RotaryEmbedding(shape, max_seq_len, dtype)
         self.layers = nn.ModuleDict({str(i): Block(shape, kernels, dtype) for i in layers})
@@ -88,9 +89,10 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         h_BSD = x if self.embed_tokens is None else self.embed_tokens(x)
-        mask = None if documents is None else prepare_mask(documents, self.kernel, h_BSD)
+        mask = None if documents is None else self.prepare_mask(documents, like=h_BSD)
+        cos, sin = self.rotary.tables(documents)
         for block in self.layers.values():
-            h_BSD = block(h_BSD, self.rotary.cos, self.rotary.sin, mask)
+            h_BSD = block(h_BSD, cos, sin, mask)
         return h_BSD if self.norm is None else self.norm(h_BSD)
 
 

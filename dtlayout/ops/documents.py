@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dtlayout.context_parallel import chunk_length, deal_chunks
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -47,6 +49,29 @@ def list_offsets(starts_BS: Tensor) -> Tensor:
     offsets = torch.full((1 << len(firsts).bit_length(),), starts_BS.numel(), dtype=torch.int32)
     offsets[: len(firsts)] = firsts
     return offsets
+
+
+def count_scores(starts_BS: Tensor, length: int) -> Tensor:
+    """The scores that the mask leaves of each chunk of so many queries, in all samples together, [S / length]."""
+    positions_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+    return (positions_S + 1 - starts_BS).sum(0).unflatten(0, (-1, length)).sum(1)
+
+
+# An operator, since torch.compile would break its graph at numbers that are read.
+@torch.library.custom_op("dtlayout::share_positions", mutates_args=())
+def share_positions(starts_BS: Tensor, cp: int) -> Tensor:
+    """The positions that each of `cp` ranks has in all samples of a microbatch, [cp, s], int64 and ascending.
+
+    Each has as many, of which the mask leaves as many scores as of any other's, or nearly.
+    """
+    length = chunk_length(starts_BS.shape[1], cp)
+    shares = deal_chunks(count_scores(starts_BS, length).tolist(), cp)
+    return torch.arange(starts_BS.shape[1]).unflatten(0, (-1, length))[torch.tensor(shares)].flatten(1)
+
+
+@share_positions.register_fake
+def _(starts_BS: Tensor, cp: int) -> Tensor:
+    return starts_BS.new_empty((cp, starts_BS.shape[1] // cp), dtype=torch.int64)
 
 
 def make_mask(starts_BS: Tensor, dtype: torch.dtype) -> Tensor:

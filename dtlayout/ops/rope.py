@@ -4,15 +4,18 @@ Legend: B batch, S sequence, H heads (H of queries, G of keys and values), K hea
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.ops.documents import Documents
 
 
 class RotaryEmbedding(nn.Module):
-    """The tables cos and sin, [max_seq_len, K], of every position's angles.
+    """The tables cos and sin, [max_seq_len, K], of every position's angles, or of those that `hold` names.
 
     They are derived data: not in any checkpoint, and filled by `reset_buffers` after a module built on the meta device
     has got its memory.
@@ -25,20 +28,41 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.shape = shape
         self.max_seq_len = max_seq_len
+        self.positions: tuple[range, ...] = (range(max_seq_len),)
+        self.find_positions: Callable[[Documents], Tensor] | None = None
+        """Where the tokens at hand stand, [s], if documents decide that."""
         self.table_dtype = torch.promote_types(dtype, torch.float32)  # bf16 cannot tell far positions apart
         table = torch.empty(max_seq_len, shape.head_width, dtype=self.table_dtype)
         self.register_buffer("cos", table, persistent=False)
         self.register_buffer("sin", torch.empty_like(table), persistent=False)
         self.reset_buffers()
 
+    def hold(self, positions: tuple[range, ...]) -> None:
+        """Tables of these positions alone, in this order; a row is for the token that is there."""
+        self.positions = positions
+        for name in ("cos", "sin"):
+            table = getattr(self, name).new_empty(sum(map(len, positions)), self.shape.head_width)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_buffers()
+
     def reset_buffers(self) -> None:
         """Compute both tables on the device where they lie."""
         if self.cos.is_meta:
             return
-        positions = torch.arange(self.max_seq_len, dtype=self.table_dtype, device=self.cos.device)
-        angles = torch.outer(positions, rotary_frequencies(self.shape).to(self.cos)).repeat(1, 2)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        cos, sin = self._compute(torch.cat([torch.arange(each.start, each.stop) for each in self.positions]))
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    def tables(self, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        """cos and sin for the tokens at hand, which are of these documents."""
+        if documents is None or self.find_positions is None:
+            return self.cos, self.sin
+        return self._compute(self.find_positions(documents))
+
+    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"dtype": self.table_dtype, "device": self.cos.device, "non_blocking": True}
+        angles = torch.outer(positions.to(**options), rotary_frequencies(self.shape).to(**options)).repeat(1, 2)
+        return angles.cos(), angles.sin()
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:

@@ -1,8 +1,9 @@
 """Apply a plan to modules: the one place where a plan becomes sharded modules, in one visible order.
 
-TP/SP → recompute → compile → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it leaves on each rank;
-recomputation goes inside the FSDP unit, so that a unit gathers once for its backward, not once more for the
-recomputation; FSDP2's hooks stay outside of what is compiled.
+TP/SP → CP → recompute → compile → offload → FSDP2. Tensor parallelism comes first, since FSDP2 shards what it leaves on
+each rank; what context parallelism changes in a block is recomputed and compiled with it; recomputation goes inside the
+FSDP unit, so that a unit gathers once for its backward, not once more for the recomputation; what a recomputed or
+compiled block hands autograd goes to the host; FSDP2's hooks stay outside of what is compiled.
 """
 
 from collections import defaultdict
@@ -20,25 +21,35 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import AttentionKernel, list_kernels
 from dtlayout.kernels import Compile
-from dtlayout.mesh.axes import TP
+from dtlayout.mesh.axes import CP, TP
 from dtlayout.ops.loss import Head
+from dtlayout.plans.context import ATTENTION_OPERATOR, apply_context
 from dtlayout.plans.fsdp import GradientSync, shard
+from dtlayout.plans.offload import KeptOnHost, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, match_names
 from dtlayout.plans.styles import STYLES, Colwise, Input, LoneColwise
 from dtlayout.recompute import Kept, Recompute
 
 
 def apply_plan(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None
-) -> GradientSync:
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None,
+    kept: KeptOnHost | None = None,
+) -> GradientSync:  # fmt: skip
     """Shard `module` in place over a mesh with the axes of `build_mesh`; whoever runs backward follows the result.
 
     The module may hold part of what the plan names (a pipeline stage), on the meta device or with weights in it.
-    `reduction_group` is that of `open_reduction_group`.
+    `reduction_group` is that of `open_reduction_group`, `kept` where a rank's stages keep together what the plan has
+    on the host; whoever gives it calls `before_work`.
     """
     if mesh[TP].size() > 1:
         split_tensors(module, plan.tensor, mesh[TP])
-    prepare_blocks(module, plan.blocks, plan.recompute, compiles=plan.compile == "blocks")
+    if mesh[CP].size() > 1:
+        apply_context(module, plan.context, plan.attention, mesh[CP])
+    if plan.offloads_activations and kept is None:
+        kept = KeptOnHost(mesh.device_type)
+    prepare_blocks(
+        module, plan.blocks, plan.recompute, attention=plan.attention, compiles=plan.compile == "blocks", kept=kept
+    )
     compile_rest(module, plan.compile)
     return shard(module, plan, mesh, reduction_group)
 
@@ -63,13 +74,17 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
             setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
 
 
-def prepare_blocks(module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool) -> None:
-    """Recompute and compile the forward of each block; a block's number is the last part of its name.
+def prepare_blocks(
+    module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool, kept: KeptOnHost | None = None,
+    attention: str = "",
+) -> None:  # fmt: skip
+    """Recompute, compile and offload the forward of each block; a block's number is the last part of its name.
 
     Selective recomputation is part of what is compiled, which must know the operations that are kept. Recomputation in
     full runs what is compiled a second time: compiled together they fail on tensors that tp shards.
     """
-    for name in match_names(blocks, [name for name, _ in module.named_modules()]):
+    names = match_names(blocks, [name for name, _ in module.named_modules()])
+    for name in names:
         number = name.rpartition(".")[2]
         if not number.isdigit():
             raise InvalidConfig(
@@ -77,11 +92,15 @@ def prepare_blocks(module: nn.Module, blocks: str, recompute: Recompute, *, comp
             )
         block, is_covered = module.get_submodule(name), recompute.covers(int(number))
         if is_covered and recompute.is_selective:
-            block.forward = _checkpointed(block.forward, context_fn=partial(_keep_results, recompute.kept))
+            # What is compiled hands autograd all that it keeps.
+            keeps = partial(_keep_results, recompute.kept, attention, None if compiles else kept)
+            block.forward = _checkpointed(block.forward, context_fn=keeps)
         if compiles:
             block.forward = torch.compile(block.forward)
         if is_covered and not recompute.is_selective:
             block.forward = _checkpointed(block.forward)
+        if kept is not None:
+            block.forward = kept.wrap(block.forward, block, is_first=name == names[0], is_last=name == names[-1])
 
 
 def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -103,6 +122,7 @@ def compile_rest(module: nn.Module, compile: Compile) -> None:
 
 
 _MATMULS = {"aten.mm.default", "aten.addmm.default"}
+_PIECES = {"aten.bmm.default"}
 _REDUCTIONS = {
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
@@ -112,11 +132,18 @@ _REDUCTIONS = {
 whole."""
 
 
-def _keep_results(kept: Collection[Kept]) -> tuple[Any, Any]:
-    """By name, since not every operator is there before documents come: ops/varlen.py."""
-    attention = {operator for kernel in list_kernels(AttentionKernel) for operator in kernel.operators}
-    by_kind: dict[Kept, set[str]] = {"matmuls": _MATMULS, "attention": attention}
+def _keep_results(kept: Collection[Kept], attention: str, on_host: KeptOnHost | None) -> tuple[Any, Any]:
+    """By name, since not every operator is there before documents come: ops/varlen.py.
+
+    What computes scores as matmuls has an operator that others have too: where another kernel is the blocks'
+    `attention`, it is no attention but a piece of a matmul that tp overlaps.
+    """
+    kernels = [each for each in list_kernels(AttentionKernel) if attention in ("", each.name) or not each.holds_scores]
+    operators = {ATTENTION_OPERATOR, *(operator for each in kernels for operator in each.operators)}
+    by_kind: dict[Kept, set[str]] = {"matmuls": _MATMULS | (_PIECES - operators), "attention": operators}
     operations = _REDUCTIONS.union(*(by_kind[kind] for kind in kept))
+    if on_host is not None:
+        return keep_results(operations, on_host)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if str(operation) in operations else CheckpointPolicy.PREFER_RECOMPUTE

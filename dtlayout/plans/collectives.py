@@ -28,10 +28,12 @@ _operators = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """The ranks of tp, as what torch.compile takes for the same in every block."""
+    """The ranks of tp or of cp, as what torch.compile takes for the same in every block."""
 
     name: str
     size: int
+    rank: int
+    """This one's place among them."""
     shares_memory: bool = False
     """Whether its ranks' GPUs read each other's memory, [Note: two ways to send pieces]."""
 
@@ -39,7 +41,8 @@ class Group(NamedTuple):
     def of(cls, mesh: DeviceMesh) -> "Group":
         """That of a mesh with one axis."""
         ranks = dist.get_process_group_ranks(mesh.get_group())
-        return cls(mesh.get_group().group_name, mesh.size(), mesh.device_type == "cuda" and _are_peers(ranks))
+        shares_memory = mesh.device_type == "cuda" and _are_peers(ranks)
+        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), shares_memory)
 
 
 def _are_peers(ranks: Sequence[int]) -> bool:
@@ -53,30 +56,33 @@ def _are_peers(ranks: Sequence[int]) -> bool:
 
 def replicate(x: Tensor, group: Group) -> Tensor:
     """A tensor that is whole on every rank, each of which then knows one term of its gradient."""
-    return _Edge.apply(x, group, _same, _all_reduce)
+    return Moved.apply(x, group, _same, _all_reduce)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' terms, whole on every rank."""
-    return _Edge.apply(x, group, _all_reduce, _same)
+    return Moved.apply(x, group, _all_reduce, _same)
 
 
 def all_gather(x_BsD: Tensor, group: Group) -> Tensor:
     """The whole sequence [B, S, D] from each rank's part, on every rank, each of which knows a term of its gradient."""
-    return _Edge.apply(x_BsD, group, _all_gather, _reduce_scatter)
+    return Moved.apply(x_BsD, group, _all_gather, _reduce_scatter)
 
 
 def reduce_scatter(x_BSD: Tensor, group: Group) -> Tensor:
     """This rank's part [B, s, D] of the sum of the ranks' terms."""
-    return _Edge.apply(x_BSD, group, _reduce_scatter, _all_gather)
+    return Moved.apply(x_BSD, group, _reduce_scatter, _all_gather)
 
 
-_Collective = Callable[[Tensor, Group], Tensor]
+Move = Callable[[Tensor, Group], Tensor]
+"""What a rank has of a tensor → what it has afterwards."""
 
 
-class _Edge(torch.autograd.Function):
+class Moved(torch.autograd.Function):
+    """What a move among the ranks gives; another one takes the gradient back."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, ahead: _Collective, back: _Collective) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, ahead: Move, back: Move) -> Tensor:
         ctx.group, ctx.back = group, back
         return ahead(x, group)
 

@@ -14,6 +14,9 @@ ZeRO stages (arXiv:1910.02054), for m microbatches and u units; collectives of a
 Backward begins with final norm and head: under zero 3 they, or where the embedding is tied all of the root, stay
 gathered from a forward until a backward is over. With HSDP the shards are summed over dp_replicate once a step, after
 the last backward.
+
+Where the host has the state (ZeRO-Offload, arXiv:2101.06840), a unit's shards are copied to the device to be gathered,
+and its summed gradients back from there; the optimizer works on the host.
 """
 
 from collections.abc import Sequence
@@ -23,15 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from dtlayout.mesh.axes import DP_REPLICATE
 from dtlayout.mesh.build import data_mesh
 from dtlayout.models.description import HEAD
 from dtlayout.plans.plan import Plan, match_names
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradientSync:
     """When a sharded module sums its gradients and lets go of its gathered parameters."""
 
@@ -41,6 +45,16 @@ class GradientSync:
     """Reduce-scatter after every microbatch (zero 2 and 3), or after the last alone (zero 1)."""
     keep_gathered: bool
     """Keep parameters gathered until the last backward (zero 1 and 2), or until each backward is over (zero 3)."""
+    is_replicated: bool
+    """Whether there are several copies of the shards (HSDP)."""
+
+    def expect_split_backwards(self) -> None:
+        """Call once where backwards come in two parts.
+
+        FSDP2 adds up what is still to be summed over copies as one buffer for each unit, and the second part of a
+        backward has no gradients of norms to put there: with copies all is summed after the last one.
+        """
+        self.each_backward = self.each_backward and not self.is_replicated
 
     def before_backward(self, *, is_last: bool) -> None:
         """Call before each microbatch's backward; `is_last` for the last one of the step on this module."""
@@ -49,6 +63,29 @@ class GradientSync:
             unit.set_requires_all_reduce(is_last, recurse=False)
             unit.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
         self.units[-1].set_is_last_backward(is_last)
+
+    def before_input_backward(self) -> None:
+        """Call before the first part of a backward that is split: its gradients wait for those of the weights."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_reshard_after_backward(not self.keep_gathered, recurse=False)
+        self.units[-1].set_is_last_backward(False)
+
+    def after_weight_backward(self, *, is_last: bool) -> None:
+        """Call after the second part of a backward that is split; `is_last` as for a whole one.
+
+        FSDP2 ends a backward where autograd's pass ends. It has seen none here, and so takes all of its units for ones
+        whose backward is over: adds their gradients up in the reduce format, as the first part did with those that it
+        had, and sums them over the ranks where it is time to.
+        """
+        self.before_input_backward()
+        self._end_backward()
+        if self.each_backward or is_last:
+            self.before_backward(is_last=is_last)
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        fully_shard.state(self.units[-1])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def after_evaluation(self) -> None:
         """Call after forwards that no backward follows, which would have let go of gathered parameters."""
@@ -78,12 +115,16 @@ def shard(
         reduce_dtype=getattr(torch, plan.precision.reduce),
         cast_forward_inputs=False,  # stages and embeddings hand on what they compute
     )
+    # Memory is pinned beside a GPU, so that neither copy makes the host wait.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offloads_state else OffloadPolicy()
     names = [name for name, _ in module.named_modules()]
     groups = [group for unit in plan.units for group in _members(unit, names)]
     for members in [*groups, [""]]:  # the root comes last
         modules = [module.get_submodule(name) for name in members]
         reshards = plan.zero == 3 and HEAD not in (names if members == [""] else members)
-        fully_shard(modules, mesh=data_mesh(mesh), reshard_after_forward=reshards, mp_policy=policy)
+        fully_shard(
+            modules, mesh=data_mesh(mesh), reshard_after_forward=reshards, mp_policy=policy, offload_policy=offload
+        )
     in_order = sorted((members[0] for members in groups), key=names.index)
     units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
     for unit in units:
@@ -93,7 +134,9 @@ def shard(
         if reduction_group is not None:
             unit.set_custom_reduce_scatter(_ReduceScatter(reduction_group))
     _prefetch_backward(units)
-    return GradientSync(units=units, each_backward=plan.zero > 1, keep_gathered=plan.zero < 3)
+    is_replicated = mesh[DP_REPLICATE].size() > 1
+    sums, keeps = plan.zero > 1, plan.zero < 3
+    return GradientSync(units=units, each_backward=sums, keep_gathered=keeps, is_replicated=is_replicated)
 
 
 def _prefetch_backward(units: Sequence[FSDPModule]) -> None:

@@ -33,6 +33,14 @@ def allocate(modules: Sequence[nn.Module], device: torch.device | str) -> None:
                 part.reset_buffers()
 
 
+def move_tables(modules: Sequence[nn.Module], device: torch.device | str) -> None:
+    """RoPE's tables of modules whose parameters lie on the host go where modules compute."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, RotaryEmbedding) and part.cos.device.type != torch.device(device).type:
+            part.to_empty(device=device)
+            part.reset_buffers()
+
+
 def initialize(modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str) -> None:
     """`allocate`, and fill parameters.
 

@@ -25,13 +25,13 @@ each microbatch:
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dtlayout.kernels import Compile, Kernels
-from dtlayout.layout import Layout
+from dtlayout.layout import Layout, Offload
 from dtlayout.model_shape import ModelShape
-from dtlayout.models.description import BLOCKS, EMBEDDING, FINAL_NORM, HEAD, Linear, Norm
+from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Linear, Norm
 from dtlayout.models.families import describe
 from dtlayout.precision import Precision
 from dtlayout.recompute import Recompute
@@ -47,7 +47,7 @@ OVERLAPPED_PIECES = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Offload):
     """Placements, recomputation and sharding of a model's modules; `print(plan)` shows it as a table."""
 
     tensor: dict[str, TensorStyle]
@@ -63,11 +63,19 @@ class Plan:
     """What the units shard: optimizer state, also gradients, also parameters."""
     precision: Precision
     """Number formats of parameters, computation and gradient reduction."""
+    context: dict[str, str] = field(default_factory=dict)
+    """Pattern → how cp's ranks share a place, a module or a function that a module has: `CONTEXT_STYLES` of
+    plans/context.py."""
+    attention: str = Kernels.attention
+    """The kernel that attends, where cp has it done part after part."""
+    offload: str = "none"
+    """What lies in the host's memory, as `Layout.offload`."""
     compile: Compile = "none"
     """What torch.compile gets: each of the blocks, the loss, the whole, or nothing."""
 
     def __str__(self) -> str:
         rows = [(pattern, f"tp {style}") for pattern, style in self.tensor.items()]
+        rows += [(pattern, f"cp {style}") for pattern, style in self.context.items()]
         if self.compile != "none":
             rows.append((self.blocks if self.compile == "blocks" else "(all)", f"compiled: {self.compile}"))
         rows += [(" + ".join(unit), f"fsdp unit, zero {self.zero}") for unit in self.units]
@@ -75,6 +83,10 @@ class Plan:
             kept = " and ".join(sorted(self.recompute.kept))
             what = f"but for {kept}" if kept else "in full"
             rows.append((self.blocks, f"recomputed {what}, one of {self.recompute.every}"))
+        if self.offloads_activations:
+            rows.append((self.blocks, "kept on the host until a block before its backward"))
+        if self.offloads_state:
+            rows.append(("(all)", "masters, gradients and optimizer on the host"))
         p = self.precision
         rows.append(("(all)", f"params {p.params}, compute {p.compute}, gradients summed in {p.reduce}"))
         width = max(len(pattern) for pattern, _ in rows)
@@ -87,11 +99,14 @@ def make_plan(model: ModelShape, layout: Layout, kernels: Kernels, precision: Pr
     ends = () if model.tied_embeddings else ((EMBEDDING,), (FINAL_NORM, HEAD))
     return Plan(
         tensor=tensor_styles(model, layout),
+        context=context_styles(layout),
+        attention=kernels.attention,
         blocks=BLOCKS,
         recompute=Recompute.parse(layout.recompute),
         units=((BLOCKS,), *ends),
         zero=layout.zero,
         precision=precision,
+        offload=layout.offload,
         compile=kernels.compile,
     )
 
@@ -119,6 +134,17 @@ def tensor_styles(model: ModelShape, layout: Layout) -> dict[str, TensorStyle]:
     if scatter:
         styles[FINAL_NORM] = "sequence"
     return styles | {HEAD: "head-gather" if scatter else "head"}
+
+
+def context_styles(layout: Layout) -> dict[str, str]:
+    """Pattern → style of each place where cp's ranks meet, or know where their tokens stand; empty at cp = 1."""
+    if layout.cp == 1:
+        return {}
+    method = layout.context_method
+    styles: dict[str, str] = {ROTARY: method.order}
+    if not method.splits_heads:
+        styles[MASK] = "documents"
+    return styles | {f"{BLOCKS}.{ATTEND}": method.name}
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn import functional as F
 
 from dtlayout.errors import InvalidConfig
+from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.plans.collectives import Group, all_gather, all_reduce, reduce_scatter, replicate
@@ -86,45 +87,50 @@ class LoneColwise(Input):
         return super()._apply(Colwise()._apply(module, device_mesh), device_mesh)
 
 
-class _ColwiseLinear(nn.Linear):
+class _ColwiseLinear(SplittableLinear):
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return self.multiply(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class Rowwise(ParallelStyle):
-    """Splits an `nn.Linear` by its inputs, which come split; each rank's outputs are terms of a sum."""
-
-    def __init__(self, multiply: Callable[[Tensor, Tensor, Group], Tensor]):
-        """`multiply` is the matmul and what joins its terms: `multiply_reduce`, or one that scatters them."""
-        super().__init__()
-        self.multiply = multiply
+class Rowwise(_EdgeStyle):
+    """Splits an `nn.Linear` by its inputs, which come split; its outputs are terms of a sum that `edge` joins."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.__class__ = _RowwiseLinear
         assert isinstance(module, _RowwiseLinear), "the style is for an nn.Linear"
-        module.multiply, module.group = self.multiply, Group.of(device_mesh)
+        module.edge, module.group = self.edge, Group.of(device_mesh)
         return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(1), bias=Replicate()))
 
 
-class _RowwiseLinear(nn.Linear):
-    multiply: Callable[[Tensor, Tensor, Group], Tensor]
+class OverlappedRowwise(Rowwise):
+    """A `Rowwise` whose terms are scattered in pieces, while the matmul makes others."""
+
+    def __init__(self) -> None:
+        super().__init__(reduce_scatter)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh).__class__ = _OverlappedRowwiseLinear
+        return module
+
+
+class _RowwiseLinear(SplittableLinear):
+    edge: Edge
     group: Group
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x, local(self.weight), self.group)
+        y = self.join(x)
         if self.bias is None:
             return y
-        return y + local(self.bias, Replicate() if self.multiply is multiply_reduce else Partial())
+        return y + local(self.bias, Replicate() if self.edge is all_reduce else Partial())
+
+    def join(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of x·wᵀ, or this rank's part of it."""
+        return self.edge(self.multiply(x, local(self.weight)), self.group)
 
 
-def multiply_reduce(x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks of x·wᵀ, whole on each of them."""
-    return all_reduce(F.linear(x, weight), group)
-
-
-def multiply_scatter(x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """This rank's part of the sum over the ranks of x·wᵀ."""
-    return reduce_scatter(F.linear(x, weight), group)
+class _OverlappedRowwiseLinear(_RowwiseLinear):
+    def join(self, x: Tensor) -> Tensor:
+        return multiply_while_scattering(x, local(self.weight), self.group)
 
 
 class HeadNorm(ParallelStyle):
@@ -228,11 +234,14 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradient: Placement | None) -> Tensor:
         spec, tensor = parameter._spec, parameter._local_tensor
+        ctx.set_materialize_grads(False)  # none where it is put off
         ctx.spec = DTensorSpec(spec.mesh, (gradient,), tensor_meta=spec.tensor_meta) if gradient else spec
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient[0] is None:
+            return None, None
         return DTensor(gradient[0].contiguous(), ctx.spec, requires_grad=False), None
 
 
@@ -243,9 +252,9 @@ def _distribute(_: str, module: nn.Module, mesh: DeviceMesh, **placements: Any) 
 
 STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "colwise": Colwise,
-    "rowwise": lambda: Rowwise(multiply_reduce),
-    "rowwise-scatter": lambda: Rowwise(multiply_scatter),
-    "rowwise-overlap": lambda: Rowwise(multiply_while_scattering),
+    "rowwise": lambda: Rowwise(all_reduce),
+    "rowwise-scatter": lambda: Rowwise(reduce_scatter),
+    "rowwise-overlap": OverlappedRowwise,
     "embedding": lambda: VocabParallelEmbedding(all_reduce),
     "embedding-scatter": lambda: VocabParallelEmbedding(reduce_scatter),
     "input": lambda: Input(replicate),

@@ -4,41 +4,45 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from memory_ranks import make_scenario
 from outside import V_GPIPE, registered
 from parity import BF16, FP32, MAX_NORM, SEQ_LEN, SHAPE, Case, local_rows
 from ranks import Ranks
 from recording import CollectiveRecorder
 from rehearsal import NUM_PLANTED, PLANTS, rehearse, rehearse_with
 
+from dtlayout.costmodel.estimate import Estimator
 from dtlayout.dryrun.rank import fold
 from dtlayout.dryrun.report import Message, RankReport
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
+from dtlayout.mesh.axes import PP
 from dtlayout.optimizers import SGD
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
 
 CASES = [
-    Case(Layout(dp_shard=4), precision=BF16),
     Case(Layout(dp_shard=4, zero=3), precision=BF16, model=replace(SHAPE, vocab_size=86, ffn_size=50)),
-    Case(Layout(dp_replicate=2, dp_shard=2), precision=BF16),
-    Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="full"), precision=FP32),
-    Case(Layout(dp_shard=2, tp=2, micro_batch=2, recompute="selective"), precision=BF16),
+    Case(Layout(dp_replicate=2, dp_shard=2, recompute="full"), precision=FP32, kernels=Kernels(attention="sdpa-math")),
     Case(Layout(tp=4, micro_batch=4, sequence_parallel=False), precision=BF16),
-    Case(Layout(pp=2, dp_shard=2, zero=2), precision=BF16, kernels=Kernels(attention="sdpa-math")),
     Case(Layout(pp=2, dp_shard=2, zero=3, recompute="full"), precision=BF16),
     Case(Layout(pp=2, dp_shard=2, zero=2, schedule="interleaved-1f1b", virtual_stages=3), precision=BF16),
     Case(Layout(pp=4, schedule="gpipe"), precision=BF16, kernels=Kernels(loss="linear")),
     Case(Layout(pp=2, tp=2, micro_batch=4), precision=BF16, model=replace(SHAPE, tied_embeddings=True)),
     Case(Layout(dp_shard=2, tp=2, zero=2), precision=BF16, optimizer=SGD()),
+    Case(Layout(dp_shard=2, cp=2, micro_batch=2), precision=BF16),
+    Case(Layout(cp=4, cp_method="gather", recompute="selective"), precision=FP32),
+    Case(Layout(cp=2, cp_method="all-to-all", tp=2, zero=3), precision=BF16),
+    Case(Layout(pp=2, dp_shard=2, offload="activations", recompute="every-2"), precision=BF16),
+    Case(Layout(dp_shard=2, tp=2, zero=2, offload="both", recompute="selective"), precision=BF16),
 ]
 
 
-def measure(case: Case) -> tuple[Footprint, Counter[tuple[str, int]]]:
-    """A later step of a real run: what is held at the peak, and the messages by name and size.
+def measure(case: Case) -> tuple[Footprint, Footprint, Counter[tuple[str, int]]]:
+    """A later step of a real run: what is held at the peak, on the host too, and the messages by name and size.
 
     A thread of gloo may let go of a buffer late, so of two steps the one with the lower peak counts.
     """
@@ -50,12 +54,13 @@ def measure(case: Case) -> tuple[Footprint, Counter[tuple[str, int]]]:
     step(tokens, targets)
     peaks = []
     for _ in range(2):
-        tracker, collectives = StorageTracker(assembly.modules, [optimizer]), CollectiveRecorder()
+        tracker = StorageTracker(assembly.modules, [optimizer], state_on_host=case.layout.offloads_state)
+        collectives = CollectiveRecorder()
         with tracker, collectives:
             step(tokens, targets)
-        peaks.append(tracker.ledger.peak)
+        peaks.append((tracker.ledger.peak, tracker.host.peak))
     events = (event for event in collectives.events if len(event.ranks) > 1)
-    return min(peaks, key=lambda peak: peak.total), Counter((event.name, event.nbytes) for event in events)
+    return *min(peaks, key=lambda peak: peak[0].total), Counter((event.name, event.nbytes) for event in events)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[str(case.layout) for case in CASES])
@@ -63,8 +68,12 @@ def test_a_rank_holds_and_sends_what_a_real_one_does(ranks4: Ranks, case: Case) 
     found = rehearse(case, [3] if case.layout.pp == 1 else [0, 3])
     real = ranks4.run(measure, case)
     for rank, report in found.items():
-        footprint, messages = real[rank]
-        assert report.parts == footprint
+        footprint, on_host, messages = real[rank]
+        assert (report.parts, report.host_parts) == (footprint, on_host)
+        assert bool(on_host.total) == (case.layout.offload != "none")
+        if on_host.total:
+            expected = Estimator(make_scenario(case)).host_bytes(case.layout, case.kernels)
+            assert expected[report.coordinate[PP]] == pytest.approx(on_host.total, rel=0.05)
         assert report.peak_bytes == footprint.total
         assert count_messages(report) == messages
 

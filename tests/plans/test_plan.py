@@ -1,5 +1,6 @@
 """Plans: patterns name what they should, and every module has the style that Megatron's scheme gives it."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtlayout.context_parallel import CONTEXT_METHODS
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.models.description import BLOCKS
@@ -116,3 +118,12 @@ def test_a_printed_plan_has_a_row_for_every_decision():
     assert len({line.index(line.split("  ", 1)[1].strip()) for line in lines}) == 1  # one column of texts
     assert "recomputed" not in str(plan_of(Layout()))
     assert "recomputed but for attention and matmuls" in str(plan_of(Layout(recompute="selective")))
+
+
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_a_plan_says_where_cps_ranks_meet_and_where_their_tokens_stand(method):
+    plan = make_plan(MODEL, Layout(cp=2, cp_method=method), Kernels(), Precision())
+    assert plan.context["model.layers.*.self_attn.attend"] == method
+    assert plan.context["model.rotary"] == ("contiguous" if method == "all-to-all" else "zig-zag")
+    assert re.search(rf"^model\.layers\.\*\.self_attn\.attend +cp {method}$", str(plan), re.MULTILINE)
+    assert not make_plan(MODEL, Layout(tp=2, cp_method=method), Kernels(), Precision()).context

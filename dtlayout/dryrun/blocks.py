@@ -1,0 +1,81 @@
+"""The peak of a rank from two dry runs of stages with fewer blocks. No torch.
+
+[Note: blocks that are alike]
+A model's blocks are alike, so that between the first and the last few of a stage each one finds what the one before it
+found, and leaves the same behind: what is held at one moment of a step grows by the same bytes with each further block
+in the stage. The peak does not: another moment may become the fullest. So two stages, one with a block more than the
+other, give bytes and growth of each moment, and the highest of what the moments come to is the peak. Moments of blocks
+in the middle lie between those of the blocks at both ends. Blocks that are recomputed one in N repeat by N.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from dtlayout.batch import Batch
+from dtlayout.dryrun.report import Place
+from dtlayout.layout import Layout
+from dtlayout.measure.ledger import Ledger
+from dtlayout.mesh.axes import PP, coordinate
+from dtlayout.model_shape import ModelShape
+from dtlayout.pipelining.partition import layer_costs, partition
+from dtlayout.recompute import Recompute
+
+
+class Heights:
+    """What a rank held after each operator of a step."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        """The most, also between operators."""
+        self.moments = defaultdict[tuple[Place, str], list[int]](list)
+        """Where an operator runs and its name → bytes, each time that it runs there."""
+
+    def note(self, place: Place, operator: str, ledger: Ledger) -> None:
+        """What is held now that an operator has run."""
+        self.peak_bytes = ledger.peak_bytes
+        self.moments[place, operator].append(ledger.total_bytes)
+
+
+class Cut(NamedTuple):
+    """Which blocks two shorter stages leave out."""
+
+    of_shorter: Sequence[int]
+    of_longer: Sequence[int]
+    """Fewer by one repetition in each stage of the rank."""
+    times: int
+    """Repetitions that the shorter one leaves out."""
+
+
+def find_cut(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> Cut | None:
+    """What to leave out of the stages of `rank`; None where two shorter runs are no less work than the whole one."""
+    if len(model.kinds(range(model.num_layers))) > 1:
+        return None
+    slices = partition(layer_costs(model, batch), layout)
+    chunks = [slices[stage].layers for stage in layout.placement.stages_of(coordinate(rank, layout)[PP])]
+    period = max(1, Recompute.parse(layout.recompute).every)
+    ends = period + 1  # one that is not like the others, next to what is no block, and one repetition
+    times = (min(map(len, chunks)) - 2 * ends) // period
+    whole, repetition = sum(map(len, chunks)), len(chunks) * period
+    if 2 * (whole - times * repetition) + repetition >= whole:
+        return None
+
+    def leave_out(count: int) -> Sequence[int]:
+        starts = (chunk.start + ends for chunk in chunks)
+        return tuple(chain.from_iterable(range(start, start + count * period) for start in starts))
+
+    return Cut(leave_out(times), leave_out(times - 1), times)
+
+
+def extrapolate(shorter: Heights, longer: Heights, times: int) -> int:
+    """The peak with `times` repetitions more than in `shorter`, of which `longer` has one: see the note above."""
+    pairs = chain([(shorter.peak_bytes, longer.peak_bytes)], _align(shorter, longer))
+    return max(few + times * (more - few) for few, more in pairs)
+
+
+def _align(shorter: Heights, longer: Heights) -> Iterator[tuple[int, int]]:
+    """The same moment in both; what runs once for each parameter counts where it is highest."""
+    for key, few in shorter.moments.items():
+        more = longer.moments[key]
+        yield from zip(few, more, strict=True) if len(few) == len(more) else [(max(few), max(more))]

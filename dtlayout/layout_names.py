@@ -1,0 +1,105 @@
+"""Layout names: the short form in which layouts are printed, and what reads it again wherever one is asked for.
+
+    pp8·dp2·tp4+sp mb1 interleaved-1f1b v2 zero1 recompute=full
+
+Words are parted by blanks, commas, `·` or `*`; `dp2` may be written `dp=2`, and any field `name=value` as in TOML. dp
+is what is left of data parallelism beside its replicas, `dp_shard`.
+"""
+
+import re
+from typing import Any
+
+from dtlayout import toml
+from dtlayout.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
+from dtlayout.errors import InvalidConfig
+from dtlayout.pipelining.schedule_file import FILE_PREFIX
+from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
+
+_AXES = {"pp": "pp", "replicate": "dp_replicate", "dp": "dp_shard", "cp": "cp", "tp": "tp"}
+_NUMBERS = {**_AXES, "ep": "ep", "mb": "micro_batch", "v": "virtual_stages", "zero": "zero"}
+"""Word → field, of words that a number follows."""
+_SUFFIXES: dict[tuple[str, str], dict[str, Any]] = {
+    ("tp", "sp"): {"sequence_parallel": True}, ("tp", "overlap"): {"tp_overlap": True},
+    ("ep", "overlap"): {"ep_overlap": True}, ("ep", "deepep"): {"ep_dispatcher": "deepep"},
+    **{("cp", name): {"cp_method": name} for name in CONTEXT_METHODS},
+}  # fmt: skip
+"""Word and suffix → the fields that it sets."""
+_NOTHING = "1 rank"
+_EXAMPLE = "pp8·dp2·tp4+sp mb1 1f1b zero1"
+
+
+def name_layout(layout: Any) -> str:
+    """The short form of logs and tables: axes above 1, then what differs from the defaults."""
+    degrees = {word: f"{word}{getattr(layout, field)}" for word, field in _AXES.items() if getattr(layout, field) > 1}
+    if "cp" in degrees and layout.cp_method != DEFAULT_CONTEXT_METHOD:
+        degrees["cp"] += f"+{layout.cp_method}"
+    text = "·".join(degrees.values()) or _NOTHING
+    text += "+sp" * layout.shards_sequence + "+overlap" * layout.overlaps_tp
+    text += f" ep{layout.ep}" * (layout.ep > 1) + "+overlap" * layout.overlaps_ep
+    text += "+deepep" * layout.sends_tokens_once + f" mb{layout.micro_batch}"
+    if layout.pp > 1:
+        text += f" {layout.schedule}" + f" v{layout.virtual_stages}" * (layout.virtual_stages > 1)
+    text += f" zero{layout.zero}" + f" recompute={layout.recompute}" * (layout.recompute != "none")
+    return text + f" offload={layout.offload}" * (layout.offload != "none")
+
+
+def split_name(text: str) -> list[str]:
+    """The words of a name, each with what belongs to it.
+
+    >>> split_name("pp2·tp4+sp, stage_layers = [2, 4]")
+    ['pp2', 'tp4+sp', 'stage_layers=[2,4]']
+    """
+    text = re.sub(r"\s*=\s*", "=", text.replace(_NOTHING, " "))
+    text = re.sub(r"\[[^\]]*\]", lambda found: found[0].replace(" ", ""), text)
+    return [word for word in re.split(r"[\s·*,]+(?![^\[]*\])", text) if word]
+
+
+def read_word(word: str) -> dict[str, Any]:
+    """The fields of a layout that one word sets; nothing where it is none of a name.
+
+    >>> read_word("tp4+sp"), read_word("dp=2"), read_word("quick")
+    ({'tp': 4, 'sequence_parallel': True}, {'dp_shard': 2}, {})
+    """
+    if word in SCHEDULES or word.startswith(FILE_PREFIX):
+        return {"schedule": word}
+    name, equals, value = word.partition("=")
+    if equals:
+        value = toml.parse_value(value)
+        return {_NUMBERS.get(name, name): tuple(value) if isinstance(value, list) else value}
+    head, *suffixes = word.split("+")
+    found = re.fullmatch(r"([a-z]+)(\d+)", head)
+    if found is None or found[1] not in _NUMBERS or any((found[1], suffix) not in _SUFFIXES for suffix in suffixes):
+        return {}
+    fields: dict[str, Any] = {_NUMBERS[found[1]]: int(found[2])}
+    for suffix in suffixes:
+        fields |= _SUFFIXES[found[1], suffix]
+    return fields
+
+
+def complete_name(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a name sets, those included that a whole one leaves out because they are off.
+
+    A name is whole if it says micro-batch and ZeRO stage, which every printed one does.
+    """
+    if not {"micro_batch", "zero"} <= fields.keys():
+        return fields
+    off: dict[str, Any] = dict.fromkeys([*_AXES.values(), "ep", "virtual_stages"], 1)
+    off |= {"schedule": DEFAULT_SCHEDULE, "stage_layers": (), "recompute": "none", "tp_overlap": False}
+    off |= {"cp_method": DEFAULT_CONTEXT_METHOD, "offload": "none"}
+    off["sequence_parallel"] = fields.get("tp", 1) == 1  # where it has no effect it is not printed
+    return off | fields
+
+
+def read_name(text: str) -> dict[str, Any]:
+    """The fields of a layout that a printed name sets; InvalidConfig names the word that is none."""
+    fields: dict[str, Any] = {}
+    for word in split_name(text):
+        if not (found := read_word(word)):
+            raise describe_unknown_word(word)
+        fields |= found
+    return complete_name(fields)
+
+
+def describe_unknown_word(word: str) -> InvalidConfig:
+    """The refusal of a word that is no choice."""
+    return InvalidConfig(f"{word!r} is no choice; write a layout as it is printed, such as {_EXAMPLE}, or name=value")
