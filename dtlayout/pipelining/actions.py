@@ -5,6 +5,7 @@ input, which stage s - 1 takes. A backward may be split in two (zero bubble, arX
 comes as early as it can, the part of the weights, for which nobody waits, fills what would be idle.
 """
 
+import re
 from enum import Enum
 from typing import NamedTuple
 
@@ -28,6 +29,11 @@ RECEIVE = {False: Kind.RECEIVE_FORWARD, True: Kind.RECEIVE_BACKWARD}
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 RELEASE = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Kinds after which a stage needs nothing more of a microbatch."""
+PASS_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""Kinds after which it needs at most what gradients of weights are made of."""
+
+
+_WRITTEN = re.compile(r"(\d+)(F|B|I|W)(\d+)")
 
 
 class Action(NamedTuple):
@@ -39,6 +45,18 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The forward or backward that is written so; ValueError for anything else.
+
+        >>> Action.parse("3F0")
+        Action(kind=<Kind.FORWARD: 'F'>, stage=3, microbatch=0)
+        """
+        found = _WRITTEN.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no action such as 0F0, 0B0, 0I0 or 0W0")
+        return cls(Kind(found[2]), int(found[1]), int(found[3]))
 
     def describe(self) -> str:
         """As people read it."""

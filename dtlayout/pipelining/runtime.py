@@ -19,19 +19,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.errors import DtlayoutError
 from dtlayout.mesh.axes import PP
-from dtlayout.pipelining.actions import Action, Kind
+from dtlayout.pipelining.actions import COMPUTE, RELEASE, Action, Kind
 from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT, Schedule, receive_of
+from dtlayout.pipelining.split_backward import PutOff, StageWeights, accumulate
 from dtlayout.pipelining.stage import Boundary
 from dtlayout.text import plural
 
-_CANNOT_RUN = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 _FORWARD_ALONE = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
+
+
+Work = tuple[bool, int, int]
+"""A forward or else a backward, its stage and its microbatch."""
 
 
 class BackwardHook(Protocol):
     """What the runtime needs of plans.fsdp.GradientSync."""
 
+    def expect_split_backwards(self) -> None: ...
+
     def before_backward(self, *, is_last: bool) -> None: ...
+
+    def before_input_backward(self) -> None: ...
+
+    def after_weight_backward(self, *, is_last: bool) -> None: ...
 
     def after_evaluation(self) -> None: ...
 
@@ -41,15 +51,10 @@ def build_runtime(
 ) -> "Runtime":
     """The runtime of this rank.
 
-    `modules` are those of `schedule.placement.stages_of(rank)`, in that order. `sync` is what `apply_plan` gave for
-    each, or empty where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match, or if
-    the schedule has backwards in two parts.
+    `modules` are those of `schedule.placement.stages_of(rank)`, in that order; where the schedule splits backwards,
+    their linear layers are changed in place (split_backward.py). `sync` is what `apply_plan` gave for each, or empty
+    where gradients are nobody's business but autograd's. DtlayoutError if the numbers don't match.
     """
-    if cannot := [a for actions in schedule.ranks for a in actions if a.kind in _CANNOT_RUN]:
-        raise DtlayoutError(
-            f"schedule {schedule.name} splits backwards ({cannot[0]}), which can be predicted, not run yet; "
-            f"use one with whole backwards"
-        )
     rank = mesh[PP].get_local_rank()
     stages = schedule.placement.stages_of(rank)
     if len(modules) != len(stages) or len(sync) not in (0, len(stages)):
@@ -74,11 +79,23 @@ class Runtime:
     boundary: Boundary
     before_action: Callable[[Action | None], None] = lambda action: None
     """Called with each action before it is executed, and with None after the last; for those who measure."""
+    after_input: Callable[[], None] = lambda: None
+    """Called in each forward and backward once what it waits for is there: what it does from then on is its work."""
+    before_work: Callable[[Work, Work | None], None] = lambda work, following: None
+    """Called before each forward and backward of a step with the one that the rank does then; for plans.offload."""
 
     def __post_init__(self) -> None:
         self.group = self.mesh[PP].get_group()
         self.actions = self.schedule.ranks[self.mesh[PP].get_local_rank()]
-        self.last_backwards = set({a.stage: a for a in self.actions if a.kind is Kind.BACKWARD}.values())
+        self.last_backwards = set({a.stage: a for a in self.actions if a.kind in RELEASE}.values())
+        splits = any(a.kind is Kind.BACKWARD_WEIGHT for a in self.actions)
+        self.weights = {stage: StageWeights(module) for stage, module in self.modules.items()} if splits else {}
+        """The linear layers of stages whose backwards are split."""
+        if splits:
+            for sync in self.sync.values():
+                sync.expect_split_backwards()
+        works = [a for a in self.actions if a.kind in COMPUTE]
+        self.following = dict(zip(works, [*map(_to_work, works[1:]), None], strict=True))
 
     def step(self, inputs: Tensor, contexts: Sequence[Any] = (), **targets: Any) -> Tensor | None:
         """Forward and backward of all microbatches; the sum of their losses where the last stage is, else None.
@@ -92,6 +109,8 @@ class Runtime:
         step = self._begin(inputs, contexts, targets, trains=True)
         for action in self.actions:
             self.before_action(action)
+            if action in self.following:
+                self.before_work(_to_work(action), self.following[action])
             step.execute(action)
         loss = step.finish()
         self.before_action(None)
@@ -139,6 +158,7 @@ class _Step:
     to_send: dict[Action, Tensor] = field(default_factory=dict)
     sending: dict[int, deque[tuple[Tensor, dist.Work]]] = field(default_factory=lambda: defaultdict(deque))
     pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
+    pending_weights: dict[tuple[int, int], list[PutOff]] = field(default_factory=dict)
     loss: Tensor | None = None
 
     def execute(self, action: Action) -> None:
@@ -147,6 +167,10 @@ class _Step:
                 self._forward(action)
             case Kind.BACKWARD:
                 self._backward(action)
+            case Kind.BACKWARD_INPUT:
+                self._backward_input(action)
+            case Kind.BACKWARD_WEIGHT:
+                self._backward_weight(action)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 self._send(action)
             case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
@@ -157,13 +181,15 @@ class _Step:
         for queue in self.sending.values():
             for _, work in queue:
                 work.wait()
-        assert not self.pending_backward and not self.received and not self.to_send, "a schedule left work behind"
+        left = self.pending_backward, self.pending_weights, self.received, self.to_send
+        assert not any(left), "a schedule left work behind"
         return self.loss
 
     def _forward(self, action: Action) -> None:
         stage, i = action.stage, action.microbatch
         is_last = stage == self.runtime.schedule.placement.num_stages - 1
         x = self._take(Action(Kind.RECEIVE_FORWARD, stage, i)) if stage > 0 else self.inputs[i]
+        self.runtime.after_input()
         if stage > 0 and self.trains:
             x.requires_grad_()
         context = self.contexts[i : i + 1]  # none where there are none
@@ -177,12 +203,29 @@ class _Step:
             self.pending_backward[stage, i] = (x, get_gradient_edge(output))
 
     def _backward(self, action: Action) -> None:
+        if (sync := self.runtime.sync.get(action.stage)) is not None:
+            sync.before_backward(is_last=action in self.runtime.last_backwards)
+        self._run_backward(action)
+
+    def _backward_input(self, action: Action) -> None:
+        if (sync := self.runtime.sync.get(action.stage)) is not None:
+            sync.before_input_backward()
+        with self.runtime.weights[action.stage].put_off() as found:
+            self._run_backward(action)
+        self.pending_weights[action.stage, action.microbatch] = found
+
+    def _backward_weight(self, action: Action) -> None:
+        accumulate(self.pending_weights.pop((action.stage, action.microbatch)))
+        if (sync := self.runtime.sync.get(action.stage)) is not None:
+            sync.after_weight_backward(is_last=action in self.runtime.last_backwards)
+
+    def _run_backward(self, action: Action) -> None:
+        """Autograd's pass through a stage; the gradient of its input is handed on."""
         stage, i = action.stage, action.microbatch
         x, edge = self.pending_backward.pop((stage, i))
         is_last = stage == self.runtime.schedule.placement.num_stages - 1
         gradient = None if is_last else self._take(Action(Kind.RECEIVE_BACKWARD, stage, i))
-        if stage in self.runtime.sync:
-            self.runtime.sync[stage].before_backward(is_last=action in self.runtime.last_backwards)
+        self.runtime.after_input()
         torch.autograd.backward((edge,), None if gradient is None else (gradient,))
         if stage > 0:
             assert x.grad is not None, "a stage's output depends on its input"
@@ -216,6 +259,10 @@ class _Step:
         if work is not None:
             work.wait()
         return tensor
+
+
+def _to_work(action: Action) -> Work:
+    return action.kind is Kind.FORWARD, action.stage, action.microbatch
 
 
 def _check_boundary(output: Tensor, boundary: Boundary, stage: int) -> None:

@@ -1,6 +1,7 @@
 """Build the module of a pipeline stage, and say what crosses its edges."""
 
 import pkgutil
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -24,19 +25,21 @@ class Boundary:
 
 
 def build_stage(
-    model: ModelShape, kernels: Kernels, precision: Precision, batch: Batch, stage: StageSlice
-) -> nn.Module:
-    """The stage's part of the model on the meta device, in the dtype of the master parameters."""
+    model: ModelShape, kernels: Kernels, precision: Precision, batch: Batch, stage: StageSlice,
+    left_out: Container[int] = (),
+) -> nn.Module:  # fmt: skip
+    """The stage's part of the model on the meta device but for some blocks, in the dtype of the master parameters."""
     module = find_family(model.family).module
     build = pkgutil.resolve_name(module) if isinstance(module, str) else module
     with torch.device("meta"):
         return build(
-            model, kernels, batch.seq_len, layers=stage.layers, embedding=stage.embedding, head=stage.head,
-            dtype=getattr(torch, precision.params),
+            model, kernels, batch.seq_len, layers=[i for i in stage.layers if i not in left_out],
+            embedding=stage.embedding, head=stage.head, dtype=getattr(torch, precision.params),
         )  # fmt: skip
 
 
 def stage_boundary(model: ModelShape, layout: Layout, batch: Batch, precision: Precision) -> Boundary:
-    """Hidden states of a microbatch, [B, S, D]; with sequence parallelism each tp rank sends its part of S."""
-    local_seq_len = batch.seq_len // (layout.tp if layout.shards_sequence else 1)
+    """Hidden states of a microbatch, [B, s, D], of a cp rank's tokens; with sequence parallelism each tp rank sends its
+    part of them."""
+    local_seq_len = batch.seq_len // layout.cp // (layout.tp if layout.shards_sequence else 1)
     return Boundary((layout.micro_batch, local_seq_len, model.hidden_size), getattr(torch, precision.compute))

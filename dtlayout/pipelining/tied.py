@@ -24,7 +24,7 @@ def sum_tied_gradients(
 
     `aliases` is `ModelShape.aliases`. Both copies are sharded alike, so shards meet their counterparts.
     """
-    group = mesh[PP].get_group()
+    group, device = mesh[PP].get_group(), mesh.device_type
     rank, ends = group.rank(), (placement.rank_of(0), placement.rank_of(placement.num_stages - 1))
     if placement.num_stages == 1 or rank not in ends:
         return
@@ -34,15 +34,16 @@ def sum_tied_gradients(
         if peer == rank:  # both ends are here
             _local_gradient(modules, second).copy_(gradient.add_(_local_gradient(modules, second)))
             continue
-        other = torch.empty_like(gradient)
+        sent = gradient.to(device)  # of which the host may have it, whose memory the group does not send from
+        other = torch.empty_like(sent)
         # Not as one batch: NCCL opens the communicator of the whole group for it, and waits for ranks that don't come.
         exchange: list[Callable[[], Any]] = [
-            partial(dist.send, gradient, group=group, group_dst=peer),
+            partial(dist.send, sent, group=group, group_dst=peer),
             partial(dist.recv, other, group=group, group_src=peer),
         ]
         for message in exchange if rank == ends[0] else reversed(exchange):
             message()
-        gradient += other
+        gradient += other.to(gradient.device)
 
 
 def _local_gradient(modules: Sequence[nn.Module], name: str) -> torch.Tensor:

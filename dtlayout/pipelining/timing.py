@@ -8,7 +8,7 @@ Left out: that messages share a link, and that a rank's kernels slow down while 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from math import inf
 from operator import le
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dtlayout.pipelining.actions import RELEASE, Action, Kind, Result, input_of, result_of
 from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
-from dtlayout.pipelining.waves import Moment, StageTimes
+from dtlayout.pipelining.waves import TOLERANCE, Moment, StageTimes
 
 
 class Span(NamedTuple):
@@ -93,7 +93,12 @@ def time_pipeline(
     p, v, m = num_ranks, virtual_stages, num_microbatches
     played = _check(schedule, p, v, m, times)
     placement = played.place(p, v)
-    finished_s = played.fast(p, v, m, times) if played.fast else play_actions(played, placement, m, times)
+    if played.fast:
+        finished_s = played.fast(p, v, m, times)
+    elif played.enough:
+        finished_s = play_rounds(played, placement, m, times)
+    else:
+        finished_s = play_actions(played, placement, m, times)
     busy_s = _busy(placement, m, times)
     return PipelineTime(total_s=max(finished_s), busy_s=busy_s, finished_s=tuple(finished_s))
 
@@ -156,9 +161,50 @@ def time_shared_pipeline(
 
 def play_actions(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[float]:
     """The end of each rank's last action, every action played."""
+    return [rank[-1].end for rank in play_spans(schedule, placement, m, times)]
+
+
+def play_spans(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[list[Span]]:
+    """When each rank does each of its actions."""
     delay_s = partial(_message_delay_s, placement, times)
-    spans = simulate(schedule.orders(placement, m), placement, times.seconds, delay_s)
-    return [rank[-1].end for rank in spans]
+    return simulate(schedule.orders(placement, m), placement, times.seconds, delay_s)
+
+
+def play_rounds(schedule: PipelineSchedule, placement: Placement, m: int, times: StageTimes) -> list[float]:
+    """`play_actions` of a schedule that repeats itself: of a long step no more than it takes until rounds are alike.
+
+    A round is 2p microbatches, which is as far as an action depends on others. Where all actions of one end by the same
+    growth later than those of c rounds before, so do all that follow, for any number of times c rounds (waves.py,
+    [Note: skipping equal periods]).
+    """
+    length, play = 2 * placement.num_ranks, partial(play_spans, schedule, placement, times=times)
+    whole, rest = divmod(m, length)
+    rounds = 4
+    while rounds < whole:
+        spans = play(m=rounds * length + rest)
+        cycle, growth = _find_cycle(spans, length, rounds - 2)
+        if cycle:
+            num_skips, left = divmod(whole - rounds, cycle)
+            spans = play(m=(rounds + left) * length + rest) if left else spans
+            return [rank[-1].end + num_skips * growth for rank in spans]
+        rounds *= 2
+    return play_actions(schedule, placement, m, times)
+
+
+def _find_cycle(spans: Sequence[Sequence[Span]], length: int, last: int) -> tuple[int, float]:
+    """How many rounds before the `last` one all ended by the same growth earlier, and that growth; 0 if never."""
+    ends_of = [dict[tuple[Kind, int, int], float]() for _ in range(last + 1)]
+    for _, (kind, stage, microbatch), _, end in chain.from_iterable(spans):
+        round_, place = divmod(microbatch, length)
+        if round_ <= last:
+            ends_of[round_][kind, stage, place] = end
+    for cycle in range(1, last + 1):
+        before, after = ends_of[last - cycle], ends_of[last]
+        if before.keys() == after.keys():  # which of the backwards are split may differ at first
+            growths = [end - before[action] for action, end in after.items()]
+            if max(growths) - min(growths) <= TOLERANCE * growths[0]:
+                return cycle, growths[0]
+    return 0, 0.0
 
 
 def lower_bound(schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, times: StageTimes) -> float:
@@ -176,12 +222,14 @@ def lower_bound(schedule: str, num_ranks: int, virtual_stages: int, num_microbat
 
 
 def in_flight_peaks(
-    schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, rank: int
-) -> tuple[Moment, ...]:
+    schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, rank: int,
+    until: tuple[Kind, ...] = RELEASE,
+) -> tuple[Moment, ...]:  # fmt: skip
     """The moments at which a rank can hold most: microbatches in flight of each of its chunks.
 
-    A microbatch is held from the start of its forward to the end of its backward, of both parts of it. Whatever one of
-    them takes in each chunk, the most that is ever held is the largest of `weigh_moments`; no moment is below another.
+    A microbatch is held from the start of its forward to the end of its backward, of both parts of it, or `until` the
+    first one is over. Whatever one of them takes in each chunk, the most that is ever held is the largest of
+    `weigh_moments`; no moment is below another.
     A rank's actions are played, or the schedule says it itself.
 
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
@@ -190,11 +238,11 @@ def in_flight_peaks(
     played = _check(schedule, num_ranks, virtual_stages, num_microbatches)
     placement = played.place(num_ranks, virtual_stages)
     if played.is_breadth_first:  # it holds a row of microbatches or none
-        return count_in_flight(played, placement, 1, rank, each=num_microbatches)
+        return count_in_flight(played, placement, 1, rank, each=num_microbatches, until=until)
     shortened = played.shorten(num_ranks, virtual_stages, num_microbatches)
     if played.in_flight:
         return played.in_flight(num_ranks, virtual_stages, shortened, rank)
-    return count_in_flight(played, placement, shortened, rank)
+    return count_in_flight(played, placement, shortened, rank, until=until)
 
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
@@ -216,8 +264,9 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
 
 @lru_cache(maxsize=1024)
 def count_in_flight(
-    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1
-) -> tuple[Moment, ...]:
+    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1,
+    until: tuple[Kind, ...] = RELEASE,
+) -> tuple[Moment, ...]:  # fmt: skip
     """`in_flight_peaks` by playing a rank's actions, `each` of which stands for so many microbatches."""
     counts, grows = [0] * placement.virtual_stages, False
     moments: set[tuple[int, ...]] = set()
@@ -225,7 +274,7 @@ def count_in_flight(
         if action.kind is Kind.FORWARD:
             counts[placement.chunk_of(action.stage)] += each
             grows = True
-        elif action.kind in RELEASE:
+        elif action.kind in until:
             if grows:
                 moments.add(tuple(counts))
             counts[placement.chunk_of(action.stage)] -= each

@@ -35,7 +35,7 @@ from operator import itemgetter, sub
 
 from dtlayout.pipelining.actions import Action, Kind
 
-_TOLERANCE = 1e-11
+TOLERANCE = 1e-11
 """Ends that differ by this fraction of a period's growth are equal; it bounds the relative error of the total."""
 
 Moment = tuple[tuple[int, int], ...]
@@ -179,7 +179,7 @@ def _play_periods(advance: _Advance, ends: list[float], waves: list[_Wave], num_
             ends = advance(ends, wave)
         done += 1
         growth = ends[0] - mark[0]
-        slack = _TOLERANCE * growth
+        slack = TOLERANCE * growth
         if abs(ends[-1] - mark[-1] - growth) <= slack and all(
             abs(end - marked - growth) <= slack for end, marked in zip(ends, mark, strict=True)
         ):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from outside import V_GPIPE, ZB_H1, registered
+from outside import LATE_WEIGHTS, V_GPIPE, registered
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
@@ -11,15 +11,12 @@ from dtlayout.config import check_layout, load_config
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2_memory import estimate_curve
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.dryrun.rank import fold
-from dtlayout.errors import DtlayoutError, InvalidConfig, InvalidLayout
-from dtlayout.kernels import Kernels
+from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
-from dtlayout.pipelining.actions import Kind
-from dtlayout.pipelining.runtime import build_runtime
-from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.pipelining.schedules import (
     DEFAULT_SCHEDULE,
     SCHEDULES,
@@ -42,7 +39,7 @@ V = Layout(pp=4, dp_shard=2, virtual_stages=2)
 
 @pytest.fixture(autouse=True, scope="module")
 def _outside():
-    with registered(V_GPIPE, ZB_H1):
+    with registered(V_GPIPE, LATE_WEIGHTS):
         yield
 
 
@@ -51,8 +48,8 @@ def v_shaped(**changes) -> Layout:
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(InvalidConfig, match="schedule 'zb-h1' is registered already; give yours another name"):
-        register_schedule(replace(V_GPIPE, name="zb-h1"))
+    with pytest.raises(InvalidConfig, match="schedule 'late-weights' is registered already; give yours another name"):
+        register_schedule(replace(V_GPIPE, name="late-weights"))
 
 
 def test_what_is_registered_is_known_beside_what_is_shipped_and_forgotten_after_the_block():
@@ -69,7 +66,9 @@ def test_the_default_takes_no_virtual_stages_and_others_do():
 
 
 def test_only_schedules_with_such_actions_split_backwards():
-    assert [name for name, schedule in SCHEDULES.items() if schedule.splits_backward] == ["zb-h1"]
+    assert [name for name, schedule in SCHEDULES.items() if schedule.splits_backward] == [
+        *("zb-h1", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v", "late-weights")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,13 +85,14 @@ def test_only_schedules_with_such_actions_split_backwards():
             "use virtual_stages=2 or schedule=1f1b with virtual_stages=1",
         ),
         (
-            {"schedule": "zb-h1"},
-            "virtual_stages=2 has no meaning for schedule=zb-h1",
-            "use virtual_stages=1 or schedule=interleaved-1f1b or schedule=v-gpipe",
+            {"schedule": "late-weights"},
+            "virtual_stages=2 has no meaning for schedule=late-weights",
+            "use virtual_stages=1 or schedule=interleaved-1f1b or schedule=looped-bfs",
         ),
         (
-            {"virtual_stages": 1, "schedule": "zb-h1", "micro_batch": 16},
-            "schedule=zb-h1 needs at least pp=4 microbatches, but global_batch=64 with dp=2 and micro_batch=16 gives 2",
+            {"virtual_stages": 1, "schedule": "late-weights", "micro_batch": 16},
+            "schedule=late-weights needs at least pp=4 microbatches, but global_batch=64 with dp=2 and micro_batch=16 "
+            "gives 2",
             "use micro_batch=8 or micro_batch=4 or global_batch=128",
         ),
     ],
@@ -133,7 +133,7 @@ def test_rows_that_are_made_longer_hold_what_playing_them_whole_does(schedule, m
         assert one.as_dict() == pytest.approx(other.as_dict())
 
 
-@pytest.mark.parametrize("name", ["v-gpipe", "zb-h1"])
+@pytest.mark.parametrize("name", ["v-gpipe", "late-weights"])
 def test_the_curve_of_a_step_from_outside_has_the_peak_of_its_rank(name):
     layout = replace(V, schedule=name, virtual_stages=find_schedule(name).least_virtual_stages)
     estimator, m = Estimator(SCENARIO), layout.num_microbatches(SCENARIO.batch)
@@ -147,14 +147,14 @@ def test_the_curve_of_a_step_from_outside_has_the_peak_of_its_rank(name):
 def test_gradients_of_weights_that_come_later_shorten_the_bubble_and_hold_activations():
     estimator = Estimator(SCENARIO)
     plain = replace(V, virtual_stages=1)
-    whole, split = (estimator.estimate(replace(plain, schedule=name), Kernels()) for name in ("1f1b", "zb-h1"))
+    whole, split = (estimator.estimate(replace(plain, schedule=name), Kernels()) for name in ("1f1b", "late-weights"))
     assert split.time.bubble < whole.time.bubble and split.time.compute == pytest.approx(whole.time.compute)
     assert split.memory[0].activations == pytest.approx(whole.memory[0].activations, rel=0.1)
     assert split.memory[3].activations > 2 * whole.memory[3].activations
 
 
-@pytest.mark.parametrize("engine", ["torchtitan", "nanotron"])
-@pytest.mark.parametrize("name", ["v-gpipe", "zb-h1"])
+@pytest.mark.parametrize("engine", ["torchtitan", "aa-scaling"])
+@pytest.mark.parametrize("name", ["v-gpipe", "late-weights"])
 def test_a_search_can_be_held_to_it(name, engine):
     scenario = replace(SCENARIO, engine=find_engine(engine, "h100-80g-sxm"))
     result = Search(Space(scenario, fixed={"schedule": name, "pp": 4})).run()
@@ -166,7 +166,7 @@ def test_a_search_can_be_held_to_it(name, engine):
 
 def test_a_search_that_is_held_to_nothing_tries_it_too():
     orders = Space(SCENARIO).orders(4)
-    assert ("v-gpipe", 2) in orders and ("zb-h1", 1) in orders and Space(SCENARIO).orders(1) == [("1f1b", 1)]
+    assert ("v-gpipe", 2) in orders and ("late-weights", 1) in orders and Space(SCENARIO).orders(1) == [("1f1b", 1)]
 
 
 def test_a_config_may_name_it_and_an_unknown_one_is_refused_with_the_known_ones():
@@ -174,25 +174,35 @@ def test_a_config_may_name_it_and_an_unknown_one_is_refused_with_the_known_ones(
     assert check_layout(load_config("configs/debug.toml", asked), 8).placement.rank_of(3) == 0
     with pytest.raises(InvalidConfig) as caught:
         load_config("configs/debug.toml", ["--layout.schedule=zigzag"])
-    known = "['gpipe', '1f1b', 'interleaved-1f1b', 'v-gpipe', 'zb-h1']"
-    assert caught.value.problems == [f"layout.schedule='zigzag' is unknown; use one of {known}"]
+    assert caught.value.problems == [f"layout.schedule='zigzag' is unknown; use one of {list(SCHEDULES)} (or csv:FILE)"]
 
 
-def test_backwards_in_two_parts_are_refused_before_and_by_the_runtime():
-    config = load_config("configs/debug.toml", ["--layout.pp=2", "--layout.schedule=zb-h1"])
-    with pytest.raises(
-        InvalidLayout, match="zb-h1 splits backwards, which can be predicted, not trained; use schedule=1f1b"
-    ):
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            ["--kernels.compile=blocks"],
+            "kernels.compile=blocks makes gradients of weights and of inputs at once, and the",
+        ),
+        (["--layout.tp=2", "--layout.tp_overlap=true"], "tp_overlap beside schedule=zb-h1: gradients of weights hide"),
+    ],
+)
+def test_what_cannot_put_gradients_off_is_refused_beside_backwards_in_two_parts(settings, problem):
+    config = load_config("configs/debug.toml", ["--layout.pp=2", "--layout.schedule=zb-h1", *settings])
+    with pytest.raises(InvalidLayout, match=problem):
         check_layout(config, 8)
-    schedule = make_schedule(Layout(pp=2, schedule="zb-h1"), Batch(global_batch=2, seq_len=8))
-    sends = [a for a in schedule.ranks[1] if a.kind is Kind.SEND_BACKWARD]
-    assert len(sends) == 2  # after the part of the input
-    with pytest.raises(DtlayoutError, match=r"zb-h1 splits backwards \(0I0\), which can be predicted, not run yet"):
-        build_runtime([], schedule, [], mesh=None, boundary=None)
+    plain = load_config("configs/debug.toml", ["--layout.pp=2", "--layout.schedule=1f1b", *settings])
+    check_layout(plain, 8)
+
+
+def test_auto_compiles_nothing_beside_backwards_in_two_parts():
+    scenario = replace(SCENARIO, engine=find_engine("dtlayout", "h100-80g-sxm"))
+    whole, split = (engine_kernels(scenario, OpenKernels(), Layout(pp=2, schedule=name)) for name in ("1f1b", "zb-h1"))
+    assert (whole.compile, split.compile) == ("blocks", "none")
 
 
 def test_a_dry_run_folds_only_what_is_known_to_repeat():
     batch = Batch(global_batch=64, seq_len=8)
     assert fold(v_shaped(), batch) == batch
-    with registered(replace(ZB_H1, name="short", enough=lambda p, v: p + 2)):
+    with registered(replace(LATE_WEIGHTS, name="short", enough=lambda p, v: p + 2)):
         assert fold(Layout(pp=4, schedule="short"), batch).global_batch == 6

@@ -12,6 +12,12 @@ from dtlayout.pipelining import tied
 from dtlayout.pipelining.placement import Looped
 
 
+class Mesh(dict):
+    """Axes by name, as a DeviceMesh has them."""
+
+    device_type = "cpu"
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_only_the_ends_take_part_one_after_the_other(num_ranks, monkeypatch):
     """A batch of messages would open NCCL's communicator of the whole group, which the ranks between never join."""
@@ -33,7 +39,7 @@ def test_only_the_ends_take_part_one_after_the_other(num_ranks, monkeypatch):
         module.weight.grad = torch.full((3, 2), float(10**rank))
 
     def take_part(rank: int) -> None:
-        mesh = {"pp": SimpleNamespace(get_group=lambda: SimpleNamespace(rank=lambda: rank))}
+        mesh = Mesh(pp=SimpleNamespace(get_group=lambda: SimpleNamespace(rank=lambda: rank)))
         aliases = {"weight": "weight"}
         tied.sum_tied_gradients([modules[rank]], aliases, mesh, Looped(num_ranks, 1))
 

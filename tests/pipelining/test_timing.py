@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from outside import V_GPIPE, ZB_H1, registered
+from outside import LATE_WEIGHTS, V_GPIPE, registered
 
 from dtlayout.errors import InvalidConfig
 from dtlayout.pipelining import waves
@@ -101,7 +101,7 @@ def play_every_action(case: Case, times: StageTimes) -> PipelineTime:
 
 def play_every_wave(case: Case, times: StageTimes) -> PipelineTime:
     """What time_pipeline gives if it never skips a period."""
-    with mock.patch.object(waves, "_TOLERANCE", -1.0):
+    with mock.patch.object(waves, "TOLERANCE", -1.0):
         return time_pipeline(*case, times)
 
 
@@ -295,7 +295,7 @@ def test_times_for_another_number_of_stages_are_refused(function):
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidConfig, match=r"'zigzag' is unknown; use one of \['gpipe', '1f1b', 'interleaved-1f1b'\]"):
+    with pytest.raises(InvalidConfig, match=r"'zigzag' is unknown; use one of \['gpipe', '1f1b', 'interleaved-1f1b', "):
         time_pipeline("zigzag", 2, 1, 2, equal_stages(2, 1.0, 2.0))
 
 
@@ -349,10 +349,10 @@ def test_zero_bubble_h1_idles_as_its_paper_says_and_holds_what_1f1b_does(p, extr
     m, gradient = 2 * p + extra, forward + more
     weight = min(weight, forward)
     times = replace(equal_stages(p, forward, gradient + weight), backward_weight_s=(weight,) * p)
-    with registered(ZB_H1):
-        time = time_pipeline("zb-h1", p, 1, m, times)
-        bound = lower_bound("zb-h1", p, 1, m, times)
-        peaks = [in_flight_peaks("zb-h1", p, 1, m, rank) for rank in range(p)]
+    with registered(LATE_WEIGHTS):
+        time = time_pipeline("late-weights", p, 1, m, times)
+        bound = lower_bound("late-weights", p, 1, m, times)
+        peaks = [in_flight_peaks("late-weights", p, 1, m, rank) for rank in range(p)]
     assert max(time.busy_s) <= bound <= time.total_s
     assert time.total_s == m * (forward + gradient + weight) + (p - 1) * (forward + gradient - weight)
     assert peaks == [(((p, 1),),)] * p
@@ -360,8 +360,8 @@ def test_zero_bubble_h1_idles_as_its_paper_says_and_holds_what_1f1b_does(p, extr
 
 
 def test_gradients_of_weights_wait_for_those_of_inputs_and_nobody_waits_for_them():
-    with registered(ZB_H1):
-        spans = simulate(ZB_H1.orders(Looped(2), 2), Looped(2), lambda action: 1.0)
+    with registered(LATE_WEIGHTS):
+        spans = simulate(LATE_WEIGHTS.orders(Looped(2), 2), Looped(2), lambda action: 1.0)
     assert [[f"{span.action}@{span.start:g}" for span in rank] for rank in spans] == [
         ["0F0@0", "0F1@1", "0I0@3", "0W0@4", "0I1@5", "0W1@6"],
         ["1F0@1", "1I0@2", "1F1@3", "1I1@4", "1W0@5", "1W1@6"],
@@ -369,8 +369,8 @@ def test_gradients_of_weights_wait_for_those_of_inputs_and_nobody_waits_for_them
 
 
 def test_a_schedule_that_splits_backwards_takes_the_seconds_of_both_parts():
-    with registered(ZB_H1), pytest.raises(AssertionError, match="zb-h1 splits backwards in two"):
-        time_pipeline("zb-h1", 2, 1, 2, equal_stages(2, 1.0, 2.0))
+    with registered(LATE_WEIGHTS), pytest.raises(AssertionError, match="late-weights splits backwards in two"):
+        time_pipeline("late-weights", 2, 1, 2, equal_stages(2, 1.0, 2.0))
 
 
 def test_an_order_that_waits_for_itself_is_named():
