@@ -5,20 +5,25 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from dtlayout.data.samples import Rows, Samples, find_starts
+from dtlayout.data.samples import Samples, find_starts
+from dtlayout.layout import Layout
+from dtlayout.mesh.axes import CP, coordinate, own_positions
+from dtlayout.ops.documents import share_positions
 from dtlayout.training.transfer import send_to_device
 
 
 @dataclass(frozen=True)
 class OwnBatch:
-    """A data-parallel rank's rows of a global batch, [microbatches · B, S] each."""
+    """A data-parallel rank's rows of a global batch, [microbatches · B, s] each: of every sample the rank's tokens."""
 
     tokens: Tensor
     targets: Tensor
     starts: Tensor | None
-    """For each token the position at which its document starts, on the CPU; None where documents see each other."""
+    """For each token of whole samples, [microbatches · B, S], the position at which its document starts, on the CPU;
+    None where documents see each other."""
     wait_s: float = 0.0
     """Seconds for which the host had nothing else to do than to wait for it."""
 
@@ -33,6 +38,9 @@ class Batches:
     device_type: str
     has_documents: bool
     """Whether documents of a sample are kept apart."""
+    layout: Layout
+    rank: int
+    """Which decide which tokens of each sample are this rank's."""
 
     def fetch(self, step: int) -> OwnBatch:
         """The batch of a step; the host reads it and does not wait for the device."""
@@ -52,11 +60,31 @@ class Batches:
                     following = reader.submit(self._read, step + 1)
                 yield self._send(rows, wait_s)
 
-    def _read(self, step: int) -> tuple[Rows, Tensor | None]:
+    def _read(self, step: int) -> OwnBatch:
         rows = self.samples.batch(step, self.indices)
-        return rows, find_starts(rows.is_last) if self.has_documents else None
+        starts = find_starts(rows.is_last) if self.has_documents else None
+        tokens, targets = take_own((rows.tokens, rows.targets), starts, self.layout, self.rank)
+        return OwnBatch(tokens, targets, starts)
 
-    def _send(self, read: tuple[Rows, Tensor | None], wait_s: float = 0.0) -> OwnBatch:
-        rows, starts = read
-        tokens, targets = (send_to_device(each, self.device_type) for each in (rows.tokens, rows.targets))
-        return OwnBatch(tokens, targets, starts, wait_s)
+    def _send(self, read: OwnBatch, wait_s: float = 0.0) -> OwnBatch:
+        tokens, targets = (send_to_device(each, self.device_type) for each in (read.tokens, read.targets))
+        return OwnBatch(tokens, targets, read.starts, wait_s)
+
+
+def take_own(rows: Sequence[Tensor], starts_BS: Tensor | None, layout: Layout, rank: int) -> list[Tensor]:
+    """Of each of `rows`, [microbatches · B, S], the tokens that are this rank's, [microbatches · B, s].
+
+    Targets stay with the token that they follow. Where `starts_BS` keeps documents apart they decide it, for each
+    microbatch anew.
+    """
+    if starts_BS is None or not layout.attends_in_parts:
+        positions = own_positions(rank, layout, rows[0].shape[1])
+        return [_take_parts(x, positions) for x in rows]
+    place = coordinate(rank, layout)[CP]
+    own = [share_positions(starts, layout.cp)[place] for starts in starts_BS.split(layout.micro_batch)]
+    return [torch.cat([x[:, i] for x, i in zip(x.split(layout.micro_batch), own, strict=True)]) for x in rows]
+
+
+def _take_parts(x_BS: Tensor, positions: Sequence[range]) -> Tensor:
+    parts = [x_BS[:, part.start : part.stop] for part in positions]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -1,6 +1,6 @@
 """From values to something that trains: the whole of building a trainer, without an `if` about parallelism."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,7 +17,8 @@ from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.pipelining.stage import build_stage, stage_boundary
 from dtlayout.plans.apply import apply_plan
-from dtlayout.plans.init import initialize
+from dtlayout.plans.init import initialize, move_tables
+from dtlayout.plans.offload import KeptOnHost
 from dtlayout.plans.plan import make_plan
 from dtlayout.precision import Precision
 
@@ -44,20 +45,29 @@ def assemble(
     device_type: str,
     timeout_s: float = 0.0,
     give_weights: Callable[[Sequence[nn.Module], ModelShape, int, str], None] = initialize,
+    left_out: Container[int] = (),
 ) -> Assembly:
     """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them.
 
-    Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and `device_type`. `timeout_s` is
-    that of `build_mesh`.
+    Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and the device on which their
+    parameters lie. `timeout_s` is
+    that of `build_mesh`. Blocks in `left_out` are not built, which is no model any more: for a dry run.
     """
     plan = make_plan(model, layout, kernels, precision)
     schedule = make_schedule(layout, batch)
     slices = partition(layer_costs(model, batch), layout)
     mesh = build_mesh(layout, device_type, timeout_s)
     stages = schedule.placement.stages_of(mesh[PP].get_local_rank())
-    modules: list[nn.Module] = [build_stage(model, kernels, precision, batch, slices[stage]) for stage in stages]
+    modules: list[nn.Module] = [
+        build_stage(model, kernels, precision, batch, slices[stage], left_out) for stage in stages
+    ]
     reduction_group = open_reduction_group(mesh, timeout_s)
-    sync = [apply_plan(module, plan, mesh, reduction_group) for module in modules]
-    give_weights(modules, model, seed, device_type)
+    kept = KeptOnHost(device_type) if plan.offloads_activations else None
+    sync = [apply_plan(module, plan, mesh, reduction_group, kept) for module in modules]
+    give_weights(modules, model, seed, "cpu" if plan.offloads_state else device_type)
+    if plan.offloads_state:
+        move_tables(modules, device_type)
     runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
+    if kept is not None:
+        runtime.before_work = kept.before_work
     return Assembly(mesh, schedule, slices, modules, runtime)

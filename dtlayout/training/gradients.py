@@ -34,7 +34,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: f
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        torch._foreach_mul_(gradients, scale.to(gradients[0]))  # which may lie on the host
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -21,9 +21,14 @@ from dtlayout.pipelining.actions import Action
 class MemoryMeter:
     """Measures the steps that it is asked to, and keeps the largest peak of each pipeline rank."""
 
-    def __init__(self, device_type: str, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
+    def __init__(
+        self, device_type: str, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *,
+        state_on_host: bool = False,
+    ):  # fmt: skip
+        """Of a device; what would lie on its host is not counted, also where a CPU is both (`StorageTracker`)."""
         self.device_type = device_type
-        self.tracker = None if device_type == "cuda" else StorageTracker(modules, [optimizer])
+        tracked = device_type != "cuda"
+        self.tracker = StorageTracker(modules, [optimizer], state_on_host=state_on_host) if tracked else None
         self.peaks_by_pp_rank: list[int] | None = None
         self.curve: list[Highest] = []
         """The curve of all steps that were watched, as far as `mark` was called."""

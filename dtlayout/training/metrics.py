@@ -1,13 +1,14 @@
-"""What a run writes down: metrics.jsonl, one object a step; summary.json, one a run; memory.json, the first steps'."""
+"""What a run writes down: metrics.jsonl, one object a step; summary.json, one a run; memory.json, the first steps';
+timeline.json, some steps'."""
 
 import json
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dtlayout.batch import Batch
 from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
@@ -16,10 +17,13 @@ from dtlayout.files import write_whole
 from dtlayout.measure.ledger import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
+from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.runs import Run
 
+_T = TypeVar("_T")
 SUMMARY_NAME = "summary.json"
 MEMORY_NAME = "memory.json"
+TIMELINE_NAME = "timeline.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,18 +166,48 @@ class MemoryCurves:
     @classmethod
     def read(cls, folder: Path) -> "MemoryCurves":
         """Read RUN/memory.json; DtlayoutError if there is none, or none of ours."""
-        path = folder / MEMORY_NAME
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            by_pp_rank = found["by_pp_rank"]
-            curves = [[Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in by_pp_rank]
-            return cls(num_steps=int(found["num_steps"]), by_pp_rank=curves, run=Run.from_dict(found["run"]))
-        except OSError as error:
-            raise DtlayoutError(
-                f"{path} cannot be read: {error.strerror}; a run writes it with --metrics.memory=true"
-            ) from None
-        except (DtlayoutError, ValueError, KeyError, TypeError) as error:
-            raise DtlayoutError(f"{path} is not what a run writes with --metrics.memory=true: {error}") from None
+        return _read_own(folder / MEMORY_NAME, "--metrics.memory=true", cls._of)
+
+    @classmethod
+    def _of(cls, found: Any) -> "MemoryCurves":
+        by_pp_rank = found["by_pp_rank"]
+        curves = [[Highest(str(part["action"]), int(part["nbytes"])) for part in curve] for curve in by_pp_rank]
+        return cls(num_steps=int(found["num_steps"]), by_pp_rank=curves, run=Run.from_dict(found["run"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedTimelines:
+    """timeline.json: when the first rank of each stage did what in the last steps that were recorded."""
+
+    steps: dict[int, Timeline]
+    """Step, from 1, → its timeline."""
+    run: Run
+    """What ran."""
+
+    def write(self, folder: Path) -> None:
+        """Write RUN/timeline.json."""
+        steps = [{"step": step, "by_pp_rank": timeline.to_rows()} for step, timeline in self.steps.items()]
+        write_whole(folder / TIMELINE_NAME, json.dumps({"steps": steps, "run": self.run.to_dict()}) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "RecordedTimelines":
+        """Read RUN/timeline.json; DtlayoutError if there is none, or none of ours."""
+        return _read_own(folder / TIMELINE_NAME, "--metrics.timeline=true", cls._of)
+
+    @classmethod
+    def _of(cls, found: Any) -> "RecordedTimelines":
+        steps = {int(each["step"]): Timeline.of_rows(each["by_pp_rank"]) for each in found["steps"]}
+        return cls(steps=steps, run=Run.from_dict(found["run"]))
+
+
+def _read_own(path: Path, option: str, parse: Callable[[Any], _T]) -> _T:
+    """What a run has written there with an option; DtlayoutError if there is none, or none of ours."""
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DtlayoutError(f"{path} cannot be read: {error.strerror}; a run writes it with {option}") from None
+    except (DtlayoutError, ValueError, KeyError, TypeError) as error:
+        raise DtlayoutError(f"{path} is not what a run writes with {option}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any
 
 from dtlayout.process import is_gone, is_stopped
 
-_FORM = struct.Struct("<qqqd10s80s160s")
-"""Rank, process, step, since when it does what it does or has ended, how it ended, what it does, and why it ended."""
+_FORM = struct.Struct("<qqqd?10s80s160s")
+"""Rank, process, step, since when it does what it does or has ended, whether that is to wait for others, how it ended,
+what it does, and why it ended."""
 _HEAD = struct.Struct("<q")
 """1 + the rank that was found to be at fault; 0 until then."""
 _SIZE = 512
@@ -37,6 +38,8 @@ class Record:
     """How it said that it ends, or `running`, `stopped` by a signal, or `gone`: ended without a word."""
     reason: str = ""
     """Why it ends."""
+    waits: bool = False
+    """Whether what it does is to wait for other ranks."""
 
     @property
     def where(self) -> str:
@@ -61,10 +64,10 @@ class Board:
         self.step = 0
         self.write("starting")
 
-    def write(self, doing: str) -> None:
-        """Note what this rank does from now on."""
+    def write(self, doing: str, *, waits: bool = False) -> None:
+        """Note what this rank does from now on, and whether that is to wait for others."""
         self.since = time.monotonic()
-        self._doing = doing.encode()[:80]
+        self._doing, self._waits = doing.encode()[:80], waits
         self._write(os.getpid())
 
     def fail(self, state: str, reason: str) -> None:
@@ -77,17 +80,18 @@ class Board:
         self._write(0)
 
     def _write(self, pid: int, state: str = "", reason: str = "") -> None:
-        values = self.rank, pid, self.step, self.since, state.encode(), self._doing, reason.encode()[:160]
+        how = self.since, self._waits, state.encode()
+        values = self.rank, pid, self.step, *how, self._doing, reason.encode()[:160]
         # In one go: `pack_into` would empty the record first, and who is killed then would be missed by nobody.
         self._memory[self._own : self._own + _FORM.size] = _FORM.pack(*values)
 
     def read(self) -> list[Record]:
         """The records of all ranks of the node that have begun and have not ended well."""
         now, records = time.monotonic(), []
-        for rank, pid, step, since, state, doing, reason in self._unpack():
+        for rank, pid, step, since, waits, state, doing, reason in self._unpack():
             found = _text(state) or ("gone" if is_gone(pid) else "stopped" if is_stopped(pid) else "running")
             values = {"rank": rank, "step": step, "doing": _text(doing), "state": found, "reason": _text(reason)}
-            records.append(Record(**values, age_s=now - since))
+            records.append(Record(**values, waits=waits, age_s=now - since))
         return records
 
     def find_process(self, rank: int) -> int | None:

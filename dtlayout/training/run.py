@@ -42,6 +42,7 @@ from dtlayout.models.weights import find_other_positions
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.partition import count_blocks
+from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import (
     describe,
     own_scenario,
@@ -53,7 +54,7 @@ from dtlayout.planner.prediction import (
 from dtlayout.planner.runs import Performance, Run
 from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
-from dtlayout.text import plural
+from dtlayout.text import join_alike, plural
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
 from dtlayout.training.checkpoints import SPIKES, Checkpoints
@@ -64,6 +65,7 @@ from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import (
     MemoryCurves,
     MetricsFile,
+    RecordedTimelines,
     Speed,
     StepMetrics,
     Summary,
@@ -75,11 +77,14 @@ from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_stat
 from dtlayout.training.rendezvous import join_ranks, meet, open_store
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import Launched, StepResult, TrainStep
+from dtlayout.training.timeline import TimelineRecorder
 from dtlayout.training.trackers import Start, Trackers
 from dtlayout.training.watch import SPARE_S, Watch
 
 STEPS_DRAWN = 4
 """How many steps of a run memory.json shows."""
+STEPS_RECORDED = 8
+"""How many of the last ones that were recorded timeline.json shows."""
 MAX_SKIPPED = 10
 """Steps in a row that are left out as not finite: after so many it is not the data, and the run ends."""
 OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
@@ -94,7 +99,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     kernels = chosen.kernels
     if config.train.deterministic and (problems := kernels.unrepeatable(device)):
         raise InvalidConfig(problems)
-    kernels.check(config.precision, device, tp=layout.tp, recompute=layout.recompute)
+    kernels.check(config.precision, device, document_mask=config.data.document_mask, **layout.asked_of_kernels)
     known = replace(config, kernels=OpenKernels.of(kernels))
     refuse_hopeless(known, layout, device.gpu)
     if device.type == "cpu":
@@ -107,7 +112,7 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     patience_s = max(config.train.timeout_s, config.checkpoint.timeout_s)
     watch = Watch(store, config.train.timeout_s, patience_s, note=partial(note_crash, folder), flight=folder / "flight")
     with watch, attention_implementation(kernels.attention):
-        watch.at("joining the other ranks")
+        watch.at("joining the other ranks", waits=True)
         join_ranks(device, config.train.timeout_s + SPARE_S, store)
         run = _Run(config, layout, chosen, device, samples, held_out, stop, watch)
         try:
@@ -140,7 +145,9 @@ class _Run:
         self.watch = watch
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
-        self.batches = Batches(samples, indices, device.type, has_documents=config.data.document_mask)
+        self.batches = Batches(
+            samples, indices, device.type, has_documents=config.data.document_mask, layout=layout, rank=dist.get_rank()
+        )
         self.held_out = replace(self.batches, samples=held_out) if held_out else None
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.fingerprint}
         model = config.model
@@ -156,12 +163,20 @@ class _Run:
             give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
-        self.checkpoints.serve(self.assembly.modules, self.optimizer, device.type)
+        state_device = "cpu" if layout.offloads_state else device.type
+        self.checkpoints.serve(self.assembly.modules, self.optimizer, state_device)
         self.learning_rate = LearningRate.of(config.optimizer, config.train.steps, {})
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
-        self.assembly.runtime.before_action = watch.at_action
+        self.assembly.runtime.before_action = self._before_action
+        self.timeline: TimelineRecorder | None = None
+        self.timelines: dict[int, Timeline] = {}
+        if config.metrics.timeline:
+            self.timeline = TimelineRecorder(device.type, layout, config.train.timeout_s + SPARE_S)
+            self.assembly.runtime.after_input = self.timeline.after_input
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
-        self.memory = MemoryMeter(device.type, self.assembly.modules, self.optimizer)
+        self.memory = MemoryMeter(
+            device.type, self.assembly.modules, self.optimizer, state_on_host=layout.offloads_state
+        )
         # On a CPU a step whose storages are tracked runs uncompiled, with other bits and another peak.
         self.has_peaks = device.type == "cuda" or kernels.compile == "none"
         self.recorder = KernelRecorder()
@@ -172,6 +187,7 @@ class _Run:
         self.skipped: list[int] = []
         self.spikes = SpikeDetector(config.spikes)
         self.num_drawn = 0  # steps of which memory.json shows the curve
+        self.is_drawn = False  # whether this one is one of them
         estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
         scenario = own_scenario(config, layout.world_size, device.gpu or gpu_named(device.name))
         self.prediction_line = describe(estimate, scenario)
@@ -191,7 +207,6 @@ class _Run:
             start = Start(folder=self.folder, config=asdict(resolved), done=first_step, noted=noted)
             self.trackers.open(self.config.metrics.to, start)
         if self.config.metrics.memory and first_step == 0:
-            self.assembly.runtime.before_action = self._draw
             self.num_drawn = STEPS_DRAWN
         exit_code = None
         try:
@@ -204,14 +219,16 @@ class _Run:
             self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self._report(exit_code, done)
         # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
-        self.watch.at("waiting for the others to end", is_long=True)
+        self.watch.at("waiting for the others to end", is_long=True, waits=True)
         dist.barrier(group=self.host)
         return exit_code
 
-    def _draw(self, action: Action | None) -> None:
-        """Before an action of a step whose memory is drawn."""
+    def _before_action(self, action: Action | None) -> None:
         self.watch.at_action(action)
-        self.memory.mark(action)
+        if self.is_drawn:
+            self.memory.mark(action)
+        if self.timeline is not None:
+            self.timeline.before_action(action)
 
     def _resolve(self) -> Config:
         """A config that reproduces the run."""
@@ -252,13 +269,19 @@ class _Run:
             # The first step makes the optimizer's state, so it is not like the others.
             is_due = index % self.config.metrics.memory_every == 0 or index + 1 == num_steps
             is_measured = self.has_peaks and (index == first_step + 1 or (index > first_step and is_due))
-            is_drawn = index < self.num_drawn
+            self.is_drawn = index < self.num_drawn
+            # Not one whose memory is measured, which slows it.
+            every = self.config.metrics.memory_every
+            is_recorded = index == first_step + 2 or (index > first_step + 2 and index % every == 2 % every)
+            recorder = self.timeline if is_recorded else None
             self.watch.begin_step(index + 1)
-            with self.memory.watch() if is_measured or is_drawn else nullcontext():
+            if recorder is not None:
+                recorder.begin()
+            with self.memory.watch() if is_measured or self.is_drawn else nullcontext():
                 launched, lr = self._launch(index, batch, is_first=index == first_step)
             self.watch.at("reading the next batch")
             following = next(batches, None)  # while the device works
-            self.watch.at("waiting for its numbers")
+            self.watch.at("waiting for its numbers", waits=True)
             result = launched.wait()
             self.watch.at("noting its numbers")
             if index == first_step:
@@ -282,7 +305,7 @@ class _Run:
                 self._wait_for_update()
             ended = time.perf_counter()
             step_time_s, started = ended - started, ended
-            if is_drawn and (is_over or index + 1 == self.num_drawn):
+            if self.is_drawn and (is_over or index + 1 == self.num_drawn):
                 self._write_curves(index + 1)
             if is_broken:
                 return EXIT_NON_FINITE, index
@@ -295,6 +318,8 @@ class _Run:
                     index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
                     validation_loss=validated, is_spike=is_spike,
                 )  # fmt: skip
+            if recorder is not None:
+                self._write_timeline(index + 1, recorder)
             self.checkpoints.finish(waits=False)
             if is_kept:
                 self._save(index, SPIKES, is_last=False)
@@ -312,7 +337,7 @@ class _Run:
         """Begin a step; what its numbers will be read from, and its learning rate."""
         lr = self.learning_rate.at(index)
         set_learning_rate(self.optimizer, lr)
-        self.watch.at("counting its targets")
+        self.watch.at("counting its targets", waits=True)
         is_recorded = is_first and os.environ.get("LOCAL_RANK", "0") == "0"
         launch = partial(self.step.launch, stop=self.stop.is_made, limits=self.spikes.step_limits)
         with first_forward(self.assembly.runtime, self.recorder) if is_recorded else nullcontext():
@@ -411,14 +436,24 @@ class _Run:
         self.checkpoints.save(done, folder, resolved=self._resolve(), origin=origin, is_last=is_last)
 
     def _write_curves(self, num_steps: int) -> None:
-        """memory.json; no curves from here on."""
-        self.assembly.runtime.before_action = self.watch.at_action
+        """memory.json."""
         curves = self.memory.gather_curves(self.layout, self.host)
         if self.is_writer:
             MemoryCurves(num_steps=num_steps, by_pp_rank=curves, run=self.record).write(self.folder)
 
+    def _write_timeline(self, step: int, recorder: TimelineRecorder) -> None:
+        """timeline.json, with this step and some before it."""
+        self.watch.at("gathering its timeline", waits=True)
+        found = recorder.gather()
+        if found is None:
+            return
+        self.timelines[step] = found
+        for oldest in sorted(self.timelines)[:-STEPS_RECORDED]:
+            del self.timelines[oldest]
+        RecordedTimelines(steps=self.timelines, run=self.record).write(self.folder)
+
     def _say_what_starts(self, first_step: int) -> None:
-        blocks = ", ".join(map(str, count_blocks(self.assembly.slices)))
+        blocks = join_alike(count_blocks(self.assembly.slices))
         model, schedule = self.config.model, self.assembly.schedule
         self.display.say(
             f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
@@ -432,6 +467,8 @@ class _Run:
             self.display.say(f"weights of {self.config.train.init_from}")
             for line in find_other_positions(self.config.train.init_from, model):
                 self.display.say(f"note: {line}")
+        if self.layout.offload != "none" and self.device.type == "cpu":
+            self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")
         self.display.say(self.prediction_line)
 
     def _report(self, exit_code: int, done: int) -> None:
@@ -471,12 +508,14 @@ class _Run:
 
     def _describe(self, summary: Summary, measured: Performance) -> list[tuple[str, str]]:
         predicted = self.record.predicted or Performance()
+        speed, predicted_speed = map(self._find_speed, (measured, predicted))
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
             ("loss, mean of the last 10 steps", compare(summary.final_loss, None, "{:.4f}".format)),
             *describe_validation(summary.validation),
             ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
             ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),
+            ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),
             ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
             *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
             ("attention kernels", ", ".join(summary.attention_kernels)),
@@ -485,6 +524,12 @@ class _Run:
         if measured.mfu is not None and measured.mfu > 1:
             rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
         return rows
+
+    def _find_speed(self, of: Performance) -> float | None:
+        """Tokens a second of one GPU."""
+        if not of.step_time_s:
+            return None
+        return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)
 
 
 def _is_due(every: int, done: int) -> bool:

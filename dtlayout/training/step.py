@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtlayout.batch import IGNORED
-from dtlayout.mesh.axes import PP
+from dtlayout.mesh.axes import PP, TP
 from dtlayout.ops.documents import Documents
 from dtlayout.pipelining.runtime import Runtime
 from dtlayout.pipelining.tied import sum_tied_gradients
@@ -93,15 +93,15 @@ class TrainStep:
         named = [each for module in self.modules for each in module.named_parameters()]
         self.counted = [p for name, p in named if name not in aliases]  # where one stage holds both ends, they are one
         self.reads_numbers = True  # a dry run has none, and updates whatever they are
-        self.num_copies = mesh.size() // (mesh["dp_replicate"].size() * mesh["dp_shard"].size())
+        self.num_copies = mesh[PP].size() * mesh[TP].size()  # ranks that have the same tokens
 
     def __call__(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
     ) -> StepResult:
-        """Train on this data-parallel rank's rows [microbatches · B, S]; every rank of a pipeline brings the same.
+        """Train on this data-parallel rank's rows [microbatches · B, s], of each sample the tokens of its cp rank.
 
-        `starts`, where documents are not to see each other, say of each token at which position its own starts; they
-        stay on the CPU.
+        Every rank of a pipeline brings the same. `starts`, where documents are not to see each other, say of each token
+        of whole samples at which position its own document starts, [microbatches · B, S]; they stay on the CPU.
         """
         return self.launch(inputs, targets, starts, stop=stop).wait()
 
@@ -126,7 +126,8 @@ class TrainStep:
         """The optimizer's step, or none: [Note: no update without numbers]."""
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             is_fine = loss.isfinite() & norm.isfinite() & (loss <= limits.loss) & (norm <= limits.grad_norm)
-            self.optimizer.found_inf = is_fine.logical_not().to(torch.float32)  # type: ignore[attr-defined]
+            place = self.counted[0].device if self.counted else None  # the optimizer's, which may be the host
+            self.optimizer.found_inf = is_fine.logical_not().to(place, torch.float32)  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not self.reads_numbers or ((found := launched.wait()).is_finite and not found.exceeds(limits)):
             self.optimizer.step()
@@ -150,7 +151,7 @@ class TrainStep:
         return [each.pinned() for each in documents] if self.mesh.device_type == "cuda" else documents
 
     def _count_targets(self, targets: Tensor) -> Tensor:
-        """Valid targets of the global batch; each data-parallel rank's are known to `num_copies` ranks."""
+        """Valid targets of the global batch; each token's is known to `num_copies` ranks."""
         count = (targets != IGNORED).sum().to(torch.float64)
         dist.all_reduce(count)
         return count / self.num_copies

@@ -7,7 +7,8 @@ something wrong, or has lost a connection, has all nodes say what their ranks do
 [Note: who is at fault]
 A rank that waits for others is as still as the one for which they wait. So the first to blame is one whose process is
 gone, then one that failed by itself, a node of which nothing is heard, a process that is stopped, a rank that lost a
-connection. If there is none of these, it is the rank that stood still first: all others went on until they needed it.
+connection. If there is none of these, it is one that stands still by itself rather than one that does nothing but wait
+for others, and of those the rank that stood still first: all others went on until they needed it.
 On a GPU that is seen of hosts, which launch ahead of their devices: ranks that all wait for numbers stood still alike,
 and only NCCL's flight records tell more.
 """
@@ -94,7 +95,10 @@ def judge(nodes: Sequence[Node]) -> Verdict:
     ]  # fmt: skip
     if not all_ranks:
         return Verdict(-1, "running", "no rank is left")
-    node, found = min(all_ranks, key=lambda pair: (_GUILT.index(pair[1].state), -pair[1].age_s, pair[1].rank))
+    node, found = min(
+        all_ranks,
+        key=lambda pair: (_GUILT.index(pair[1].state), pair[1].waits, -pair[1].age_s, pair[1].rank),
+    )
     what = {
         "gone": f"is gone: its process ended without a word, killed perhaps; it was in {found.where}",
         "failed": f"failed in {found.where}: {found.reason}",
@@ -153,9 +157,9 @@ class Watch:
             path.unlink()  # all have it open: nothing is left of it, however they end
         return board
 
-    def at(self, doing: str, *, is_long: bool = False) -> None:
-        """From now on this rank does this, which may take long or not."""
-        self._board.write(doing)
+    def at(self, doing: str, *, is_long: bool = False, waits: bool = False) -> None:
+        """From now on this rank does this, which may take long or not, or is to wait for other ranks."""
+        self._board.write(doing, waits=waits)
         self._limit_s = self._patience_s if is_long else self._timeout_s
 
     def begin_step(self, step: int) -> None:

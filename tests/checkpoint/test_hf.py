@@ -33,7 +33,9 @@ from dtlayout.optimizers import SGD, Optimizer
 
 LAYOUTS = [
     Layout(tp=4),
-    Layout(dp_shard=4, zero=3),
+    Layout(cp=2, dp_shard=2, cp_method="gather"),
+    Layout(cp=2, tp=2),
+    Layout(dp_shard=4, zero=3, offload="optimizer"),
     Layout(dp_replicate=2, dp_shard=2),
     Layout(dp_replicate=2, tp=2),
     Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),

@@ -41,8 +41,10 @@ from dtlayout.optimizers import SGD, Optimizer
 TIED = replace(SHAPE, tied_embeddings=True)
 LAYOUTS = [
     Layout(tp=4),
+    Layout(cp=2, dp_shard=2, cp_method="gather"),
+    Layout(cp=2, tp=2),
     Layout(dp_shard=4),
-    Layout(dp_replicate=2, dp_shard=2, zero=3),
+    Layout(dp_replicate=2, dp_shard=2, zero=3, offload="optimizer"),
     Layout(pp=4),
     Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),
 ]

@@ -68,7 +68,16 @@ def to_case(choice: dict[str, Any]) -> Case:
 CASES = list(cover_pairs())
 SINGLE = {
     "tp4 model": Case(Layout(tp=4), kernels=Kernels(compile="model")),
+    "offloaded blocks": Case(Layout(dp_shard=4, offload="both"), kernels=Kernels(compile="blocks")),
+    "offloaded blocks pp2": Case(
+        Layout(pp=2, tp=2, recompute="selective", offload="activations"), kernels=Kernels(compile="blocks")
+    ),
     "tp2 overlapped blocks": Case(Layout(dp_shard=2, tp=2, tp_overlap=True), kernels=Kernels(compile="blocks")),
+    "cp2 blocks": Case(Layout(cp=2, tp=2), kernels=Kernels(compile="blocks")),
+    "cp4 gathered model": Case(Layout(cp=4, cp_method="gather"), kernels=Kernels(compile="model")),
+    "cp2 by heads blocks": Case(
+        Layout(cp=2, cp_method="all-to-all", tp=2, recompute="selective"), kernels=Kernels(compile="blocks")
+    ),
     "tp2 overlapped model": Case(
         Layout(pp=2, tp=2, tp_overlap=True, recompute="selective"), kernels=Kernels(compile="model")
     ),
@@ -80,6 +89,7 @@ WITH_DOCUMENTS = [
     Case(Layout(tp=4, recompute="selective"), kernels=Kernels(compile="blocks"), documents=True),
     Case(Layout(pp=2, tp=2), kernels=Kernels(compile="blocks", attention="sdpa-math"), documents=True),
     Case(Layout(dp_shard=4, zero=3), kernels=Kernels(compile="model"), documents=True),
+    Case(Layout(dp_shard=2, cp=2, recompute="selective"), kernels=Kernels(compile="blocks"), documents=True),
 ]
 
 

@@ -1,6 +1,7 @@
 """Every layout computes what one process computes: loss, gradient norm, every gradient, and the updated parameters."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,7 @@ from parity import (
     evaluate_around_steps,
     largest_difference,
     merge,
+    offload_without_a_bit,
     relative_difference,
     run_in_a_v,
     run_layout,
@@ -27,10 +29,12 @@ from parity import (
 )
 from ranks import Ranks
 
+from dtlayout.context_parallel import CONTEXT_METHODS
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import SGD, Optimizer
+from dtlayout.pipelining.schedules import SCHEDULES
 
 AXES = {
     "dp4": Layout(dp_shard=4),
@@ -48,7 +52,7 @@ AXES = {
     "dp2 tp2": Layout(dp_shard=2, tp=2, micro_batch=2),
     "replicate2 tp2": Layout(dp_replicate=2, tp=2, micro_batch=2),
     "one microbatch": Layout(dp_shard=4, micro_batch=2),
-    "uneven layers": Layout(pp=4, stage_layers=(1, 3, 1, 1)),
+    "uneven layers, ends alone": Layout(pp=4, stage_layers=(0, 4, 2, 0)),
     "zero 2": Layout(dp_shard=4, zero=2),
     "zero 3": Layout(dp_shard=4, zero=3),
     "zero 2 hsdp": Layout(dp_replicate=2, dp_shard=2, zero=2),
@@ -65,8 +69,57 @@ AXES = {
     "tp4 overlapped": Layout(tp=4, micro_batch=4, tp_overlap=True),
     "pp2 tp2 overlapped": Layout(pp=2, tp=2, micro_batch=4, tp_overlap=True, recompute="selective"),
     "zero 3 tp2 overlapped": Layout(dp_shard=2, tp=2, micro_batch=1, zero=3, tp_overlap=True, recompute="full"),
+    "cp4": Layout(cp=4),
+    "cp4 gathered": Layout(cp=4, cp_method="gather", zero=3),
+    "cp4 by heads": Layout(cp=4, cp_method="all-to-all", micro_batch=2),
+    "dp2 cp2": Layout(dp_shard=2, cp=2, zero=2, recompute="full"),
+    "pp2 cp2 gathered": Layout(pp=2, cp=2, cp_method="gather", recompute="selective"),
+    "cp2 tp2 by heads": Layout(cp=2, cp_method="all-to-all", tp=2, micro_batch=2, recompute="keep-attention"),
+    "replicate2 cp2": Layout(dp_replicate=2, cp=2, micro_batch=2),
+    "cp2 tp2 without sp": Layout(cp=2, tp=2, sequence_parallel=False),
     "every second recomputed": Layout(pp=2, tp=2, micro_batch=4, recompute="every-2"),
+    "offloaded": Layout(dp_shard=4, offload="activations"),
+    "offloaded pp4": Layout(pp=4, offload="activations", recompute="full"),
+    "offloaded pp2 tp2": Layout(pp=2, tp=2, micro_batch=2, offload="activations", recompute="selective"),
+    "offloaded interleaved": Layout(
+        pp=2, dp_shard=2, schedule="interleaved-1f1b", virtual_stages=3, offload="activations", zero=3
+    ),
+    "offloaded gpipe cp2": Layout(pp=2, cp=2, schedule="gpipe", offload="activations", recompute="every-2"),
+    "offloaded state": Layout(dp_shard=2, tp=2, micro_batch=2, offload="optimizer"),
+    "offloaded state zero 2 hsdp": Layout(dp_replicate=2, dp_shard=2, zero=2, offload="optimizer"),
+    "offloaded both": Layout(pp=2, dp_shard=2, zero=3, offload="both"),
+    "offloaded both of one shard": Layout(pp=2, tp=2, micro_batch=2, offload="both", recompute="full"),
 }
+
+SCHEDULED = [
+    Layout(pp=4, schedule="zb-h1"),
+    Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3),
+    Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=2, micro_batch=2, recompute="full"),
+    Layout(pp=2, schedule="zb-h1", tp=2, micro_batch=2, zero=3, recompute="selective"),
+    Layout(pp=2, schedule="zb-h1", tp=2, micro_batch=2, sequence_parallel=False, recompute="every-2"),
+    Layout(pp=2, schedule="zb-h1", cp=2, zero=3),
+    Layout(pp=4, schedule="zb-h1", stage_layers=(0, 5, 2, 1)),
+    Layout(pp=4, schedule="looped-bfs", virtual_stages=2),
+    Layout(pp=2, schedule="looped-bfs", virtual_stages=4, dp_shard=2, zero=3, recompute="full"),
+    Layout(pp=4, schedule="interleaved-zb", virtual_stages=2),
+    Layout(pp=2, schedule="interleaved-zb", virtual_stages=3, dp_replicate=2, zero=2),
+    Layout(pp=2, schedule="interleaved-zb", virtual_stages=2, dp_shard=2, zero=3, recompute="full"),
+    *(
+        layout
+        for name in ("zb-v", "v-half", "v-min", "dualpipe-v")
+        for layout in (
+            Layout(pp=4, schedule=name, virtual_stages=2),
+            Layout(pp=2, schedule=name, virtual_stages=2, dp_shard=2, zero=3, stage_layers=(1, 3, 2, 2)),
+        )
+    ),
+    *(
+        Layout(pp=2, schedule=name, virtual_stages=2, tp=2, micro_batch=1, recompute="full")
+        for name in ("v-half", "dualpipe-v")
+    ),
+    Layout(pp=2, schedule="zb-v", virtual_stages=2, dp_replicate=2, zero=1, recompute="keep-attention"),
+    Layout(pp=2, schedule="dualpipe-v", virtual_stages=2, cp=2, cp_method="all-to-all", zero=2),
+]
+"""Schedules that split backwards, that lie in a V, or that go through a stage with all microbatches."""
 
 TIED_LAYOUTS = {
     "dp4": Layout(dp_shard=4),
@@ -77,8 +130,17 @@ TIED_LAYOUTS = {
     "pp2 dp2 zero 3": Layout(pp=2, dp_shard=2, zero=3),
     "zero 3": Layout(dp_shard=4, zero=3),
     "interleaved hsdp": Layout(pp=2, dp_replicate=2, schedule="interleaved-1f1b", virtual_stages=2),
+    "offloaded pp2 tp2": Layout(pp=2, tp=2, micro_batch=4, offload="both"),
+    "offloaded zero 3": Layout(dp_shard=4, zero=3, offload="both"),
 }
 
+
+VALIDATED = (
+    "hsdp", "tp4 without sp", "pp4 gpipe", "pp2 interleaved thrice", "uneven layers, ends alone", "zero 2 pp2",
+    "zero 3 hsdp", "zero 3 pp2", "full recompute zero 3", "selective recompute pp2", "zero 3 tp2 overlapped", "cp4",
+    "pp2 cp2 gathered", "cp2 tp2 by heads", "offloaded both",
+)  # fmt: skip
+"""Each axis, ZeRO stage and kind of schedule; a validation runs the forwards of training."""
 
 FAMILY_LAYOUTS = {
     "dp4": Layout(dp_shard=4, zero=3),
@@ -100,6 +162,23 @@ def test_every_axis_is_exact_in_float64(ranks4: Ranks, name: str) -> None:
     assert size <= 1e-10, whose
 
 
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [
+        *((name, False) for name in AXES if name.startswith("offloaded")),
+        *(("offloaded", True), ("offloaded both", True)),
+    ],
+)
+def test_offload_changes_no_bit(ranks4: Ranks, name: str, documents: bool) -> None:
+    """Activations leave every rank that has more blocks than the one whose backward is what it does next."""
+    case = Case(AXES[name], precision=BF16, documents=documents)
+    sent = ranks4.run(offload_without_a_bit, case)
+    has_one_block = case.layout.pp == 4
+    assert [bool(each) for each in sent] == [
+        case.layout.offloads_activations and not (has_one_block and rank == 3) for rank in range(4)
+    ]
+
+
 @pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp"])
 @pytest.mark.parametrize("optimizer", [SMOOTH, SGD(momentum=0.0), SGD(weight_decay=0.1)], ids=str)
 def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
@@ -107,7 +186,7 @@ def test_two_steps_of_every_optimizer_are_exact_in_float64(ranks4: Ranks, name: 
     assert size <= 1e-10, whose
 
 
-@pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp"])
+@pytest.mark.parametrize("name", ["pp2 tp2", "zero 3 hsdp", "offloaded both"])
 @pytest.mark.parametrize("optimizer", [SMOOTH, SGD(weight_decay=0.1)], ids=str)
 def test_a_loss_that_is_not_finite_changes_no_bit_on_any_rank(ranks4: Ranks, name: str, optimizer: Optimizer) -> None:
     assert ranks4.run(skip_between_steps, Case(AXES[name], optimizer=optimizer)) == [True] * 4
@@ -122,10 +201,10 @@ def test_interleaving_over_four_ranks_is_exact_in_float64(ranks4: Ranks) -> None
 @pytest.mark.parametrize(
     "case",
     [
-        *map(Case, AXES.values()),
+        *(Case(AXES[name]) for name in VALIDATED),
         Case(AXES["tp4 with sp"], documents=True),
         Case(AXES["pp4"], documents=True),
-        *(Case(layout, model=TIED) for layout in TIED_LAYOUTS.values()),
+        *(Case(TIED_LAYOUTS[name], model=TIED) for name in ("pp2 dp2 zero 3", "interleaved hsdp", "offloaded zero 3")),
     ],
     ids=lambda case: f"{case.layout}{' documents' * case.documents}{' tied' * case.model.tied_embeddings}",
 )
@@ -154,6 +233,15 @@ def test_stages_in_a_v_are_exact_in_float64(ranks4: Ranks, degrees: dict[str, in
             model=replace(TIED, num_layers=8, tied_embeddings=tied),
         )
     size, whose = largest_difference(merge(ranks4.run(run_in_a_v, case)), run_reference(case))
+    assert size <= 1e-10, whose
+
+
+@pytest.mark.parametrize("number", range(len(SCHEDULED)), ids=map(str, SCHEDULED))
+def test_every_schedule_is_exact_in_float64(ranks4: Ranks, number: int) -> None:
+    """Two steps, so that nothing is left of the first; every second layout with tied embeddings and biases."""
+    model = replace((QWEN3, QWEN2)[number % 2], num_layers=8)
+    case = Case(SCHEDULED[number], model=model, num_steps=2)
+    size, whose = difference(ranks4, case)
     assert size <= 1e-10, whose
 
 
@@ -191,12 +279,35 @@ def test_every_kernel_is_exact_in_float64(ranks4: Ranks, kernels: Kernels) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["dp4", "tp4 with sp", "pp4", "pp2 tp2", "zero 3", "pp2 interleaved", "full recompute zero 3"]
+    "name",
+    [
+        *("dp4", "pp2 tp2", "pp2 interleaved", "full recompute zero 3"),
+        *(name for name in AXES if "cp" in name),
+    ],
 )
 def test_documents_that_do_not_see_each_other_are_exact_in_float64(ranks4: Ranks, name: str) -> None:
     size, whose = difference(ranks4, Case(AXES[name], documents=True))
     assert size <= 1e-10, whose
     assert abs(run_reference(Case(AXES[name])).loss / run_reference(Case(AXES[name], documents=True)).loss - 1) > 1e-6
+
+
+def test_three_ranks_share_a_sequence_exactly_in_float64() -> None:
+    """Six heads, of which three are of keys and values, and documents that cross the borders of what a rank has."""
+    ranks3, model = Ranks(3), replace(SHAPE, hidden_size=48, num_heads=6, num_kv_heads=3, num_layers=2)
+    try:
+        for method, attention, documents in product(
+            CONTEXT_METHODS, ("sdpa-flash", "sdpa-math", "blockwise"), (False, True)
+        ):
+            case = Case(
+                Layout(cp=3, cp_method=method, micro_batch=2), model=model, seq_len=54, global_batch=4,
+                kernels=Kernels(attention=attention), documents=documents,
+            )  # fmt: skip
+            size, whose = largest_difference(
+                merge(ranks3.run(run_layout, case, timeout_s=120)), run_reference(replace(case, kernels=Kernels()))
+            )
+            assert size <= 1e-10, (case, whose)
+    finally:
+        ranks3.close()
 
 
 @pytest.mark.parametrize("name", ["dp4", "tp4 with sp", "tp4 overlapped", "pp2 tp2", "zero 3"])
@@ -215,34 +326,58 @@ def test_bf16_errs_no_more_than_one_process_in_bf16_does(ranks4: Ranks, name: st
 def legal_cases(draw: st.DrawFn) -> Case:
     """Layouts of 4 ranks over every axis, with a batch that they can train."""
     model = draw(st.sampled_from([SHAPE, TIED, QWEN2, QWEN3]))
-    degrees = draw(st.sampled_from([(pp, rep, dp, tp) for pp in (1, 2, 4) for rep in (1, 2, 4) for dp in (1, 2, 4)
-                                    for tp in (1, 2, 4) if pp * rep * dp * tp == 4]))  # fmt: skip
-    pp, dp_replicate, dp_shard, tp = degrees
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", *(["interleaved-1f1b"] if pp == 2 else [])]))
-    virtual_stages = draw(st.sampled_from([2, 3])) if schedule == "interleaved-1f1b" else 1
+    degrees = draw(
+        st.sampled_from(
+            [
+                (pp, rep, dp, cp, tp)
+                for pp in (1, 2, 4)
+                for rep in (1, 2, 4)
+                for dp in (1, 2, 4)
+                for cp in (1, 2, 4)
+                for tp in (1, 2, 4)
+                if pp * rep * dp * cp * tp == 4
+            ]
+        )
+    )
+    pp, dp_replicate, dp_shard, cp, tp = degrees
+    schedule = draw(st.sampled_from([each for each in SCHEDULES.values() if each.takes(pp, each.least_virtual_stages)]))
+    virtual_stages = (
+        draw(st.sampled_from([2, 3])) if schedule.most_virtual_stages > 2 else schedule.least_virtual_stages
+    )
+    splits = pp > 1 and schedule.splits_backward
     layout = Layout(
         pp=pp,
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
+        cp=cp,
+        cp_method=draw(st.sampled_from(list(CONTEXT_METHODS))),
         tp=tp,
         sequence_parallel=(sharded := draw(st.booleans())),
-        tp_overlap=sharded and draw(st.booleans()),
+        tp_overlap=sharded and not splits and draw(st.booleans()),
         micro_batch=draw(st.sampled_from([1, 2])),
-        schedule=schedule,
+        schedule=schedule.name,
         virtual_stages=virtual_stages,
         zero=draw(st.sampled_from([1, 2, 3])),
         recompute=draw(
             st.sampled_from(["none", "full", "every-2", "every-3", "selective", "keep-attention", "keep-matmuls"])
         ),
+        offload="none" if splits else draw(st.sampled_from(["none", "activations", "optimizer", "both"])),
     )
-    rounds = draw(st.sampled_from([1, 2]))
+    rounds = max(schedule.least_rounds, draw(st.sampled_from([1, 2])))
     global_batch = layout.dp * layout.micro_batch * pp * rounds
-    case = Case(layout, global_batch=max(2, global_batch), model=model)
+    attention = draw(st.sampled_from(["sdpa-flash", "sdpa-math", "blockwise"]))
+    case = Case(
+        layout,
+        global_batch=max(2, global_batch),
+        model=replace(model, num_layers=max(model.num_layers, layout.num_stages)),
+        kernels=Kernels(attention=attention),
+        documents=draw(st.booleans()),
+    )
     layout.check(case.model, case.batch)
     return case
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=24, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=legal_cases())
 def test_random_legal_layouts_are_exact_in_float64(ranks4: Ranks, case: Case) -> None:
     size, whose = difference(ranks4, case)
@@ -255,6 +390,8 @@ def test_all_axes_together_are_exact_on_eight_ranks() -> None:
         for layout in (
             Layout(pp=2, dp_shard=2, tp=2, micro_batch=2),
             Layout(pp=2, dp_replicate=2, tp=2, micro_batch=2, sequence_parallel=False, zero=3),
+            Layout(dp_replicate=2, dp_shard=2, cp=2, cp_method="gather", zero=3),
+            Layout(pp=2, cp=2, tp=2, micro_batch=2, schedule="interleaved-1f1b", virtual_stages=3, recompute="full"),
         ):
             size, whose = largest_difference(
                 merge(ranks8.run(run_layout, Case(layout), timeout_s=120)), run_reference(Case(layout))

@@ -117,6 +117,58 @@ def test_recomputation_sends_again_what_it_needs_and_does_not_keep(
         assert counts == {"all_reduce": m * ((4 + scatters) * blocks + 2 + LOSS_SUMS)}
 
 
+KV_BYTES = 2 * 2 * (SEQ_LEN // 2) * SHAPE.num_kv_heads * SHAPE.head_width * 4
+"""Of a cp rank's keys and values of two samples in fp32, the half of the sequence that is its own."""
+QUERY_BYTES = KV_BYTES // 2 * SHAPE.num_heads // SHAPE.num_kv_heads
+CONTEXT_BYTES = {
+    # All in a block of a microbatch, forward and backward. A ring has one hop over two ranks; a gathered tensor is
+    # twice as large as what a rank has.
+    "ring": {"all_to_all": 3 * KV_BYTES},
+    "gather": {"all_gather": 2 * 2 * KV_BYTES, "reduce_scatter": 2 * KV_BYTES},
+    "all-to-all": {"all_to_all": 2 * (KV_BYTES + 2 * QUERY_BYTES)},
+}
+CONTEXT_COUNTS = {
+    "ring": {"all_to_all": 3}, "gather": {"all_gather": 2, "reduce_scatter": 1}, "all-to-all": {"all_to_all": 4}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", CONTEXT_COUNTS)
+def test_cp_sends_in_each_block_what_its_method_says(ranks4: Ranks, method: str) -> None:
+    case = Case(Layout(dp_shard=2, cp=2, cp_method=method, micro_batch=2), precision=FP32)
+    times = 2 * SHAPE.num_layers  # microbatches and blocks
+    for counts in ranks4.run(count_collectives, case, ("cp",)):
+        assert counts == {name: times * count for name, count in CONTEXT_COUNTS[method].items()}
+    for weights in ranks4.run(weigh_collectives, case, ("cp",)):
+        assert weights == {name: times * size for name, size in CONTEXT_BYTES[method].items()}
+
+
+@pytest.mark.parametrize("recompute", ["full", "keep-matmuls", "keep-attention", "selective"])
+@pytest.mark.parametrize("method", CONTEXT_COUNTS)
+def test_what_cp_sends_in_forward_is_sent_again_unless_its_result_is_kept(
+    ranks4: Ranks, method: str, recompute: str
+) -> None:
+    again = {"ring": {"all_to_all": 1}, "gather": {"all_gather": 1}, "all-to-all": {"all_to_all": 2}}[method]
+    is_kept = recompute in ("keep-attention", "selective") and method != "all-to-all"  # which lies around attention
+    case = Case(Layout(dp_shard=2, cp=2, cp_method=method, micro_batch=4, recompute=recompute))
+    for counts in ranks4.run(count_collectives, case, ("cp",)):
+        for name, count in CONTEXT_COUNTS[method].items():
+            assert counts[name] == SHAPE.num_layers * (count + (0 if is_kept else again.get(name, 0)))
+
+
+def test_a_ring_hands_on_keys_and_values_to_all_others_and_their_gradients_back(ranks4: Ranks) -> None:
+    case = Case(Layout(cp=4, micro_batch=8))
+    for counts in ranks4.run(count_collectives, case, ("cp",)):
+        assert counts["all_to_all"] == SHAPE.num_layers * 3 * 3
+
+
+def test_parameters_are_sharded_over_cp_too(ranks4: Ranks) -> None:
+    """4 bytes a parameter over all four ranks; RoPE's tables have a rank's own positions."""
+    whole = SHAPE.num_layers * count_block_parameters(SHAPE) + 2 * count_embedding_parameters(SHAPE) + SHAPE.hidden_size
+    rope_bytes = 2 * SEQ_LEN // 2 * SHAPE.head_width * 4
+    for alive, _ in ranks4.run(measure_bytes, Case(Layout(dp_shard=2, cp=2), precision=FP32)):
+        assert (alive.parameter, alive.gradient) == (whole + rope_bytes, whole)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -192,6 +244,7 @@ def run_initial_weights(case: Case) -> dict[str, np.ndarray]:
         ("activations over tp", Case(Layout(tp=4, micro_batch=4, sequence_parallel=False))),
         ("loss over tp", Case(Layout(dp_shard=2, tp=2, micro_batch=4))),
         ("tied gradients over pp", Case(Layout(pp=4), model=TIED)),
+        ("keys and values over cp", Case(Layout(cp=4, micro_batch=4))),
     ],
 )
 def test_the_harness_sees_a_missing_collective(ranks4: Ranks, dropped: str, case: Case) -> None:

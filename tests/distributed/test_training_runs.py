@@ -132,6 +132,8 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     assert re.search(r"step time +│ [\d.]+ s +│", log) and re.search(
         r"rank 0 +│ .* [KM]iB, predicted .* [KM]iB \(", log
     )
+    speed = re.search(r"tokens/s/GPU +│ ([\d,]+) +│", log)
+    assert speed is not None and speed[1] == f"{summary['tokens_per_s'] / 2:,.0f}"
     assert (config.layout.tp, config.layout.dp_shard, config.train.steps) == (2, 1, 6)
     names = sorted(path.name for path in (straight.run / "checkpoints").iterdir())
     assert names == ["latest", "step-00000003", "step-00000006"]

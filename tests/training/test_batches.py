@@ -8,7 +8,8 @@ import torch
 
 from dtlayout.data.samples import Rows
 from dtlayout.errors import DataError
-from dtlayout.training.batches import Batches
+from dtlayout.layout import Layout
+from dtlayout.training.batches import Batches, take_own
 
 
 class Slow:
@@ -27,8 +28,16 @@ class Slow:
         return Rows(tokens, tokens + 1, torch.tensor([False, True]).repeat(len(indices), 2))
 
 
+class Numbered(Slow):
+    """Samples of tokens that are their own positions."""
+
+    def batch(self, step, indices):
+        tokens = torch.arange(4).repeat(len(indices), 1)
+        return Rows(tokens, tokens + 1, torch.tensor([False, True]).repeat(len(indices), 2))
+
+
 def open_batches(samples, **options):
-    return Batches(samples, range(2), "cpu", **{"has_documents": False, **options})
+    return Batches(samples, range(2), "cpu", **{"has_documents": False, "layout": Layout(), "rank": 0, **options})
 
 
 def test_batches_that_are_read_ahead_are_those_that_are_fetched():
@@ -37,6 +46,27 @@ def test_batches_that_are_read_ahead_are_those_that_are_fetched():
         fetched = batches.fetch(step)
         assert torch.equal(batch.tokens, fetched.tokens) and torch.equal(batch.targets, fetched.targets)
         assert batch.starts.tolist() == fetched.starts.tolist() == [[0, 0, 2, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "has_documents", "own"),
+    [("ring", False, [0, 3]), ("ring", True, [0, 1]), ("gather", True, [0, 1]), ("all-to-all", True, [0, 1])],
+)
+def test_a_rank_of_cp_gets_its_own_tokens_with_their_targets_and_all_starts(method, has_documents, own):
+    layout = Layout(cp=2, cp_method=method)
+    batch = open_batches(Numbered(), has_documents=has_documents, layout=layout, rank=0).fetch(0)
+    assert batch.tokens.tolist() == [own] * 2 and batch.targets.tolist() == [[i + 1 for i in own]] * 2
+    assert not has_documents or batch.starts.tolist() == [[0, 0, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_documents_decide_anew_for_each_microbatch_which_tokens_a_rank_has(micro_batch):
+    starts = torch.tensor([[0, 1, 2, 3, 4, 4, 4, 4], [0, 0, 0, 0, 4, 5, 6, 7]])
+    tokens = torch.arange(8).repeat(2, 1)
+    layout = Layout(cp=2, micro_batch=micro_batch)
+    own = [take_own([tokens], starts, layout, rank)[0] for rank in range(2)]
+    assert torch.cat(own, 1).sort(1).values.equal(tokens)
+    assert torch.equal(own[0][0], own[0][1]) == (micro_batch == 2)
 
 
 def test_the_next_batch_is_read_during_a_step_and_none_is_read_that_nobody_wants():

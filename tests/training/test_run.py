@@ -173,9 +173,9 @@ def play(
         checkpoint=SimpleNamespace(every=every, save=bool(every)),
     )
     loop = SimpleNamespace(
-        config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0, has_peaks=has_peaks,
-        memory=SimpleNamespace(watch=nullcontext), watch=mock.Mock(spec=Watch), _launch=launch, _note=note,
-        batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
+        config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0, timeline=None,
+        has_peaks=has_peaks, memory=SimpleNamespace(watch=nullcontext), watch=mock.Mock(spec=Watch), _launch=launch,
+        _note=note, batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,
         _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, checkpoints=mock.Mock(spec=Checkpoints),

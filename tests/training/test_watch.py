@@ -54,6 +54,16 @@ def test_where_all_wait_the_one_that_stood_still_first_is_named():
     assert (culprit, line) == (1, "rank 1 on a stood still first, for 62 s, in step 17, reading the next batch")
 
 
+def test_a_rank_that_only_waits_is_named_after_one_that_stands_still_by_itself():
+    """Ranks come out of a save at different times: the last one to begin a step may be the one that sticks there."""
+    sum_up = replace(WAITS, rank=1, doing="counting its targets", age_s=62.0, waits=True)
+    beginning = replace(WAITS, doing="beginning", age_s=61.5)
+    assert judge([node("a", beginning, sum_up)]).line == (
+        "rank 0 on a stood still first, for 62 s, in step 17, beginning"
+    )
+    assert judge([node("a", sum_up, replace(sum_up, rank=2, age_s=63.0))]).rank == 2
+
+
 def test_a_node_of_which_nothing_is_heard_is_named_with_its_ranks():
     silent = node("b", *(replace(WAITS, rank=rank, step=0, doing="building the model") for rank in (4, 5, 6)),
                   is_silent=True)  # fmt: skip

@@ -1,0 +1,139 @@
+"""Records when this rank works on each forward and backward of a step, on a clock that all ranks share.
+
+On a CPU by the host's clock, on CUDA by events of the stream that computes, so that nothing waits for them. An action
+begins when its input is there and ends where the next one is launched, messages not counted. What FSDP2 gathers and
+reduces within it is part of it as far as it is waited for.
+"""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dtlayout.layout import Layout
+from dtlayout.pipelining.actions import COMPUTE, Action
+from dtlayout.pipelining.timeline import Timeline
+
+_PINGS = 8
+"""Times that a rank asks another host's for its clock; the answer that came fastest counts."""
+
+_Mark = float | torch.cuda.Event
+
+
+class TimelineRecorder:
+    """A rank's actions of the steps that it is asked to record."""
+
+    def __init__(self, device_type: str, layout: Layout, timeout_s: float):
+        """A collective of all ranks; of each pipeline rank the first one is recorded."""
+        stage_ranks = layout.world_size // layout.pp
+        recorded = list(range(0, layout.world_size, stage_ranks))
+        self._group = dist.new_group(recorded, backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._pp_rank = recorded.index(dist.get_rank()) if dist.get_rank() in recorded else None
+        self._num_ranks, self._on_cuda = len(recorded), device_type == "cuda"
+        self._is_on = False
+        self._marks: list[tuple[Action, _Mark, _Mark]] = []
+        self._running: Action | None = None
+        self._began: _Mark = 0.0
+        self._origin: tuple[float, _Mark] = (0.0, 0.0)
+
+    def begin(self) -> None:
+        """A step that is recorded begins."""
+        if self._pp_rank is None:
+            return
+        self._is_on, self._marks, self._running = True, [], None
+        if self._on_cuda:
+            torch.cuda.synchronize()  # so that host and device are at the same moment
+            self._origin = time.perf_counter(), self._now()
+
+    def before_action(self, action: Action | None) -> None:
+        """The rank begins an action, or has done the last one of a step."""
+        if not self._is_on:
+            return
+        now = self._now()
+        if self._running is not None:
+            self._marks.append((self._running, self._began, now))
+        self._running, self._began = (action if action and action.kind in COMPUTE else None), now
+        self._is_on = action is not None
+
+    def after_input(self) -> None:
+        """What the action waits for is there."""
+        if self._is_on:
+            self._began = self._now()
+
+    def gather(self) -> Timeline | None:
+        """The last step that was recorded, on rank 0; None elsewhere. A collective of the ranks that are recorded."""
+        if self._pp_rank is None:
+            return None
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        offset_s = _find_offset(self._group)
+        own = [
+            (str(action), offset_s + self._to_seconds(start), offset_s + self._to_seconds(end))
+            for action, start, end in self._marks
+        ]
+        rows: list[list[tuple[str, float, float]]] | None = None
+        if self._pp_rank == 0:
+            rows = [[] for _ in range(self._num_ranks)]
+        dist.gather_object(own, rows, group_dst=0, group=self._group)
+        return Timeline.of_rows(rows) if rows else None
+
+    def _now(self) -> _Mark:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _to_seconds(self, mark: _Mark) -> float:
+        """On the host's clock."""
+        if isinstance(mark, float):
+            return mark
+        host_s, event = self._origin
+        assert isinstance(event, torch.cuda.Event), "an event counts from the one with which the step began"
+        return host_s + event.elapsed_time(mark) / 1e3
+
+
+def _find_offset(group: ProcessGroup) -> float:
+    """Seconds from this rank's clock to that of the group's first one; a collective.
+
+    Where that is another host's it is asked several times, and half of the fastest way there and back is the error at
+    most (Cristian's algorithm, 1989).
+    """
+    clocks = [0] * dist.get_world_size(group)
+    dist.all_gather_object(clocks, _find_clock(), group=group)
+    rank = dist.get_rank(group)
+    if clocks[rank] != clocks[0]:
+        return _ask(group)
+    for peer in range(1, len(clocks)) if rank == 0 else ():
+        if clocks[peer] != clocks[0]:
+            _answer(peer, group)
+    return 0.0
+
+
+def _ask(group: ProcessGroup) -> float:
+    answer, fastest, found = torch.zeros(1, dtype=torch.float64), float("inf"), 0.0
+    for _ in range(_PINGS):
+        sent = time.perf_counter()
+        dist.send(answer, group=group, group_dst=0)
+        dist.recv(answer, group=group, group_src=0)
+        back = time.perf_counter()
+        if back - sent < fastest:
+            fastest, found = back - sent, answer.item() - (sent + back) / 2
+    return found
+
+
+def _answer(peer: int, group: ProcessGroup) -> None:
+    question = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_PINGS):
+        dist.recv(question, group=group, group_src=peer)
+        dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), group=group, group_dst=peer)
+
+
+def _find_clock() -> int:
+    """A number for the clock of this host since its last start, or of a container that has one of its own."""
+    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    return crc32(f"{boot.read_text()} {space.readlink() if space.exists() else ''}".encode())

@@ -1,0 +1,95 @@
+"""A recorded step of four ranks: its order, its bubble, and the stage that was made slow."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from launching import launch
+from tiny import ROOT, write_tiny
+
+from dtlayout.cli import main
+from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.training.metrics import RecordedTimelines
+
+PLANTED_S, USUAL_S = 0.05, 0.02
+SLOW = f"""
+import os, time
+from dtlayout.training.timeline import TimelineRecorder
+
+after_input = TimelineRecorder.after_input
+
+def after_input_slowly(recorder):
+    after_input(recorder)
+    time.sleep({PLANTED_S} if os.environ["RANK"] == "2" else {USUAL_S})
+
+TimelineRecorder.after_input = after_input_slowly
+"""
+"""A plugin: the third of four stages takes longer for each forward and each backward that has an input.
+
+The others take a time beside which it does not matter how busy the machine is.
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The folder of a run of five steps."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "slow.py").write_text(SLOW)
+    files, log = write_tiny(folder, steps=5), folder / "log"
+    options = ("--layout.pp=4", "--layout.schedule=zb-h1", "--metrics.timeline=true", "--metrics.memory_every=2")
+    environment = {"DTLAYOUT_PLUGINS": "slow", "PYTHONPATH": f"{ROOT}:{folder}"}
+    assert launch(4, files.config, *options, log=log, **environment) == 0, log.read_text()
+    return files.run
+
+
+def test_recorded_are_the_schedules_actions_on_one_clock(recorded):
+    timelines = RecordedTimelines.read(recorded)
+    assert list(timelines.steps) == [3, 5]
+    layout = timelines.run.layout
+    schedule = find_schedule("zb-h1")
+    m = layout.num_microbatches(timelines.run.scenario.batch)
+    for timeline in timelines.steps.values():
+        assert [[span.action for span in rank] for rank in timeline.spans] == schedule.orders(layout.placement, m)
+        began = {str(span.action): span.start for rank in timeline.spans for span in rank}
+        ended = {str(span.action): span.end for rank in timeline.spans for span in rank}
+        for i in range(m):
+            for stage in range(3):
+                assert ended[f"{stage}F{i}"] <= began[f"{stage + 1}F{i}"]
+                assert ended[f"{stage + 1}I{i}"] <= began[f"{stage}I{i}"]
+        for rank in timeline.spans:
+            assert all(a.start < a.end <= b.start < b.end for a, b in pairwise(rank))
+        assert timeline.waits_s[2] == min(timeline.waits_s)
+        assert timeline.stage_s()[2] > 2 * PLANTED_S
+
+
+def test_the_slow_stage_is_named_beside_the_prediction(recorded, capsys, tmp_path):
+    page, trace = tmp_path / "timeline.html", tmp_path / "trace.json"
+    assert main(["timeline", str(recorded), "--page", str(page), "--trace", str(trace), "--width", "60"]) == 0
+    text = capsys.readouterr().out
+    assert "stage 2, on rank 2, is slow: 0.1" in text and text.count("is slow") == 1
+    assert text.index("predicted: ") < text.index("measured: ") and ", step 5\n" in text
+    assert "Stage 2, on rank 2, is slow" in page.read_text() and "<h2>Measured</h2>" in page.read_text()
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == set(range(8))
+    assert main(["timeline", str(recorded), "--step", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 3 and [each["stage"] for each in found["slow_stages"]] == [2]
+    assert 0 < found["measured"]["bubble"] < 1 and found["measured"]["pipeline_s"] > found["pipeline_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--step", "4"], "--step 4 was not recorded; use one of 3, 5"),
+        (["--layout.pp=2"], "--layout.pp=2 is of a config; a run is drawn as it was"),
+    ],
+)
+def test_what_was_not_recorded_is_refused(recorded, more, problem, capsys):
+    assert main(["timeline", str(recorded), *more]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_run_that_recorded_nothing_says_how_one_does(tmp_path, capsys):
+    assert main(["timeline", str(tmp_path)]) == 2
+    assert "cannot be read: No such file or directory; a run writes it with --metrics.timeline=true" in (
+        capsys.readouterr().err
+    )
