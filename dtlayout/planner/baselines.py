@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from dtlayout.context_parallel import DEFAULT_CONTEXT_METHOD
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -80,7 +81,7 @@ def _fit_by_size(space: Space) -> Iterator[dict[str, Any]]:
     cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
     num_parameters, num_gpus = count_parameters(space.scenario.model), cluster.num_gpus
     tensor = [tp for tp in divisors(min(cluster.gpus_linked, num_gpus)) if tp > 1]
-    full = max([tp for tp in tensor if space.allows_tensor(tp, True)], default=1)
+    full = max([tp for tp in tensor if space.allows_tensor(tp, 1, DEFAULT_CONTEXT_METHOD, True)], default=1)
     stages = [pp for pp in divisors(num_gpus) if 1 < pp <= layers]
     sharded = {"zero": 3, "recompute": "full"}
     pipelines = [{"tp": full, "pp": pp} for pp in stages]

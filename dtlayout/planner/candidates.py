@@ -1,35 +1,43 @@
 """Candidates: what is left of a space when all is gone that is not legal, has slower kernels or surely does not fit.
 
-A *candidate* is all of a layout but how its data-parallel ranks share the state (`space.Sharding`): whatever that is,
-its stages do the same work, and hold the same beside their state. Its *variants* are the ways that may fit.
+    families ─▶ with a recomputation ─▶ works ─▶ candidates ─▶ variants
+
+A *family* is all that is legal and has the same tensors in a block, a *work* one way to compute a microbatch in it with
+some recomputation, and a *candidate* a work spread over ranks in some way, of which nothing is open but how
+data-parallel ranks share the state (`space.Sharding`): whatever that is, its stages do the same work, and hold the same
+beside their state. Its *variants* are the ways that may fit. There are hundreds, thousands, tens of thousands and
+hundreds of thousands of these, so each is made of the one before where a search asks for it.
 """
 
-from bisect import insort
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import product, starmap
 from math import inf
-from operator import add
-from typing import Literal, NamedTuple
+from operator import add, itemgetter
+from typing import Any, Literal, NamedTuple
 
+from dtlayout.costmodel.compute import recompute_time
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
+from dtlayout.costmodel.scenario import find_kernel_refusals, find_lacks
+from dtlayout.costmodel.update import Update, find_update
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.planner.peaks import Counts, Moments, Peaks, RankGroup, Stages, gradient_phase
-from dtlayout.planner.space import Sharding, Space
+from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.planner.peaks import Counts, Moments, Peaks, RankGroup, RankSizes, Stages, gradient_phase
+from dtlayout.planner.space import Degrees, Order, Sharding, Space
+from dtlayout.recompute import Recompute
 
-Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "sharded otherwise", "ranked"]
+Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "alike", "ranked"]
 """A layout's end in a search; "bounded" may fit, but is slower by its lower bound alone, "slower" was simulated, and
-"sharded otherwise" differs from a ranked one in nothing but kernels and how its ranks share the state."""
+"alike" is a variant of a ranked one."""
 
 
 class State(NamedTuple):
     """Parameters, gradients and optimizer of each group of ranks."""
 
-    num_parameters: tuple[float, ...]
+    sizes: tuple[RankSizes, ...]
     """Parameters of a rank."""
     ways: tuple[tuple[Sharding, tuple[float, ...]], ...]
     """Least bytes, for each way to share them."""
@@ -47,58 +55,91 @@ class Pipeline(NamedTuple):
     """The state of each of these groups."""
 
 
-class Candidate(NamedTuple):
-    """Layouts that differ in nothing but how their ranks share the state."""
+class Spread(NamedTuple):
+    """How a step is spread over ranks and microbatches; the state is shared in any way."""
 
-    place: int
-    """The number of its layout among all that are legal: candidates of one place differ in their kernels."""
-    layout: Layout
-    """One of the layouts, with its state shared in some way."""
-    part: StageLayout
-    """The part of the layout on which its work depends."""
-    kernels: Kernels
+    degrees: Degrees
+    schedule: str
+    virtual_stages: int
     num_microbatches: int
-    """Microbatches of a step."""
+    num_ways: int
+    """Ways to share the state."""
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return self.degrees.pp
+
+
+Busy = tuple[int, int, int]
+"""Blocks that a rank waits for and computes in a step, forward and backward; blocks of these computed again; heads."""
+BoundSpread = tuple[float, Spread]
+"""A lower bound of a step, and how that is spread."""
+
+
+class Family(NamedTuple):
+    """Legal layouts with the same tensors in a block, and a pipeline, or a split backward, in all of them or none.
+
+    They differ in recomputation, tp_overlap and how they are spread.
+    """
+
+    layout: Layout
+    """One of them."""
+    overlaps: list[bool]
+    """Their values of tp_overlap."""
+    spreads: list[Spread]
+
+
+class Recomputing(NamedTuple):
+    """The layouts of a family with one recomputation."""
+
+    layout: Layout
+    """One of them."""
+    parts: dict[StageLayout, Layout]
+    """Each part on which a stage's work depends, and the layout with that tp_overlap."""
+    spreads: list[tuple[Spread, list[Busy]]]
+    """Those of the family, each with what the last rank of each group of ranks is busy with."""
+    num_ways: int
+    """Ways to spread them and to share the state, in all."""
+
+    def bound_spreads(self, block_s: float, again_s: float, head_s: float) -> list[BoundSpread]:
+        """Each spread with a lower bound of its step, from the least seconds of a block, of computing one again, and of
+        the head: `StepTimes.bound_s`, without host and messages.
+        """
+        return [
+            (max([n * block_s + again * again_s + heads * head_s for n, again, heads in busy]), spread)
+            for spread, busy in self.spreads
+        ]
+
+
+class Work(NamedTuple):
+    """What a microbatch is computed with in a family; a step is at least as long, however it is spread."""
+
+    layout: Layout
+    """A layout of the family with this recomputation and tp_overlap."""
+    part: StageLayout
+    """The part of it on which its work depends."""
+    kernels: Kernels
+
+
+class Candidate(NamedTuple):
+    """Layouts that differ in nothing but how their ranks share the state, one of which may fit."""
+
+    work: Work
+    spread: Spread
     stages: Stages
     """The stages of its pipeline."""
-    num_parameters: tuple[float, ...]
+    sizes: tuple[RankSizes, ...]
     """Parameters of a rank of each group of ranks."""
     variants: dict[Sharding, float]
     """Ways to share the state that may fit, and what the fullest rank needs at least."""
 
-
-MOST_OOMS = 32
-"""Layouts of which the one that misses by least is looked for: what they need at least says which they are, and what
-they need exactly which of them it is."""
-
-
-class Oom(NamedTuple):
-    """A layout that does not fit."""
-
-    least_bytes: float
-    """The least that its fullest rank can need."""
-    layout: Layout
-    kernels: Kernels
-
-
-@dataclass
-class LeftOut:
-    """Layouts that are no candidates, by reason."""
-
-    counts: Counter[Reason] = field(default_factory=Counter)
-    """How many, by reason."""
-    nearest: list[Oom] = field(default_factory=list)
-    """The `MOST_OOMS` that need least at least of all that surely don't fit, sorted."""
-
     @property
-    def limit_bytes(self) -> float:
-        """The need above which a layout is none of the nearest."""
-        return self.nearest[-1].least_bytes if len(self.nearest) == MOST_OOMS else inf
-
-    def note_oom(self, least_bytes: float, layout: Layout, kernels: Kernels) -> None:
-        """Keep a layout that does not fit, if it is among those that need least."""
-        insort(self.nearest, Oom(least_bytes, layout, kernels), key=lambda each: each.least_bytes)
-        del self.nearest[MOST_OOMS:]
+    def layout(self) -> Layout:
+        """One of the layouts, with all of the state on every data-parallel rank or shard."""
+        pp, dp = self.spread.pp, self.spread.degrees.dp
+        order: dict[str, Any] = {"schedule": self.spread.schedule, "virtual_stages": self.spread.virtual_stages}
+        return replace(self.work.layout, pp=pp, dp_shard=dp, **order)
 
 
 class Candidates:
@@ -108,113 +149,257 @@ class Candidates:
         """A rank may hold `allowed_bytes`."""
         self.space, self.estimator, self.peaks, self.allowed_bytes = space, estimator, peaks, allowed_bytes
         self.examples = cache(self._find_examples)
-        """Every way to share the state at some tp and pp, with a layout of these degrees that does."""
+        """Every way to share the state at some degrees, with a layout of these degrees that does."""
         self.undominated = cache(self._find_undominated)
-        """Kernels with a StageLayout that are not both slower and larger than others."""
-        self._kernels, self._states = cache(self._find_kernels), cache(self._find_states)
-        self._pipelines, self._group_states = cache(self._find_pipeline), cache(self._find_group_states)
+        """StageLayouts and kernels, of several StageLayouts, that are not both slower and larger than others; where
+        backwards are split, of the kernels that may be there."""
+        self._costs = cache(self._find_costs)
+        self._kernels, self._able_kernels = cache(self._find_kernels), cache(self._find_able_kernels)
+        self._states = cache(self._find_states)
+        self._pipelines, self._short_pipelines = cache(self._find_pipeline), cache(self._find_short_pipeline)
+        self._group_states, self._overlaps = cache(self._find_group_states), cache(self._find_overlaps)
+        self._allows_pipeline, self._orders = cache(space.allows_pipeline), cache(self._find_orders)
+        self._busy = cache(self._find_busy)
+        self.updates = cache(self._find_updates)
+        """Reductions and updates of ranks with these RankSizes at some degrees, with a head or without, by Sharding."""
 
-    def find(self, left_out: LeftOut) -> Iterator[Candidate]:
-        """All of them; the others are counted."""
-        space, place = self.space, 0
-        for tp, pp, dp in space.degrees:
-            num_shardings = len(space.shardings(tp, dp))
-            num_kernels = sum(len(self._kernels(tp, recompute)) for recompute in space.recompute)
-            num_each = len(space.recompute) * num_shardings * len(space.kernels)
-            tensor = [sp for sp in space.sequence_parallel(tp) if space.allows_tensor(tp, sp)]
-            num_tensor = len(space.sequence_parallel(tp))
-            for (schedule, v), micro_batch in product(space.orders(pp), space.micro_batches):
-                is_legal = tensor and space.allows_pipeline(pp, (schedule, v), dp, micro_batch)
-                num_legal = len(tensor) * num_shardings * num_kernels if is_legal else 0
-                left_out.counts["not legal"] += num_tensor * num_each - num_legal
-                if not num_legal:
-                    continue
-                for sp, recompute in product(tensor, space.recompute):
-                    layout = Layout(
-                        tp=tp, pp=pp, dp_shard=dp, schedule=schedule, virtual_stages=v, micro_batch=micro_batch,
-                        sequence_parallel=sp, recompute=recompute, **space.constant,
-                    )  # fmt: skip
-                    part = part_of(layout, StageLayout)
-                    best = self.undominated(part)
-                    num_slower = len(self._kernels(tp, recompute)) - len(best)
-                    left_out.counts["slower kernels"] += num_slower * num_shardings
-                    for kernels in best:
-                        if candidate := self.make(layout, part, kernels, left_out, place):
-                            yield candidate
-                    place += 1
+    def find(self, counts: Counter[Reason]) -> list[Family]:
+        """All that is legal, and what is not is counted; the former is "bounded" until more is known of it."""
+        space, spreads = self.space, defaultdict[tuple[Any, ...], list[Spread]](list)
+        for degrees in space.degrees:
+            tp, pp, cp, ep, dp = degrees
+            methods, num_shardings = space.cp_methods(cp), len(space.shardings(degrees))
+            num_all = len(methods) * len(space.sequence_parallel(tp)) * len(space.tp_overlap(tp)) * num_shardings
+            num_all *= len(space.recompute) * len(space.kernels)
+            for splits, orders in self._orders(pp).items():
+                num_legal = num_shardings * sum(
+                    len(overlaps) * len(self._kernels(tp, cp, method, splits, recompute))
+                    for method in methods
+                    for overlaps in self._overlaps(tp, cp, method, splits).values()
+                    for recompute in space.recompute * bool(overlaps)
+                )
+                steps = list(product(orders, space.micro_batches(cp)))
+                legal = [each for each in steps if num_legal and self._allows_pipeline(pp, dp, *each)]
+                counts["bounded"] += num_legal * len(legal)
+                counts["not legal"] += num_all * len(steps) - num_legal * len(legal)
+                for order, micro_batch in legal:
+                    m = space.scenario.batch.global_batch // (dp * micro_batch)
+                    alike = tp, cp, ep, micro_batch, pp > 1, splits
+                    spreads[alike].append(Spread(degrees, *order, m, num_shardings))
+        families = []
+        for (tp, cp, ep, micro_batch, _, splits), found in spreads.items():
+            pp, dp = found[0].pp, found[0].degrees.dp
+            pipeline: dict[str, Any] = {"schedule": found[0].schedule, "virtual_stages": found[0].virtual_stages}
+            for method, (sp, overlaps) in (
+                (each, mode) for each in space.cp_methods(cp) for mode in self._overlaps(tp, cp, each, splits).items()
+            ):
+                layout = Layout(
+                    tp=tp, pp=pp, cp=cp, cp_method=method, ep=ep, dp_shard=dp, micro_batch=micro_batch,
+                    sequence_parallel=sp, **pipeline, **space.constant,
+                )  # fmt: skip
+                has_kernels = any(self._kernels_with(layout, recompute) for recompute in space.recompute)
+                families += [Family(layout, overlaps, found)] if overlaps and has_kernels else []
+        return families
 
-    def make(
-        self, layout: Layout, part: StageLayout, kernels: Kernels, left_out: LeftOut, place: int = 0
-    ) -> Candidate | None:
-        """The candidate of a legal layout, of which `part` is a part; None if none of its variants can fit."""
-        m = layout.num_microbatches(self.space.scenario.batch)
-        of_pipeline = PipelineLayout.of(layout)
-        pipeline = self._pipelines(of_pipeline, layout.tp, of_pipeline.shorten(m))
-        block, state = self.peaks.block_bytes(part, kernels), pipeline.state
-        allowed, known = self.allowed_bytes, left_out.limit_bytes
-        limit = max(allowed, known)
+    def recomputing(self, family: Family) -> list[tuple[float, Recomputing]]:
+        """A family with each recomputation, and a lower bound of the steps of that."""
+        found, (block_s, head_s) = [], self._least_s(family)
+        num_ways = sum(spread.num_ways for spread in family.spreads)
+        for recompute in self.space.recompute:
+            layouts = [replace(family.layout, recompute=recompute, tp_overlap=each) for each in family.overlaps]
+            parts = {part_of(layout, StageLayout): layout for layout in layouts}
+            if kernels := _with_one_loss(self._kernels_of(layouts[0])):
+                again_s = min([self._again_s(part, each) for part in parts for each in kernels])
+                spreads = [
+                    (spread, self._busy(_pipeline_of(spread, layouts[0]), spread.num_microbatches))
+                    for spread in family.spreads
+                ]
+                part = Recomputing(layouts[0], parts, spreads, num_ways)
+                found.append((min(part.bound_spreads(block_s, again_s, head_s))[0], part))
+        return found
+
+    def works(self, recomputing: Recomputing, counts: Counter[Reason]) -> list[Work]:
+        """The works with a recomputation that may be the fastest; what has other kernels is counted."""
+        layout, parts = recomputing.layout, recomputing.parts
+        best = self.undominated(tuple(parts), layout.splits_backward)
+        found = [Work(parts[part], part, kernels) for part, kernels in best]
+        num_slower = (len(parts) * len(self._kernels_of(layout)) - len(found)) * recomputing.num_ways
+        counts["slower kernels"] += num_slower
+        counts["bounded"] -= num_slower
+        return found
+
+    def bound_spreads(self, recomputing: Recomputing, work: Work) -> list[BoundSpread]:
+        """Each spread of a work with a lower bound of its step."""
+        return recomputing.bound_spreads(*self.estimator.layout_work(work.part, work.kernels).least_s)
+
+    def need(self, layout: Layout, kernels: Kernels) -> tuple[float, float]:
+        """What the fullest rank of a layout needs, and its peak, as far as that is allowed."""
+        return self.peaks.need(layout, kernels, self.allowed_bytes)
+
+    def make(self, work: Work, spread: Spread) -> Candidate | None:
+        """The candidate of a work that is spread; None if no variant can fit."""
+        pipeline = self._pipelines(spread, _pipeline_of(spread, work.layout))
+        state, allowed = pipeline.state, self.allowed_bytes
+        block = self.peaks.block_bytes(work.part, work.kernels)
         held: list[float] = []
         for beside, state_bytes in zip(self.peaks.held_bytes(block, pipeline.in_flight), state.least, strict=True):
-            if beside + state_bytes > limit:  # in any way, and by more than another
-                left_out.counts["does not fit"] += len(state.ways)
+            if beside + state_bytes > allowed:  # in any way
                 return None
             held.append(beside)
-        fitting: dict[Sharding, float] = {}
-        smallest = inf
-        for sharding, least in state.ways:
-            need = max(map(add, held, least))
-            if need <= allowed:
-                fitting[sharding] = need
-            elif need < smallest:
-                smallest, too_large = need, sharding
-        left_out.counts["does not fit"] += len(state.ways) - len(fitting)
-        if smallest < known:
-            left_out.note_oom(smallest, too_large.of(layout), kernels)
-        if not fitting:
+        needs = {sharding: max(map(add, held, least)) for sharding, least in state.ways}
+        if not (fitting := {sharding: need for sharding, need in needs.items() if need <= allowed}):
             return None
-        return Candidate(place, layout, part, kernels, m, pipeline.stages, state.num_parameters, fitting)
+        return Candidate(work, spread, pipeline.stages, state.sizes, fitting)
 
-    def _find_examples(self, tp: int, pp: int) -> dict[Sharding, Layout]:
-        cp = self.space.constant.get("cp", 1)
-        dp = self.space.scenario.cluster.num_gpus // (cp * tp * pp)
-        plain = Layout(tp=tp, pp=pp, cp=cp, dp_shard=dp)
-        return {sharding: sharding.of(plain) for sharding in self.space.shardings(tp, dp)}
+    def sort_by_need(self) -> list[tuple[float, Candidate, Sharding]]:
+        """Every variant with what it needs at least, the smallest first."""
+        counts = Counter[Reason]()
+        parts = [part for family in self.find(counts) for _, part in self.recomputing(family)]
+        works = ((work, spread) for part in parts for work in self.works(part, counts) for spread, _ in part.spreads)
+        candidates = filter(None, starmap(self.make, works))
+        least = [
+            (need, candidate, sharding) for candidate in candidates for sharding, need in candidate.variants.items()
+        ]
+        return sorted(least, key=itemgetter(0))
 
-    def _find_pipeline(self, pipeline: PipelineLayout, tp: int, m: int) -> Pipeline:
+    def least_of_family_s(self, family: Family) -> float:
+        """A lower bound of all steps of a family: its blocks and its head shared out evenly, and nothing else."""
+        (block_s, head_s), spread = self._least_s(family), family.spreads[0]
+        busy_s = self.space.scenario.model.num_layers * block_s + head_s
+        return spread.num_microbatches * busy_s / spread.pp  # the same for all spreads of a family
+
+    def _least_s(self, family: Family) -> tuple[float, float]:
+        """Seconds that a microbatch takes at least in a block and in the head, which nothing waits for."""
+        kernels = list(
+            dict.fromkeys(each for kind in self.space.recompute for each in self._kernels_with(family.layout, kind))
+        )
+        parts = [part_of(replace(family.layout, tp_overlap=overlap), BlockLayout) for overlap in family.overlaps]
+        of_kinds = product(self.estimator.blocks.values(), parts, _with_one_loss(kernels))
+        block_s = min([block_of(part, each).gpu_s for block_of, part, each in of_kinds])
+        return block_s, min([self.estimator.head(part, each).gpu_s for part, each in product(parts, kernels)])
+
+    def _again_s(self, part: StageLayout, kernels: Kernels) -> float:
+        """Seconds that computing a block again takes at least."""
+        of_block, kinds = part_of(part, BlockLayout), self.space.scenario.kinds
+        blocks = [(scenario, self.estimator.blocks[kind](of_block, kernels)) for kind, scenario in kinds.items()]
+        return min([sum(recompute_time(scenario, part, kernels, block)) for scenario, block in blocks])  # type: ignore[arg-type]
+
+    def _find_orders(self, pp: int) -> dict[bool, list[Order]]:
+        """The space's, by whether they split backwards."""
+        found = defaultdict[bool, list[Order]](list)
+        for order in self.space.orders(pp):
+            found[pp > 1 and find_schedule(order[0]).splits_backward].append(order)
+        return found
+
+    def _find_overlaps(self, tp: int, cp: int, method: str, splits: bool) -> dict[bool, list[bool]]:
+        """Values of sequence_parallel, and which of tp_overlap are legal beside them; a split backward allows none."""
+        space = self.space
+        tried = [overlap for overlap in space.tp_overlap(tp) if not (overlap and splits)]
+        return {
+            sp: [overlap for overlap in tried if space.allows_tensor(tp, cp, method, sp, overlap)]
+            for sp in space.sequence_parallel(tp)
+        }
+
+    def _find_examples(self, degrees: Degrees) -> dict[Sharding, Layout]:
+        tp, pp, cp, ep, dp = degrees
+        plain = Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=dp, offload=self.space.offload)
+        return {sharding: sharding.of(plain) for sharding in self.space.shardings(degrees)}
+
+    def _find_pipeline(self, spread: Spread, pipeline: PipelineLayout) -> Pipeline:
+        return self._short_pipelines(pipeline, spread.degrees, pipeline.shorten(spread.num_microbatches))
+
+    def _find_short_pipeline(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> Pipeline:
         stages, phase = self.peaks.stages(pipeline), gradient_phase(pipeline, m)
-        state = self._states(tp, pipeline.pp, tuple([group.counts for group in stages.groups]), phase)
+        state = self._states(degrees, tuple([group.counts for group in stages.groups]), phase)
         return Pipeline(stages, self.peaks.in_flight(pipeline, m), state)
 
-    def _find_states(self, tp: int, pp: int, counts: tuple[Counts, ...], phase: int) -> State:
-        sizes = [self.peaks.sizes(each, tp) for each in counts]
-        least = [self._group_states(tp, pp, *size, phase) for size in sizes]
-        ways = tuple(zip(self.examples(tp, pp), zip(*least, strict=True), strict=True))
-        return State(tuple([n for n, _ in sizes]), ways, tuple([min(each, default=inf) for each in least]))
+    def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[Busy]:
+        waits, found = not find_schedule(pipeline.schedule).splits_backward, []
+        for group in self.peaks.stages(pipeline).groups:
+            done = [(each, waits * count) for each, count in group.before] + [(each, m) for each in group.classes]
+            blocks = sum([each.num_layers * times for each, times in done])
+            found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))
+        return found
 
-    def _find_group_states(self, tp: int, pp: int, n: float, unit: float, phase: int) -> list[float]:
-        ways = [part_of(example, StateLayout) for example in self.examples(tp, pp).values()]
-        return [self.peaks.state_bytes(way, n, unit, phase) for way in ways]
+    def _find_states(self, degrees: Degrees, counts: tuple[Counts, ...], phase: int) -> State:
+        sizes = tuple([self.peaks.sizes(each, degrees.tp, degrees.ep) for each in counts])
+        least = [self._group_states(degrees, size, phase) for size in sizes]
+        ways = tuple(zip(self.examples(degrees), zip(*least, strict=True), strict=True))
+        return State(sizes, ways, tuple([min(each, default=inf) for each in least]))
 
-    def _find_kernels(self, tp: int, recompute: str) -> list[Kernels]:
-        return [kernels for kernels in self.space.kernels if self.space.allows_kernels(kernels, tp, recompute)]
+    def _find_group_states(self, degrees: Degrees, size: RankSizes, phase: int) -> list[float]:
+        ways = [part_of(example, StateLayout) for example in self.examples(degrees).values()]
+        return [self.peaks.state_bytes(way, size, phase) for way in ways]
 
-    def _find_undominated(self, part: StageLayout) -> list[Kernels]:
-        """Kernels but those that are no faster in any direction than others, and keep no less, in the same layout."""
-        kernels = self._kernels(part.tp, part.recompute)
-        if len(kernels) < 2:
-            return kernels
-        costs, of_block = [], part_of(part, BlockLayout)
-        for k in kernels:
-            block, head = self.estimator.block(of_block, k), self.estimator.head(of_block, k)
-            waits = max(0.0, block.host_s - block.forward_s - block.backward_s)
-            sizes = self.peaks.block_bytes(part, k)
-            costs.append((block.forward_s, block.backward_s, head.forward_s + head.backward_s, *sizes, waits))
+    def _find_updates(self, degrees: Degrees, size: RankSizes, has_head: bool) -> dict[Sharding, Update]:
+        n, scenario, of_experts = size.num_parameters, self.space.scenario, size.num_of_experts
+        return {
+            sharding: find_update(scenario, layout, n, has_head=has_head, of_experts=of_experts)
+            for sharding, layout in self.examples(degrees).items()
+        }
+
+    def _kernels_of(self, layout: Layout) -> list[Kernels]:
+        """Those that may be beside what a layout says of tp, cp and recomputation."""
+        return self._kernels_with(layout, layout.recompute)
+
+    def _kernels_with(self, layout: Layout, recompute: str) -> list[Kernels]:
+        return self._kernels(layout.tp, layout.cp, layout.cp_method, layout.splits_backward, recompute)
+
+    def _find_kernels(self, tp: int, cp: int, method: str, splits: bool, recompute: str) -> list[Kernels]:
+        layout = Layout(tp=tp, cp=cp, cp_method=method, recompute=recompute, offload=self.space.offload)
+        layout = self.space.without_granted(layout)
+        asked = layout.asked_of_kernels | {"splits_backward": splits}
+        return [] if find_lacks(self.space.scenario, layout) else self._able_kernels(**asked)
+
+    def _find_able_kernels(self, **asked: Any) -> list[Kernels]:
+        scenario = self.space.scenario
+        return [each for each in self.space.kernels if not find_kernel_refusals(scenario, each, **asked)]
+
+    def _find_undominated(
+        self, parts: tuple[StageLayout, ...], splits: bool = False
+    ) -> list[tuple[StageLayout, Kernels]]:
+        """All but those that are no faster in any direction than others, and keep no less, in the same layout.
+
+        The loss is apart from all else that kernels compute, so what is worse with one loss is so with each.
+        """
+        first = parts[0]
+        kernels = self._kernels(first.tp, first.cp, first.cp_method, splits, first.recompute)
+        if len(kernels) * len(parts) < 2:
+            return [(part, each) for part in parts for each in kernels]
+        left = self._leave_best([(part, each) for part in parts for each in _with_one_loss(kernels)])
+        losses = dict.fromkeys(each.loss for each in kernels)
+        if len(losses) == 1:
+            return left
+        return self._leave_best([(part, replace(each, loss=loss)) for part, each in left for loss in losses])
+
+    def _leave_best(self, compared: list[tuple[StageLayout, Kernels]]) -> list[tuple[StageLayout, Kernels]]:
+        costs = [self._costs(*each) for each in compared]
         return [
-            k
-            for i, (k, own) in enumerate(zip(kernels, costs, strict=True))
+            each
+            for i, (each, own) in enumerate(zip(compared, costs, strict=True))
             if not any(
                 other[-1] == 0.0 and all(o <= mine for o, mine in zip(other[:-1], own[:-1], strict=True))
                 and (j < i or other != own)
                 for j, other in enumerate(costs) if j != i
             )
         ]  # fmt: skip
+
+    def _find_costs(self, part: StageLayout, kernels: Kernels) -> tuple[float, ...]:
+        """Seconds and bytes of a block and of the head, and last the time that the GPU waits for the host."""
+        work = self.estimator.layout_work(part, kernels)
+        (block, again_s), head = work.blocks[0], work.head
+        forward_s, backward_s = block.forward_s + block.forward_tp_s, block.backward_s + block.backward_tp_s
+        waits_s = max(0.0, work.block_host_s - block.forward_s - block.backward_s)
+        head_s = head.forward_s + head.backward_s
+        return (forward_s, backward_s, sum(again_s), head_s, *self.peaks.block_bytes(part, kernels), waits_s)
+
+
+def _pipeline_of(spread: Spread, layout: Layout) -> PipelineLayout:
+    """The pipeline of a layout that is spread in this way."""
+    every = Recompute.parse(layout.recompute).every
+    return PipelineLayout(spread.pp, spread.schedule, spread.virtual_stages, layout.stage_layers, every)
+
+
+def _with_one_loss(kernels: list[Kernels]) -> list[Kernels]:
+    """Those with the loss of the first: the loss belongs to the head, and changes nothing in a block."""
+    return [each for each in kernels if each.loss == kernels[0].loss]

@@ -1,13 +1,14 @@
 """Explain: what binds a layout, and which single changes would make it fit or faster.
 
-A change sets one knob: a degree, traded against another so that the world stays, the micro-batch, the schedule, ZeRO,
-recomputation or a kernel. All that are legal are predicted; of each knob the fastest that fits is kept, if it is faster
-than the layout or the layout does not fit. If none fits, more GPUs are tried.
+A change sets one knob: a degree, traded against another so that the world stays, the micro-batch, the schedule, how
+blocks are split over stages, ZeRO, recomputation, offload or a kernel. All that are legal are predicted; of each knob
+the fastest that fits is kept, if it is faster than the layout or the layout does not fit. If none fits, more GPUs are
+tried.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import inf
 from typing import Any, Literal
 
@@ -16,9 +17,10 @@ from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout, show_value
+from dtlayout.layout import OFFLOADS, Layout, show_value
 from dtlayout.model_shape import divisors
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from dtlayout.planner.splits import MOST_STAGES, balance_memory, balance_time
 
 LEAST_GAIN = 0.01
 """Share of the step that a change must save to be worth a word; less is within what measured steps vary."""
@@ -29,7 +31,7 @@ MOST_GPUS = 1 << 16
 
 _TRADES = (
     ("tp", "dp_shard"), ("tp", "dp_replicate"), ("tp", "pp"), ("pp", "dp_shard"), ("pp", "dp_replicate"),
-    ("dp_replicate", "dp_shard"),
+    ("dp_replicate", "dp_shard"), ("cp", "dp_shard"), ("cp", "dp_replicate"), ("cp", "tp"), ("cp", "pp"),
 )  # fmt: skip
 """The knob, and the degree that gives what it takes."""
 _ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
@@ -42,11 +44,11 @@ class Limit:
     """The limit of a layout: memory that it lacks, or the component that most of its step is spent on."""
 
     kind: str
-    """memory or time."""
+    """memory, host memory or time."""
     component: str
     """The largest component of the fullest rank's memory, or of the step."""
     share: float
-    """The component's fraction of that rank's peak, or of the step."""
+    """The component's fraction of that rank's peak, or of the step; what lies on the host, of what it has."""
     pipeline_rank: int | None
     """The fullest pipeline rank; None where time is the limit."""
 
@@ -72,6 +74,10 @@ class Explanation:
     """Single changes that help, fastest first."""
     growth: Change | None
     """A layout on more GPUs, where no single change fits on these; None where one does, or where no number would do."""
+    copied_s: float = 0.0
+    """Seconds of a step in which a rank's link to its host copies; 0 without offload."""
+    waited_s: float = 0.0
+    """Of them those for which the step is longer."""
 
 
 def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
@@ -82,7 +88,13 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
     growth = None if now.fits or changes else find_growth(estimator, now)
     stages = () if scenario.is_on_host else estimator.work(layout, kernels)
     waits = any(work.host_s > LEAST_GAIN * (work.forward_s + work.backward_s) for work in stages)
-    return Explanation(now, find_limit(now, waits_for_host=waits), changes, growth)
+    found = Explanation(now, find_limit(now, waits_for_host=waits), changes, growth)
+    if layout.offload == "none" or scenario.is_on_host:
+        return found
+    gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=inf)
+    at_once = Estimator(replace(scenario, cluster=replace(scenario.cluster, gpu=gpu))).estimate(layout, kernels)
+    waited_s = max(0.0, now.step_time_s - at_once.step_time_s)
+    return replace(found, copied_s=estimator.copied_s(layout, kernels), waited_s=waited_s)
 
 
 def find_limit(estimate: Estimate, *, waits_for_host: bool) -> Limit:
@@ -90,6 +102,11 @@ def find_limit(estimate: Estimate, *, waits_for_host: bool) -> Limit:
 
     A GPU that waits for its host is bound by that, however little of the step is left to wait for.
     """
+    if not estimate.fits_host and estimate.needed_bytes <= estimate.capacity_bytes:
+        fullest = max(estimate.host_bytes)
+        return Limit(
+            "host memory", "offload", fullest / estimate.host_capacity_bytes, estimate.host_bytes.index(fullest)
+        )
     rank = None if estimate.fits else estimate.busiest_rank
     whole = estimate.time if rank is None else estimate.memory[rank]
     parts = whole.as_dict()
@@ -144,7 +161,9 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
         "recompute": _RECOMPUTE,
         "sequence_parallel": (False, True) if layout.tp > 1 else (),
         "tp_overlap": (False, True) if layout.shards_sequence else (),
+        "ep": divisors(layout.dp * layout.cp * layout.tp) if layout.ep > 1 else (),
         "stage_layers": ((),),
+        "offload": OFFLOADS,
     }
     for knob, values in settings.items():
         for value in values:
@@ -152,7 +171,8 @@ def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[
     if layout.pp > 1:
         most = max(1, min(_MOST_VIRTUAL_STAGES, num_layers // layout.pp))
         for (name, schedule), v in product(SCHEDULES.items(), range(1, most + 1)):
-            if schedule.takes(layout.pp, v):
+            is_tried = schedule.is_searched or v == schedule.least_virtual_stages
+            if is_tried and schedule.takes(layout.pp, v):
                 yield "schedule", _settle(layout, {"schedule": name, "virtual_stages": v})
 
 
@@ -171,13 +191,23 @@ def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
     """Every legal single change that fits, with its prediction."""
     model, batch = estimator.scenario.model, estimator.scenario.batch
     tried = {now.layout}
-    for knob, moved in find_moves(now.layout, batch, model.num_layers):
+    splits = [("stage_layers", cut) for cut in _find_splits(estimator, now)]
+    for knob, moved in chain(find_moves(now.layout, batch, model.num_layers), splits):
+        if knob == "offload" and estimator.scenario.is_on_host:  # which has one memory
+            continue
         if moved not in tried and moved.is_legal(model, batch) and _fits(estimator, moved, now.kernels):
             yield _to_change(estimator, now, knob, moved, now.kernels)
         tried.add(moved)
     for knob, others in _other_kernels(now.kernels):
         if _fits(estimator, now.layout, others):
             yield _to_change(estimator, now, knob, now.layout, others)
+
+
+def _find_splits(estimator: Estimator, now: Estimate) -> Iterator[Layout]:
+    """Other numbers of blocks on its stages, where it has some, and not too many."""
+    if 1 < now.layout.num_stages <= MOST_STAGES:
+        yield balance_time(estimator, now.layout, now.kernels)
+        yield balance_memory(estimator, now.layout, now.kernels)
 
 
 def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
@@ -194,9 +224,11 @@ def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
 
 
 def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
-    """Whether the engine runs it and it fits on each rank; time, which takes longer, is not looked at."""
-    return not find_refusals(estimator.scenario, layout, kernels) and (
-        max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+    """Whether the engine runs it and it fits on each rank and its host; time, which takes longer, is not looked at."""
+    return (
+        not find_refusals(estimator.scenario, layout, kernels)
+        and max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+        and estimator.fits_host(layout, kernels)
     )
 
 

@@ -4,9 +4,9 @@ Constants that hold on any type (`Engine.shared`) and those of each (`Engine.fit
 told by all runs, the others by those on their type. A constant that no run speaks of stays as it is.
 
 Memory comes first, since nothing of it depends on speed: peaks where they were measured, and on which side of the
-capacity a run fell where only that is known. Then speed: the logarithm of predicted over measured step time. Its loss
-(Cauchy's) grows as the logarithm of the error, for some runs stall for reasons outside any model, and constants that
-followed those would move with every run that is left out. Every constant stays inside its bounds
+capacity a run fell where only that is known. Then speed: the logarithm of predicted over measured step time. The loss
+of both (Cauchy's) grows as the logarithm of the error, for some runs stall for reasons outside any model, and constants
+that followed those would move with every run that is left out. Every constant stays inside its bounds
 (`costmodel.engine.Constants`).
 """
 
@@ -27,8 +27,8 @@ from dtlayout.planner.scores import LOWEST_MFU
 
 MEMORY_CONSTANTS = frozenset({
     "score_saved_bytes", "fused_score_saved_bytes", "flash1_saved_bytes", "norm_saved_bytes", "block_saved_bytes",
-    "logit_bytes", "gathered_logit_bytes", "copy_bytes", "overhead_bytes", "context_bytes", "run_ahead_bytes",
-    "message_saved_bytes", "run_ahead_microbatches", "run_ahead_host_s",
+    "logit_bytes", "gathered_logit_bytes", "copy_bytes", "overhead_bytes", "fragment_share", "context_bytes",
+    "run_ahead_bytes", "message_saved_bytes", "run_ahead_microbatches", "run_ahead_host_s",
 })  # fmt: skip
 """Constants of memory; the others are of time."""
 
@@ -37,8 +37,10 @@ _MARGIN = 0.02
 _TIME_LOSSES = (("soft_l1", 0.02), ("cauchy", 0.02))
 """Losses of a step time, one fit after the other, each with the relative error from which on it grows slower than the
 square; the last is blind to runs that are far off, so it must not come first."""
-_MEMORY_LOSSES = (("soft_l1", 0.01),)
-"""The loss of a peak: none is far off for no reason."""
+_OUTCOME_LOSSES = (("soft_l1", 0.01),)
+"""The loss of outcomes alone, of which each is logistic."""
+_PEAK_LOSSES = (*_OUTCOME_LOSSES, ("cauchy", 0.01))
+"""Losses of a peak: how far a host ran ahead differs between runs of one layout."""
 _SLOW_WEIGHT = 0.3
 """Weight of runs below the lowest MFU that is scored."""
 
@@ -69,7 +71,10 @@ def refit(runs: Sequence[Run], starts: Sequence[Engine]) -> list[Engine]:
     outcomes = [run.outcome for run in runs if not run.peak_bytes]
     weights = {s: 1 / max(1, outcomes.count(s)) for s in ("ok", "oom")}
     engines = _minimise_all(
-        starts, of_memory, lambda e: _memory_residuals(by_gpu.get(e.gpu, ()), weights, e), _MEMORY_LOSSES
+        starts,
+        of_memory,
+        lambda e: _memory_residuals(by_gpu.get(e.gpu, ()), weights, e),
+        _PEAK_LOSSES if any(run.peak_bytes for run in runs) else _OUTCOME_LOSSES,
     )
 
     ran = _by_gpu([run for run in runs if run.ran])
@@ -179,7 +184,7 @@ def _memory_residuals(runs: Sequence[Run], weights: Mapping[str, float], engine:
         if run.peak_bytes:
             residuals.append(np.log(ranks[0].total / run.peak_bytes))
         elif run.outcome in weights:
-            distance = np.log(max(rank.total for rank in ranks) / estimator.capacity_bytes) / _MARGIN
+            distance = np.log(max(rank.needed for rank in ranks) / estimator.capacity_bytes) / _MARGIN
             side = distance if run.outcome == "ok" else -distance
             residuals.append(np.sqrt(weights[run.outcome] * np.logaddexp(0, side)))
     return np.array(residuals)

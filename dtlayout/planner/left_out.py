@@ -1,7 +1,8 @@
 """Left out: rows predicted by constants that never saw them, and what their errors say of predictions like them.
 
-`leave_models_out`, `leave_gpus_out` and `leave_engines_out` predict; `to_errors` puts what is measured over what was
-predicted into the tables of constants/errors.toml, one for each of the kinds of planner/intervals.py.
+`leave_models_out`, `leave_gpus_out` and `leave_engines_out` predict, `leave_out` in all of these ways; `to_errors` puts
+what is measured over what was predicted into the tables of constants/errors.toml, one for each of the kinds of
+planner/intervals.py.
 
 The range of n ratios is that of split conformal prediction (arXiv:1604.04173, sec. 2.2): the next ratio, if it is
 drawn like them, lies inside it with a probability of 0.9 at least. Each tail may hold 5 %, so it begins at the
@@ -134,6 +135,22 @@ class Evidence(NamedTuple):
         return Evidence(*(list(filter(is_other, found)) for found in self))
 
 
+class AllLeftOut(NamedTuple):
+    """What was left out in some ways, and what all of these say of predictions like them."""
+
+    ways: dict[str, LeftOut]
+    """What was left out, of `WAYS` → the predictions, with intervals that rest on other rows."""
+    evidence: Evidence
+
+
+def leave_out(runs: Sequence[Run], ways: Container[str], progress: Progress = lambda line: None) -> AllLeftOut:
+    """Leave out all that is named of `WAYS`, and engines; the others have no rows in the evidence."""
+    found = {name: leave(runs, progress) for name, (leave, _) in WAYS.items() if name in ways}
+    models, gpus = (found[name].all_predictions if name in found else [] for name in WAYS)
+    evidence = Evidence(models, gpus, leave_engines_out(runs))
+    return AllLeftOut({name: add_intervals(each, WAYS[name][1], evidence) for name, each in found.items()}, evidence)
+
+
 def to_intervals(evidence: Evidence) -> dict[str, list[dict[str, Any]]]:
     """Quantity → low and high ratio of measured to predicted, for each kind of rows that are enough."""
     rows = {"known": evidence.models, "new GPU": evidence.gpus, "new precision": evidence.gpus,
@@ -258,3 +275,7 @@ def model_of(run: Run) -> str:
 def gpu_of(run: Run) -> str:
     """The name of its GPU type."""
     return run.scenario.cluster.gpu.name
+
+
+WAYS = {"model": (leave_models_out, model_of), "GPU type": (leave_gpus_out, gpu_of)}
+"""What is left out → how, and what a run has of it."""

@@ -8,7 +8,7 @@ the same blocks are one group: of a group the first rank, which warms up longest
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from math import inf
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2_sizes import Sizes
+from dtlayout.costmodel.offload import state_on_host_bytes
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, part_of
-from dtlayout.costmodel.scenario import Scenario, count_state_shards, tokens_of
+from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards, tokens_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.pipelining.actions import PASS_BACK, RELEASE
 from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
@@ -59,6 +61,17 @@ class Stages(NamedTuple):
     """All ranks in groups."""
 
 
+class RankSizes(NamedTuple):
+    """Parameters of a rank."""
+
+    num_parameters: float
+    """Those of its stages."""
+    largest_unit: float
+    """Those of the largest FSDP unit."""
+    num_of_experts: float = 0.0
+    """Those of experts, a part of all."""
+
+
 class BlockBytes(NamedTuple):
     """Bytes that one microbatch holds."""
 
@@ -70,12 +83,14 @@ class BlockBytes(NamedTuple):
     """Added to `kept` while a block is recomputed, one block at a time."""
     logits: float
     """Logits and what the loss makes of them."""
+    running: float = 0.0
+    """Held in a block while it runs, where what it keeps goes to the host."""
 
 
 def group_stages(estimator: Estimator, pipeline: PipelineLayout) -> Stages:
     """Put the ranks of a pipeline into groups."""
-    recompute = Recompute(pipeline.recompute_every)
-    classes = tuple([StageClass.of(stage, recompute) for stage in estimator.stages(pipeline)])
+    recompute, num_first = Recompute(pipeline.recompute_every), estimator.scenario.model.num_first
+    classes = tuple([StageClass.of(stage, recompute, num_first) for stage in estimator.stages(pipeline)])
     placement, ranks = pipeline.placement, dict[tuple[StageClass, ...], list[int]]()
     for rank in range(pipeline.pp):
         ranks.setdefault(placement.take(classes, rank), []).append(rank)
@@ -97,15 +112,19 @@ class Peaks:
         self.estimator = estimator
         self.scenario = estimator.scenario
         self._is_fsdp2 = self.scenario.engine.features.sharding == "fsdp2"
+        kinds = self.scenario.kinds.values()
         self.stages = cache(partial(group_stages, estimator))
         """The stages of a PipelineLayout in groups."""
-        self.block_bytes = cache(partial(_count_block_bytes, self.scenario, cache(partial(Sizes, self.scenario))))
+        self.block_bytes = cache(partial(_count_block_bytes, [(each, cache(partial(Sizes, each))) for each in kinds]))
         """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
         self.sizes = cache(partial(_count_sizes, self.scenario))
-        """Parameters of ranks with a group's `counts` at some tp, and of their largest unit."""
+        """Parameters of ranks with a group's `counts` at some tp and ep."""
         self.in_flight = cache(self._find_in_flight)
         """Each group of ranks of a PipelineLayout with what it has in flight in a step of m microbatches."""
-        self._in_flight_peaks = cache(in_flight_peaks)
+        # What weights' gradients are made of may be less than what the first part of a backward needs.
+        self._in_flight_peaks = cache(partial(in_flight_peaks, until=PASS_BACK if self._is_fsdp2 else RELEASE))
+        self.need = cache(self.exact)
+        """`exact`, remembered."""
 
     def held_bytes(self, block: BlockBytes, in_flight: Iterable[tuple[RankGroup, Moments]]) -> Iterator[float]:
         """Least bytes that each group of ranks holds beside its state."""
@@ -113,11 +132,11 @@ class Peaks:
             blocks = max([n * block.whole + covered * block.kept for n, covered in moments])
             again = block.again if group.recomputes else 0.0
             logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
-            yield blocks + (max(again, logits) if self._is_fsdp2 else again + logits)
+            yield blocks + (max(again, logits, block.running) if self._is_fsdp2 else again + logits)
 
-    def state_bytes(self, way: Any, n: float, unit: float, phase: int) -> float:
+    def state_bytes(self, way: Any, size: RankSizes, phase: int) -> float:
         """The least bytes of a rank's state, whatever it computes: `least_state_bytes` and what is there anyway."""
-        return self.scenario.engine.constants.overhead_bytes + self.least_state_bytes(way, n, unit, phase)
+        return self.scenario.engine.constants.overhead_bytes + self.least_state_bytes(way, size, phase)
 
     def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[tuple[RankGroup, Moments]]:
         found = []
@@ -129,7 +148,12 @@ class Peaks:
         return found
 
     def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
-        """The fullest rank's need, and its peak; no rank is looked at after one that needs more than allowed."""
+        """The fullest rank's need, and its peak; no rank is looked at after one that needs more than allowed.
+
+        What asks more of the host than it has needs more than there can be.
+        """
+        if layout.offload != "none" and not self.estimator.fits_host(layout, kernels):
+            return inf, inf
         ranks: Iterable[memory.MemoryEstimate]
         if not self._is_fsdp2:
             ranks = self.estimator.memory(layout, kernels)
@@ -146,30 +170,47 @@ class Peaks:
                 break
         return needed, peak
 
-    def least_state_bytes(self, layout: Layout, n: float, unit: float, phase: int) -> float:
-        """The least bytes that n parameters take of a rank, whatever it computes.
+    def least_state_bytes(self, layout: Layout, size: RankSizes, phase: int) -> float:
+        """The least bytes that parameters take of a rank, whatever it computes.
 
         Under fsdp2 masters with the optimizer's state, what is computed with where it stays, and accumulated gradients.
+        Infinite where the host has no room for its part.
         """
-        if self._is_fsdp2:
-            precision, shards = self.scenario.precision, count_state_shards(layout)
-            params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
-            gradients = reduce * n if layout.zero == 1 else min(reduce, params) * n / shards
-            state = (params + self.scenario.optimizer.state_bytes(params)) * n / shards
-            state += compute * n if layout.zero < 3 else 0.0
-            return state + (gradients if phase == 2 else 0.0)
-        return sum(memory.state_bytes(self.scenario, layout, n, unit).values())
+        n, unit, of_experts = size
+        if not self._is_fsdp2:
+            return sum(memory.state_bytes(self.scenario, layout, n, unit, of_experts).values())
+        precision = self.scenario.precision
+        params, compute, reduce = (BYTES[f] for f in (precision.params, precision.compute, precision.reduce))
+        if layout.offloads_state:
+            if state_on_host_bytes(self.scenario, layout, n) > self.estimator.host_capacity_bytes:
+                return inf
+            whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and phase == 2 else 0.0)
+            return whole * n
+        own = (n - of_experts) / count_state_shards(layout)
+        own += of_experts / count_expert_shards(layout) if of_experts else 0.0
+        gradients = reduce * n if layout.zero == 1 else min(reduce, params) * own
+        state = (params + self.scenario.optimizer.state_bytes(params)) * own
+        state += compute * n if layout.zero < 3 else 0.0
+        return state + (gradients if phase == 2 else 0.0)
 
 
-def _count_sizes(scenario: Scenario, counts: Counts, tp: int) -> tuple[float, float]:
-    examples = [(each.example, count) for each, count in counts]
-    n = sum([count * memory.count_stage_parameters(scenario.model, stage, tp) for stage, count in examples])
-    return n, memory.largest_unit(scenario.model, [stage for stage, _ in examples], tp)
+def _count_sizes(scenario: Scenario, counts: Counts, tp: int, ep: int = 1) -> RankSizes:
+    model, examples = scenario.model, [(each.example, count) for each, count in counts]
+    n = sum([count * memory.count_stage_parameters(model, stage, tp, ep) for stage, count in examples])
+    of_experts = sum([count * memory.count_stage_experts(model, stage, ep) for stage, count in examples])
+    return RankSizes(n, memory.largest_unit(model, [stage for stage, _ in examples], tp, ep), of_experts)
 
 
-def _count_block_bytes(
-    scenario: Scenario, size_of: Callable[[BlockLayout, Kernels], Sizes], layout: Layout, kernels: Kernels
-) -> BlockBytes:
+SizesOf = Callable[[BlockLayout, Kernels], Sizes]
+
+
+def _count_block_bytes(kinds: Sequence[tuple[Scenario, SizesOf]], layout: Layout, kernels: Kernels) -> BlockBytes:
+    """Those of a block; where a model has different ones, none has less."""
+    found = [_count_bytes_of_kind(scenario, size_of, layout, kernels) for scenario, size_of in kinds]
+    return found[0] if len(found) == 1 else BlockBytes(*map(min, zip(*found, strict=True)))
+
+
+def _count_bytes_of_kind(scenario: Scenario, size_of: SizesOf, layout: Layout, kernels: Kernels) -> BlockBytes:
     if scenario.engine.features.sharding != "fsdp2":
         tokens = tokens_of(scenario, layout)
         whole, kept = memory.block_bytes_per_token(scenario, layout, kernels)
@@ -179,6 +220,8 @@ def _count_block_bytes(
     kept = size.kept(recompute, recompute.every - 1) if recompute.every else size.block
     # A backward begins where most is in flight, with a block that is surely recomputed only if all are.
     again = size.recomputed(recompute, 0) if recompute.every == 1 else 0.0
+    if layout.offloads_activations:  # nothing but what two blocks keep, of which one may be the last of a stage
+        return BlockBytes(0.0, 0.0, again, size.loss, running=min(kept, size.block))
     return BlockBytes(size.block, kept, again, size.loss)
 
 

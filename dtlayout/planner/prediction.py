@@ -16,7 +16,7 @@ from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain
 from dtlayout.planner.intervals import find_intervals
 from dtlayout.planner.runs import Predicted
-from dtlayout.text import GIB, plural
+from dtlayout.text import GIB, choose_unit, format_bytes, plural, three_digits
 
 
 def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
@@ -46,6 +46,12 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
     predicted = predict(config, layout, gpu)
     if predicted is None or gpu is None or gpu.device_type == "cpu" or config.train.force:
         return
+    if not predicted.fits_host:
+        raise InvalidLayout(
+            f"layout {layout} is predicted to need {max(predicted.host_bytes) / GIB:.1f} GiB of the host's memory for "
+            f"each GPU, of {predicted.host_capacity_bytes / GIB:.1f} GiB that {gpu.name} has there; use "
+            f"layout.offload=none, more GPUs, or --train.force=true to try it anyway"
+        )
     if predicted.peak_bytes <= HOPELESS_SHARE * predicted.capacity_bytes:
         return
     explanation = explain(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, layout, gpu))
@@ -63,10 +69,13 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
 def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_ranks: int, host_bytes: int) -> None:
     """InvalidLayout if so many CPU ranks of a host need more than its memory; `train.force` lets all pass."""
     predicted = predict(config, layout, gpu)
-    if predicted is None or config.train.force or num_ranks * predicted.peak_bytes <= host_bytes:
+    if predicted is None or config.train.force:
+        return
+    needed_bytes = predicted.peak_bytes + max(predicted.host_bytes, default=0.0)  # one memory, whatever is said of it
+    if num_ranks * needed_bytes <= host_bytes:
         return
     raise InvalidLayout(
-        f"layout {layout} is predicted to need {predicted.peak_bytes / GIB:,.1f} GiB on pipeline rank "
+        f"layout {layout} is predicted to need {needed_bytes / GIB:,.1f} GiB on pipeline rank "
         f"{predicted.busiest_rank}, {num_ranks} ranks of which share the {host_bytes / GIB:,.1f} GiB of this host; use "
         f"a smaller model or batch or more hosts, or --train.force=true to try it anyway"
     )
@@ -101,19 +110,28 @@ def describe(predicted: Estimate | None, scenario: Scenario) -> str:
         advice = "give it a peak_bf16 in a cluster file" if is_slice(name) else "name its type with cluster.gpu"
         return f"predicted: n/a, for {why_unknown(name)}; {advice}"
     calibrated = "calibrated" if scenario.engine.is_calibrated else "uncalibrated"
-    of_step, of_peak = find_intervals(scenario)
+    of_step, _ = find_intervals(scenario)
     low, high = of_step.around(predicted.step_time_s)
     step = f"step {predicted.step_time_s:.3g} s ({low:.3g} to {high:.3g}, {calibrated}: {of_step.basis})"
-    size, unit = (2**20, "MiB") if scenario.is_on_host else (GIB, "GiB")
-    low, high = of_peak.around(predicted.peak_bytes / size)
-    around = "" if scenario.is_on_host else f" ({low:.1f} to {high:.1f})"  # what GPUs' allocators add, no CPU has
-    peak = f"peak {predicted.peak_bytes / size:.1f} {unit}{around} on pipeline rank {predicted.busiest_rank}"
+    peak = describe_peak(predicted, scenario)
     if not scenario.is_on_host:
-        fits = "" if predicted.fits else ": it may not fit"
-        return f"predicted: {step}, MFU {predicted.mfu:.1%}, {peak} of {predicted.capacity_bytes / GIB:.1f}{fits}"
+        speed = scenario.batch.tokens_per_s_per_gpu(predicted.step_time_s, predicted.layout.world_size)
+        fast = f"MFU {predicted.mfu:.1%}, {three_digits(speed)} tokens/s/GPU"
+        return f"predicted: {step}, {fast}, {peak}"
     if not scenario.engine.is_calibrated:
         return f"predicted: {peak} (no step time: dtlayout calibrate has not measured this CPU)"
     return f"predicted: {step}, {peak}"
+
+
+def describe_peak(predicted: Estimate, scenario: Scenario) -> str:
+    """The fullest rank's memory, with its range and the capacity on GPUs."""
+    unit, size = choose_unit(predicted.peak_bytes)
+    peak, where = predicted.peak_bytes / size, f"on pipeline rank {predicted.busiest_rank}"
+    if scenario.is_on_host:  # whose memory ranks share, and whose allocator adds nothing
+        return f"peak {peak:.1f} {unit} {where}"
+    low, high = find_intervals(scenario).peak_memory.around(peak)
+    capacity, fits = format_bytes(predicted.capacity_bytes, 1), "" if predicted.fits else ": it may not fit"
+    return f"peak {peak:.1f} {unit} ({low:.1f} to {high:.1f}) {where} of {capacity}{fits}"
 
 
 def _describe_change(change: Change) -> str:

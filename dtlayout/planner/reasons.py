@@ -1,26 +1,38 @@
 """Reasons: what stands against a layout, in one sentence with numbers.
 
 A layout is illegal, or a rank holds too much, or it is slower than another and spends the difference somewhere.
-`judge` says which; `neighbours` are the layouts that differ from one in a single choice.
+`judge` says which; `judge_others` does so of the best layout with each other choice than one's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from dtlayout.costmodel.estimate import Estimate
+from dtlayout.costmodel.memory import NOT_NEEDED
 from dtlayout.costmodel.scenario import engine_kernels, find_refusals
 from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout, show_value
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
-from dtlayout.planner.search import TIE, Search
-from dtlayout.planner.space import KERNEL_NAMES, RECOMPUTE, Space, searched_kernels
-from dtlayout.text import GIB, plural
+from dtlayout.planner.ranking import TIE
+from dtlayout.planner.search import Search
+from dtlayout.planner.space import KERNEL_NAMES, RECOMPUTE, Space
+from dtlayout.text import GIB, join_words, plural
 
 _PARTS = {
-    "compute": "computing", "recompute": "recomputing", "tp": "waiting for tp", "pp": "sending between stages",
+    "compute": "computing", "recompute": "recomputing", "tp": "waiting for {}", "pp": "sending between stages",
     "bubble": "the bubble", "dp": "data-parallel communication", "optimizer": "the optimizer", "host": "the host",
 }  # fmt: skip
+
+_KEPT_BESIDE_KERNELS = ("tp", "pp", "cp", "cp_method", "ep", "schedule", "virtual_stages", "sequence_parallel")
+"""Fields of a layout that another kernel changes nothing about."""
+_LEAST_DIFFERENCE = 0.0005
+"""Relative difference of step times that is written as a number."""
+
+V = TypeVar("V")
+
+Outcome = Literal["not legal", "does not fit", "slower", "as fast", "faster"]
 
 
 class Verdict(NamedTuple):
@@ -28,7 +40,7 @@ class Verdict(NamedTuple):
 
     layout: Layout
     kernels: Kernels
-    outcome: Literal["not legal", "does not fit", "slower", "as fast", "faster"]
+    outcome: Outcome
     """In comparison with another; a layout that does not fit may be faster."""
     problems: tuple[str, ...]
     """One line each; the first says most."""
@@ -43,69 +55,88 @@ def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> V
     found = search.estimator.estimate(layout, kernels)
     if found.needed_bytes > search.allowed_bytes:
         return Verdict(layout, kernels, "does not fit", (describe_shortage(found, search.allowed_bytes),), found)
-    change, text = found.step_time_s / best.step_time_s - 1, describe_difference(best, found)
-    if abs(change) <= TIE:
-        return Verdict(layout, kernels, "as fast", (f"as fast: {text}",), found)
-    return Verdict(layout, kernels, "slower" if change > 0 else "faster", (text,), found)
+    change = found.step_time_s / best.step_time_s - 1
+    text = describe_difference(best, found, least=TIE)
+    outcome: Outcome = "as fast" if abs(change) <= TIE else "slower" if change > 0 else "faster"
+    return Verdict(layout, kernels, outcome, (text,), found)
 
 
 def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the trainer from running it on this cluster."""
-    scenario, num_gpus = space.scenario, space.scenario.cluster.num_gpus
-    needs = f"{layout} needs {plural(layout.world_size, 'GPU')}, the cluster has {num_gpus}"
-    return (
-        [needs] * (layout.world_size != num_gpus)
-        + layout.problems(scenario.model, scenario.batch)
-        + find_refusals(scenario, layout, kernels)
-    )
+    scenario = space.scenario
+    counts = _count_problems(layout, scenario.cluster.num_gpus)
+    if scenario.cluster.num_gpus % (layout.world_size // layout.dp):  # no dp would do, so nothing is said of one
+        layout = replace(layout, dp_shard=1, dp_replicate=1)
+    return counts + layout.problems(scenario.model, scenario.batch) + find_refusals(scenario, layout, kernels)
+
+
+def _count_problems(layout: Layout, num_gpus: int) -> list[str]:
+    """A line where the degrees don't multiply to the GPUs, or where no dp would make them."""
+    degrees = {name: getattr(layout, name) for name in ("tp", "pp", "cp") if getattr(layout, name) > 1}
+    alone = prod(degrees.values())
+    if num_gpus % alone == 0:
+        needs = f"it needs {plural(layout.world_size, 'GPU')}, and the cluster has {num_gpus}"
+        return [needs] * (layout.world_size != num_gpus)
+    product = " * ".join(f"{name}={degree}" for name, degree in degrees.items()) + f" = {alone}" * (len(degrees) > 1)
+    return [f"{product} does not divide the {num_gpus} GPUs of the cluster; use degrees that do"]
 
 
 def describe_shortage(estimate: Estimate, allowed_bytes: float) -> str:
     """Which rank holds too much, how much too much, and what it mostly is."""
     rank, fullest = max(enumerate(estimate.memory), key=lambda each: each[1].needed)
     parts, needed = sorted(fullest.as_dict().items(), key=lambda part: -part[1]), fullest.needed
-    named = [f"{name} {size / GIB:.1f}" for name, size in parts if name != "run_ahead" and size >= 0.05 * GIB]
+    named = [f"{name} {size / GIB:.1f}" for name, size in parts if name not in NOT_NEEDED and size >= 0.05 * GIB]
+    where = f"pipeline rank {rank}" if estimate.layout.is_pipelined else "each rank"
     return (
-        f"pipeline rank {rank} needs {needed / GIB:.1f} GiB of {allowed_bytes / GIB:.1f}, "
+        f"{where} needs {needed / GIB:.1f} GiB of {allowed_bytes / GIB:.1f}, "
         f"{(needed - allowed_bytes) / GIB:.1f} GiB too much: {', '.join(named) or 'little'}"
     )
 
 
-def describe_difference(other: Estimate, own: Estimate, than: str = "") -> str:
-    """How much slower or faster `own` is than `other`, and in which parts of the step."""
+def describe_difference(
+    other: Estimate, own: Estimate, than: str = "", least: float = _LEAST_DIFFERENCE
+) -> str:  # fmt: skip
+    """How much slower or faster `own` is than `other`, and in which parts of the step; `least` is no tie any more."""
     change = own.step_time_s / other.step_time_s - 1
     before, after = other.time.as_dict(), own.time.as_dict()
     differences = sorted(((after[part] - before[part], part) for part in before), key=lambda d: -abs(d[0]))
-    least = 0.001 * other.step_time_s
-    named = [(seconds, part) for seconds, part in differences if abs(seconds) >= least][:3]
+    named = [(seconds, part) for seconds, part in differences if abs(seconds) >= 0.001 * other.step_time_s][:3]
     # What makes the difference comes first, what goes the other way follows.
     named.sort(key=lambda d: (d[0] * change < 0, -abs(d[0])))
-    text = ", ".join(f"{_seconds(abs(s))} {'more' if s > 0 else 'less'} in {_PARTS[part]}" for s, part in named)
+    waits_for = [axis for axis in ("tp", "cp", "ep") if any(getattr(e.layout, axis) > 1 for e in (other, own))]
+    parts = {part: name.format(join_words(waits_for)) for part, name in _PARTS.items()}
+    text = ", ".join(f"{_seconds(abs(s))} {'more' if s > 0 else 'less'} in {parts[part]}" for s, part in named)
     head = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}{than}"
-    return f"{head}: {text}" if text else f"{head}, in no part by 0.1 % of the step"
+    if abs(change) <= least:
+        head = "as fast" if abs(change) < _LEAST_DIFFERENCE else f"as fast within {least:.1%}"
+    return f"{head}: {text}" if text else head
 
 
-def describe_lead(own: Estimate, following: Estimate, place: int) -> str:
-    """Why a layout stands before the next one, at `place`."""
+def describe_lead(own: Estimate, following: Estimate, place: int | str) -> str:
+    """Why a layout stands before the next one, which is called `place`."""
     if abs(following.step_time_s / own.step_time_s - 1) > TIE:
         return describe_difference(following, own, f" than {place}")
     room = following.peak_bytes - own.peak_bytes
     if room <= -0.01 * own.capacity_bytes:  # which was too slow for a tie with the fastest that was left
         return f"{following.step_time_s / own.step_time_s - 1:.1%} faster than {place}, if {-room / GIB:.1f} GiB fuller"
+    alike = f"as fast as {place} within {TIE:.1%}"
     if room >= 0.01 * own.capacity_bytes:
-        return f"as fast as {place} within {TIE:.1%}, with {room / GIB:.1f} GiB more free"
-    return f"as fast as {place} within {TIE:.1%}, and as full; it has no more model parallelism"
+        return f"{alike}, with {room / GIB:.1f} GiB more free"
+    parts, others = (each.layout.tp * each.layout.pp for each in (own, following))
+    if parts != others:
+        return f"{alike} and as full; it cuts the model into {parts}, {place} into {others}"
+    return f"{alike} and as full"
 
 
 def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels]:
     """The layout that some choices name: every other field at its default, dp_shard as the GPUs that are left."""
     named = {**space.fixed, **choices}
-    asked = OpenKernels(**{name: named.pop(name) for name in KERNEL_NAMES if name in named})
+    asked = {name: named.pop(name) for name in KERNEL_NAMES if name in named}
     if named.get("virtual_stages", 1) > 1:
         named.setdefault("schedule", schedule_with(named["virtual_stages"]))
     named.setdefault("dp_shard", max(1, space.scenario.cluster.num_gpus // Layout(**named).world_size))
     layout = Layout(**named)
-    return layout, engine_kernels(space.scenario, asked, layout)
+    return layout, replace(engine_kernels(space.scenario, OpenKernels(), layout), **asked)
 
 
 def spread(layout: Layout, num_gpus: int) -> Layout | None:
@@ -115,45 +146,83 @@ def spread(layout: Layout, num_gpus: int) -> Layout | None:
     return None if left else replace(alone, dp_shard=dp)
 
 
-def neighbours(search: Search, best: Estimate) -> Iterator[tuple[str, Layout, Kernels]]:
-    """Layouts that differ from `best` in one choice, which names them.
+def judge_others(search: Search, best: Estimate) -> Iterator[tuple[str, Verdict]]:
+    """Each other choice than one of the best's by name, and what stands against the best layout that has it.
 
-    Data parallelism takes up the GPUs, and shares the state in the best way that there is then, unless that is the
-    choice.
+    All else is searched again, beside another kernel or tp_overlap all but `_KEPT_BESIDE_KERNELS`. Where nothing with a
+    choice is legal and fits, the layout that differs from the best in nothing else is judged. What the user has fixed
+    or ruled out is no choice.
     """
-    layout, num_gpus = best.layout, search.space.scenario.cluster.num_gpus
-    plain: dict[str, Any] = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": 1}
+    for name, value in _list_others(search.space, best):
+        if found := _search_with(search, best, name, value):
+            layout, kernels = found.layout, found.kernels
+        else:
+            layout, kernels = _change(best, name, value, search.space.scenario.cluster.num_gpus)
+        yield f"{name}={show_value(value)}", judge(search, layout, kernels, best)
 
-    def around(name: str) -> list[dict[str, Any]]:
-        value = getattr(layout, name)
-        return [{name: value // 2}] * (value % 2 == 0) + [{name: 2 * value}]
 
-    choices = around("tp")
-    choices += [choice | (plain if choice["pp"] == 1 else {}) for choice in around("pp")]
-    choices += around("micro_batch")
-    if layout.virtual_stages > 1:
-        choices.append(plain)
-    elif layout.pp > 1:
-        choices.append({"virtual_stages": 2, "schedule": schedule_with(2)})
-    if layout.dp > 1:
-        choices += [{"zero": zero} for zero in (1, 2, 3) if zero != layout.zero]
-    choices += [{"recompute": r} for r in RECOMPUTE[:4] if r != layout.recompute]
-    if layout.tp > 1:
-        choices.append({"sequence_parallel": not layout.sequence_parallel})
-    if layout.shards_sequence:
-        choices.append({"tp_overlap": not layout.tp_overlap})
-    for name, values in searched_kernels().items():
-        choices.append({name: next(value for value in values if value != getattr(best.kernels, name))})
-    for choice in choices:
-        name, value = next(iter(choice.items()))
-        kernels = replace(best.kernels, **choice) if name in KERNEL_NAMES else best.kernels
-        changed = layout if name in KERNEL_NAMES else replace(layout, **choice)
-        other = spread(changed, num_gpus) if name in ("tp", "pp") else changed
-        if other is None:
-            continue
-        if name != "zero" and not find_problems(search.space, other, kernels):
-            other = search.reshard(other, kernels)
-        yield f"{name}={show_value(value)}", other, kernels
+def fold_alike(rows: Iterable[tuple[str, V]], said: Callable[[V], Hashable]) -> list[tuple[str, V]]:
+    """Rows by name, and one for those of which the same is said.
+
+    >>> fold_alike([("tp=2", 1), ("zero=1", 5), ("tp=4", 1), ("pp=8", 1)], abs)
+    [('tp=2 or 4, pp=8', 1), ('zero=1', 5)]
+    """
+    folded: dict[Hashable, tuple[list[str], V]] = {}
+    for name, value in rows:
+        folded.setdefault(said(value), ([], value))[0].append(name)
+    return [(_name_together(names), value) for names, value in folded.values()]
+
+
+def _name_together(changes: Sequence[str]) -> str:
+    values: dict[str, list[str]] = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        values.setdefault(name, []).append(value)
+    return ", ".join(f"{name}={' or '.join(each)}" for name, each in values.items())
+
+
+def _search_with(search: Search, best: Estimate, name: str, value: Any) -> Estimate | None:
+    if name not in (*KERNEL_NAMES, "tp_overlap"):  # of which the search has kept no more than the best
+        return search.best_with(name, value)
+    kept = {each: getattr(best.layout, each) for each in _KEPT_BESIDE_KERNELS}
+    narrow = search.with_fixed({**kept, **search.space.fixed, name: value})
+    return next(iter(narrow.run(top=1).ranked), None)
+
+
+def _change(best: Estimate, name: str, value: Any, num_gpus: int) -> tuple[Layout, Kernels]:
+    """The best with one choice changed; data parallelism takes up the GPUs where that comes out even."""
+    if name in KERNEL_NAMES:
+        return best.layout, replace(best.kernels, **{name: value})
+    changed = replace(best.layout, **{name: value})
+    if not changed.sequence_parallel:
+        changed = replace(changed, tp_overlap=False)  # which goes with it alone
+    if changed.pp == 1:
+        changed = replace(changed, schedule=DEFAULT_SCHEDULE, virtual_stages=1)
+    elif name == "virtual_stages":
+        changed = replace(changed, schedule=schedule_with(value))
+    return spread(changed, num_gpus) or changed if name in ("tp", "pp", "cp") else changed, best.kernels
+
+
+def _list_others(space: Space, best: Estimate) -> Iterator[tuple[str, Any]]:
+    """Names and values of the choices that are compared with those of the best."""
+    layout, num_gpus = best.layout, space.scenario.cluster.num_gpus
+    others: dict[str, list[Any]] = {}
+    for axis in ("tp", "pp", "cp", "ep"):
+        degree = getattr(layout, axis)
+        around = [degree // 2] * (degree % 2 == 0) + [2 * degree] * (num_gpus % (2 * degree) == 0)
+        others[axis] = around if space.has_axis(axis) and (axis != "ep" or space.scenario.model.experts) else []
+    size = layout.micro_batch
+    others["micro_batch"] = [size // 2] * (size % 2 == 0) + [2 * size]
+    others["virtual_stages"] = ([1] if layout.virtual_stages > 1 else [2]) if layout.pp > 1 else []
+    others["zero"] = [1, 2, 3] if layout.dp > 1 else []
+    others["recompute"] = [each for each in RECOMPUTE[:4] if not space.scenario.engine.recompute_problems(each)]
+    others["sequence_parallel"] = [not layout.sequence_parallel] if layout.tp > 1 else []
+    others["tp_overlap"] = [not layout.tp_overlap] if layout.shards_sequence and space.has_axis("tp_overlap") else []
+    others |= space.known_kernels
+    own = vars(layout) | vars(best.kernels)
+    for name, values in others.items():
+        if name not in space.fixed:
+            yield from ((name, value) for value in space.choose(name, values) if value != own[name])
 
 
 def _seconds(seconds: float) -> str:

@@ -140,7 +140,7 @@ class Run:
         if self.outcome != "ok":
             return None
         if self.step_time_s:
-            return s.batch.num_tokens / self.step_time_s / s.cluster.num_gpus
+            return s.batch.tokens_per_s_per_gpu(self.step_time_s, s.cluster.num_gpus)
         if self.mfu:
             return self.mfu * s.cluster.gpu.peak_flops_per_s / count_model_flops_per_token(s.model, s.batch.seq_len)
         return None

@@ -9,7 +9,7 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
 from dtlayout.models.counting import count_block_parameters
-from dtlayout.planner.peaks import Peaks
+from dtlayout.planner.peaks import Peaks, RankSizes
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.text import plural
@@ -21,12 +21,17 @@ MOST_NODES = 512
 class ScaleRow(NamedTuple):
     """The best layout on so many GPUs."""
 
-    num_gpus: int
-    """GPUs in all."""
+    scenario: Scenario
+    """What is trained, and on which GPUs."""
     estimate: Estimate | None
     """None if nothing is legal and fits."""
     efficiency: float | None
     """Tokens a second and GPU, as a share of the first row that has any."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in all."""
+        return self.scenario.cluster.num_gpus
 
 
 def scale(spaces: Sequence[Space], max_memory: float) -> list[ScaleRow]:
@@ -35,10 +40,9 @@ def scale(spaces: Sequence[Space], max_memory: float) -> list[ScaleRow]:
     first: float | None = None
     for space in spaces:
         best = next(iter(Search(space, max_memory).run(top=1).ranked), None)
-        num_gpus = space.scenario.cluster.num_gpus
-        gpu_seconds = best.step_time_s * num_gpus if best else None
+        gpu_seconds = best.step_time_s * space.scenario.cluster.num_gpus if best else None
         first = first or gpu_seconds
-        rows.append(ScaleRow(num_gpus, best, first / gpu_seconds if first and gpu_seconds else None))
+        rows.append(ScaleRow(space.scenario, best, first / gpu_seconds if first and gpu_seconds else None))
     return rows
 
 
@@ -68,5 +72,5 @@ def _may_fit(scenario: Scenario, num_gpus: int) -> bool:
     """Whether all GPUs together hold the state of the blocks, shared by all: a quick look before the search."""
     n = scenario.model.num_layers * count_block_parameters(scenario.model)
     layout = Layout(dp_shard=num_gpus, zero=3)
-    least = Peaks(Estimator(scenario)).least_state_bytes(layout, n, unit=0.0, phase=0)
+    least = Peaks(Estimator(scenario)).least_state_bytes(layout, RankSizes(n, 0.0), phase=0)
     return least <= scenario.cluster.gpu.memory_bytes

@@ -6,18 +6,24 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 |---|---|
 | tp | divisors of N; beyond the fast links too, the cost model knows that it is slow there |
 | pp | divisors of N / tp |
-| schedule | 1f1b; for pp > 1 all that are known, with the fewest virtual stages for each size of a stage |
+| cp | divisors of N / (tp · pp), without a common divisor with the micro-batch |
+| ep | for mixtures of experts: common divisors of the experts and of dp · cp · tp |
+| schedule | 1f1b; for pp > 1 all `is_searched`, with the fewest virtual stages for each size of a stage |
 | virtual_stages | 64 at most |
 | dp_shard | 1, all of dp, groups of 1, 2, 4, … whole nodes or of all that fast links join; dp_replicate is the rest |
-| zero | 1, 2, 3 as the engine has them; only 1 at dp_shard = 1, where nothing is sharded |
+| zero | 1, 2, 3 as the engine has them; where nothing is sharded 1, of our trainer at dp = 1 also 3 |
 | micro_batch | divisors of B |
-| sequence_parallel | on; for tp > 1 also off |
+| cp_method | beside cp, all that the engine has |
+| sequence_parallel, tp_overlap | on and off; for tp > 1 also off, and on |
 | recompute | none, selective, keep-attention, full, every-2, every-4, every-8 |
-| attention, norm | what they are by default; sdpa-flash, sdpa-math; fused, eager |
-| loss, rope, swiglu, compile | what they are by default, for our trainer what auto is; others where they are fixed |
+| offload | none; what fits with it alone is a remark (remarks.py), and `explain` tries each |
+| attention, loss, compile | of our trainer what auto is; sdpa-flash; chunked, linear; none |
+| every kernel | of other engines all that they have |
+| norm, rope, swiglu | of our trainer what auto is |
 
-cp and ep stay 1, which is all that the trainer takes, and models with experts are refused. What is fixed takes the
-place of an axis's values.
+Of all this only what the engine has (`Features.axes`, `schedules`, `kernels`, …). Two sequences of which two ranks have
+a half each are never better than one each, so cp and micro-batch have no common divisor. What is fixed takes the place
+of an axis's values, whatever they are.
 """
 
 from collections import defaultdict
@@ -25,14 +31,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
+from math import gcd
 from typing import Any, NamedTuple, TypeVar
 
 from dtlayout import toml
-from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_refusals
+from dtlayout.context_parallel import DEFAULT_CONTEXT_METHOD
+from dtlayout.costmodel.engine import OWN_ENGINE
+from dtlayout.costmodel.parts import StateLayout
+from dtlayout.costmodel.scenario import (
+    Scenario,
+    count_state_shards,
+    engine_kernels,
+    find_lacks,
+    find_refusals,
+    known_kernels,
+)
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import Kernel, list_kernels
+from dtlayout.kernel import KERNELS, Kernel, list_kernels
 from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
+from dtlayout.layout import Layout, show_value
+from dtlayout.layout_names import complete_name, describe_unknown_word, read_word, split_name
 from dtlayout.model_shape import divisors
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from dtlayout.recompute import Recompute
@@ -42,6 +60,7 @@ Order = tuple[str, int]
 """schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
+_OFF = Layout()
 MOST_VIRTUAL_STAGES = 64
 """Virtual stages of a rank: with v the bubble is 1/v of 1F1B's, and more than these have nothing left to win."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]
@@ -60,26 +79,57 @@ def searched_kernels() -> dict[str, list[str]]:
     return dict(found)
 
 
-def parse_choice(text: str) -> tuple[str, Any]:
-    """`name=value` of a layout's field or a kernel, the value as TOML writes it; InvalidConfig says what would work.
+def parse_choices(text: str) -> dict[str, Any]:
+    """The fields of a layout and the kernels that a text names: a layout as it is printed, or `name=value` as in TOML.
 
-    >>> parse_choice("recompute=full"), parse_choice("tp=2")
-    (('recompute', 'full'), ('tp', 2))
+    InvalidConfig or InvalidLayout says what would work.
+
+    >>> parse_choices("recompute=full, tp=2"), parse_choices("pp2·dp4 loss linear")
+    ({'recompute': 'full', 'tp': 2}, {'pp': 2, 'dp_shard': 4, 'loss': 'linear'})
     """
-    name, equals, written = (part.strip() for part in text.partition("="))
-    name = name.removeprefix("layout.").removeprefix("kernels.")
-    if not equals or not written:
-        raise InvalidConfig(f"{text!r} is no choice; write name=value, such as tp=2")
+    found: dict[str, Any] = {}
+    words = split_name(text)
+    while words:
+        word = words.pop(0)
+        if word in KERNEL_NAMES and words:  # printed as two words
+            choice = {word: words.pop(0)}
+        elif word in KERNELS["attention"]:  # printed by its name alone
+            choice = {"attention": word}
+        else:
+            choice = read_word(word.removeprefix("layout.").removeprefix("kernels."))
+        for name, value in choice.items():
+            _check_choice(name, value)
+        if not choice:
+            raise describe_unknown_word(word)
+        found |= choice
+    if not found:
+        raise describe_unknown_word(text)
+    return complete_name(found)
+
+
+def _check_choice(name: str, value: Any) -> None:
     if name not in CHOICES:
         raise InvalidConfig(toml.describe_unknown_key(name, CHOICES))
-    value: Any = toml.parse_value(written)
-    value = tuple(value) if isinstance(value, list) else value
     if type(value) is not CHOICES[name]:
         kinds = {int: "a whole number", bool: "true or false", str: "a word", tuple: "a list such as [3, 3, 2]"}
-        raise InvalidConfig(f"{name}={written} must be {kinds[CHOICES[name]]}")
+        raise InvalidConfig(f"{name}={show_value(value)} must be {kinds[CHOICES[name]]}")
     checked: dict[str, Any] = {name: value}
     OpenKernels(**checked) if name in KERNEL_NAMES else Layout(**checked)
-    return name, value
+
+
+class Degrees(NamedTuple):
+    """The degrees of a layout, dp whole."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Degrees":
+        """Those of a layout."""
+        return cls(layout.tp, layout.pp, layout.cp, layout.ep, layout.dp)
 
 
 class Sharding(NamedTuple):
@@ -103,31 +153,44 @@ class Space:
     """Name → the only value."""
     avoided: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Name → values that are left out."""
+    granted: tuple[str, ...] = ()
+    """Axes that the engine lacks and that are searched all the same, to say what they would be worth."""
 
     def __post_init__(self) -> None:
-        if problems := self.scenario.engine.model_problems(self.scenario.model):
+        problems = self.scenario.engine.model_problems(self.scenario.model)
+        if self.offload != _OFF.offload:
+            problems = find_lacks(self.scenario, Layout(offload=self.offload))
+        if problems:
             raise InvalidConfig(problems)
-        if self.scenario.model.experts is not None:
-            raise InvalidConfig(
-                f"model {self.scenario.model.name} is a mixture of experts, whose layouts are not searched yet; "
-                f"dtlayout explain --engine megatron predicts one of them"
-            )
 
     def choose(self, name: str, values: Iterable[T]) -> list[T]:
         """The values of an axis that a user leaves."""
         values = [self.fixed[name]] if name in self.fixed else values
         return [value for value in values if value not in self.avoided.get(name, ())]
 
+    def has_axis(self, name: str) -> bool:
+        """Whether one of `KNOWN_AXES` is searched."""
+        return name in self.granted or self.scenario.engine.has_axis(name)
+
     @cached_property
-    def degrees(self) -> list[tuple[int, int, int]]:
-        """tp, pp and dp; a degree that is fixed and does not divide the GPUs leaves none."""
-        num_gpus, cp = self.scenario.cluster.num_gpus, self.fixed.get("cp", 1)
-        return [
-            (tp, pp, num_gpus // (cp * tp * pp))
-            for tp in self.choose("tp", divisors(num_gpus))
-            for pp in self.choose("pp", divisors(max(1, num_gpus // (cp * tp))))
-            if num_gpus % (cp * tp * pp) == 0
-        ]
+    def degrees(self) -> list[Degrees]:
+        """All degrees; one that is fixed and does not divide the GPUs, or the experts, leaves none."""
+        experts, num_gpus = self.scenario.model.experts, self.scenario.cluster.num_gpus
+        found = []
+        for tp in self._choose_degree("tp", num_gpus):
+            for pp in self._choose_degree("pp", num_gpus // tp):
+                for cp in self._choose_degree("cp", num_gpus // (tp * pp)):
+                    dp, left = divmod(num_gpus, tp * pp * cp)
+                    if left or not dp:
+                        continue
+                    shared = gcd(experts.number, dp * cp * tp) if experts else 1
+                    found += [
+                        Degrees(tp, pp, cp, ep, dp) for ep in self._choose_degree("ep", shared) if shared % ep == 0
+                    ]
+        return found
+
+    def _choose_degree(self, name: str, num_ranks: int) -> list[int]:
+        return self.choose(name, divisors(max(1, num_ranks)) if self.has_axis(name) else (1,))
 
     def orders(self, pp: int) -> list[Order]:
         """Schedules with their virtual stages."""
@@ -138,7 +201,8 @@ class Space:
             fewest = {-(-layers // (pp * size)) for size in range(smallest, layers // pp + 1)}
             virtual_stages = {self.fixed["virtual_stages"]} if "virtual_stages" in self.fixed else fewest | {1}
             usable = [v for v in sorted(virtual_stages) if v == 1 or pp * v <= layers]
-            found = [(name, v) for name, schedule in SCHEDULES.items() for v in usable if schedule.takes(pp, v)]
+            tried = [each for each in SCHEDULES.values() if each.is_searched or each.name == self.fixed.get("schedule")]
+            found = [(each.name, v) for each in tried for v in usable if each.takes(pp, v)]
         if "schedule" in self.fixed:  # also one that is not legal here, which is then refused as such
             wanted = self.fixed["schedule"]
             found = [order for order in found if order[0] == wanted] or [(wanted, self.fixed.get("virtual_stages", 1))]
@@ -146,9 +210,9 @@ class Space:
         schedules = self.choose("schedule", dict.fromkeys(schedule for schedule, _ in found))
         return [(schedule, v) for schedule, v in found if schedule in schedules and v in stages]
 
-    def shardings(self, tp: int, dp: int) -> list[Sharding]:
+    def shardings(self, degrees: Degrees) -> list[Sharding]:
         """Ways to share the state, the least sharded first."""
-        cluster = self.scenario.cluster
+        cluster, (tp, pp, cp, ep, dp) = self.scenario.cluster, degrees
         group = max(1, cluster.gpus_per_node // tp)
         groups = {1, dp, max(1, cluster.gpus_linked // tp)}
         while group < dp:
@@ -161,18 +225,31 @@ class Space:
         shards = [n for n in self.choose("dp_shard", sorted(groups)) if dp % n == 0]
         shards = [n for n in shards if dp // n not in self.avoided.get("dp_replicate", ())]
         shards = [n for n in shards if dp // n == self.fixed.get("dp_replicate", dp // n)]
-        pp = cluster.num_gpus // (self.constant.get("cp", 1) * tp * dp)
-        ways = [Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if n > 1 else (1,))]
+        are_shared = {n: count_state_shards(StateLayout(pp, dp, n, cp, tp, ep, 1, False)) > 1 for n in shards}  # type: ignore[arg-type]
+        # Our trainer computes with copies in another format, which zero 3 frees between uses on one rank too.
+        alone = (1, 3) if dp == 1 and self.scenario.engine.name == OWN_ENGINE else (1,)
+        ways = [
+            Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if are_shared[n] else alone)
+        ]
         return [way for way in ways if not self.scenario.engine.zero_problems(way.zero, pp)]
 
-    @cached_property
-    def micro_batches(self) -> list[int]:
+    def micro_batches(self, cp: int) -> list[int]:
         """Divisors of the global batch."""
-        return self.choose("micro_batch", divisors(self.scenario.batch.global_batch))
+        found = self.choose("micro_batch", divisors(self.scenario.batch.global_batch))
+        return found if {"cp", "micro_batch"} <= self.fixed.keys() else [n for n in found if gcd(n, cp) == 1]
 
     def sequence_parallel(self, tp: int) -> list[bool]:
         """On, and off where that makes a difference."""
         return self.choose("sequence_parallel", (True, False) if tp > 1 else (True,))
+
+    def cp_methods(self, cp: int) -> list[str]:
+        """Ways to attend over cp, where that makes a difference."""
+        methods = self.scenario.engine.features.cp_methods
+        return self.choose("cp_method", methods) if cp > 1 else [self.fixed.get("cp_method", DEFAULT_CONTEXT_METHOD)]
+
+    def tp_overlap(self, tp: int) -> list[bool]:
+        """Off, and on where that makes a difference."""
+        return self.choose("tp_overlap", (False, True) if tp > 1 and self.has_axis("tp_overlap") else (False,))
 
     @cached_property
     def recompute(self) -> list[str]:
@@ -183,36 +260,60 @@ class Space:
 
     @cached_property
     def kernels(self) -> list[Kernels]:
-        """Kernels that the trainer has; the fast ones first."""
-        searched = searched_kernels()
+        """Kernels that the engine has, its usual ones first."""
+        values = {name: self.choose(name, found) for name, found in self.known_kernels.items()}
+        combinations: list[dict[str, Any]] = [
+            dict(zip(values, each, strict=True)) for each in product(*values.values())
+        ]
+        if self.scenario.engine.name != OWN_ENGINE:
+            return [Kernels(**each) for each in combinations]
+        return [engine_kernels(self.scenario, OpenKernels(**each), Layout()) for each in combinations]
+
+    @cached_property
+    def known_kernels(self) -> dict[str, list[str]]:
+        """Kernels that are compared by operation, the usual one first: of our trainer some, of other engines all."""
+        if self.scenario.engine.name != OWN_ENGINE:
+            return {name: list(found) for name, found in known_kernels(self.scenario.engine).items()}
+        searched = searched_kernels() | {"compile": ["none"]}
         usual = asdict(engine_kernels(self.scenario, OpenKernels(), Layout()))
-        values = {name: list(dict.fromkeys([kernel, *searched.get(name, ())])) for name, kernel in usual.items()}
-        chosen = [self.choose(name, found) for name, found in values.items()]
-        combinations = [OpenKernels(**dict(zip(values, each, strict=True))) for each in product(*chosen)]
-        return [engine_kernels(self.scenario, each, Layout()) for each in combinations]
+        return {name: list(dict.fromkeys([kernel, *searched.get(name, ())])) for name, kernel in usual.items()}
 
     @cached_property
     def constant(self) -> dict[str, Any]:
         """Fields of Layout that no axis varies."""
-        return {name: self.fixed[name] for name in ("cp", "stage_layers", "tp_overlap") if name in self.fixed}
+        return {name: self.fixed[name] for name in ("ep_overlap", "stage_layers", "offload") if name in self.fixed}
 
-    def allows_kernels(self, kernels: Kernels, tp: int = 1, recompute: str = "none") -> bool:
-        """Whether the trainer has these kernels on this device in this precision, with these choices beside them."""
-        return not find_refusals(self.scenario, Layout(tp=tp, recompute=recompute), kernels)
+    @property
+    def offload(self) -> Any:
+        """What lies on the host: nothing, unless that is fixed."""
+        return self.fixed.get("offload", _OFF.offload)
 
-    def allows_tensor(self, tp: int, sequence_parallel: bool) -> bool:
-        """Whether tp splits the model: `Layout.is_legal`, with every other axis off."""
-        overlap = self.fixed.get("tp_overlap", False)
-        layout = Layout(tp=tp, sequence_parallel=sequence_parallel, tp_overlap=overlap)
-        return layout.is_legal(self.scenario.model, self.scenario.batch)
+    def allows_kernels(self, kernels: Kernels, layout: Layout = _OFF) -> bool:
+        """Whether the trainer has these kernels on this device in this precision, beside a layout's choices."""
+        return not find_refusals(self.scenario, self.without_granted(layout), kernels)
 
-    def allows_pipeline(self, pp: int, order: Order, dp: int, micro_batch: int) -> bool:
-        """Whether stages and microbatches come out even, `Layout.is_legal`, and the engine has the schedule."""
+    def allows_tensor(self, tp: int, cp: int, method: str, sequence_parallel: bool, overlap: bool = False) -> bool:
+        """Whether tp and cp split the model: `_allows`, with pp and dp off."""
+        layout = Layout(tp=tp, cp=cp, cp_method=method, sequence_parallel=sequence_parallel, tp_overlap=overlap)
+        return self._allows(layout)
+
+    def allows_pipeline(self, pp: int, dp: int, order: Order, micro_batch: int) -> bool:
+        """Whether stages and microbatches come out even: `_allows`, with tp and cp off."""
         if self.scenario.batch.global_batch % (dp * micro_batch):
             return False  # by far the most frequent reason, found without building a layout
         schedule, v = order
-        layout = Layout(
-            pp=pp, schedule=schedule, virtual_stages=v, dp_shard=dp, micro_batch=micro_batch, **self.constant
+        cuts = {name: value for name, value in self.constant.items() if name == "stage_layers"}
+        return self._allows(
+            Layout(pp=pp, schedule=schedule, virtual_stages=v, dp_shard=dp, micro_batch=micro_batch, **cuts)
         )
-        legal = layout.is_legal(self.scenario.model, self.scenario.batch)
-        return legal and not self.scenario.engine.layout_problems(layout)
+
+    def without_granted(self, layout: Layout) -> Layout:
+        """What the engine has of a layout."""
+        off: dict[str, Any] = {name: getattr(_OFF, name) for name in self.granted}
+        return replace(layout, **off) if off else layout
+
+    def _allows(self, layout: Layout) -> bool:
+        """`Layout.is_legal`, and the engine has it, or it was granted."""
+        scenario, had = self.scenario, self.without_granted(layout)
+        legal = layout.is_legal(scenario.model, scenario.batch)
+        return legal and not scenario.engine.layout_problems(had, scenario.model, scenario.batch)

@@ -1,14 +1,12 @@
 """Step times: how long the step of a candidate is at least, and how long it is; ranks that are alike count once."""
 
-from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from operator import add
 
-from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.update import update_times
+from dtlayout.costmodel.update import Update, update_times
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.planner.candidates import Candidate
+from dtlayout.planner.candidates import Candidate, Candidates
 from dtlayout.planner.peaks import RankGroup
 from dtlayout.planner.space import Sharding
 
@@ -16,45 +14,65 @@ from dtlayout.planner.space import Sharding
 class StepTimes:
     """Seconds of the steps of one candidate, with memory to spare."""
 
-    def __init__(self, estimator: Estimator, candidate: Candidate, examples: Mapping[Sharding, Layout]):
-        """`examples` are layouts of the candidate's degrees, for each way to share the state."""
-        self.estimator, self.candidate, self.examples = estimator, candidate, examples
-        part, kernels = candidate.part, candidate.kernels
-        self._work = {each: estimator.stage_work(each, part, kernels) for each in candidate.stages.kinds}
-        self._delay_s = estimator.delay_s(candidate.layout)
-        self._fixed_s = estimator.fixed_s(candidate.num_microbatches, peak_bytes=0.0)
+    def __init__(self, candidates: Candidates, candidate: Candidate):
+        """`candidates` knows what it shares with others."""
+        self.candidates, self.candidate, self.estimator = candidates, candidate, candidates.estimator
+        work = self.estimator.layout_work(candidate.work.part, candidate.work.kernels)
+        self._work = {each: work.on(each) for each in candidate.stages.kinds}
+        self._delay_s = self.estimator.delay_s(candidate.work.part)  # type: ignore[arg-type]
+        self._fixed_s = self.estimator.fixed_s(candidate.spread.num_microbatches, peak_bytes=0.0)
+        self._of_group = cache(self._find_of_group)
 
-    @property
+    @cached_property
     def bound_s(self) -> float:
         """No variant's step is shorter: that of the pipeline's busiest rank, without reduction and update."""
         return max([self._bound_group_s(group) for group in self.candidate.stages.groups]) + self._fixed_s
 
     def _bound_group_s(self, group: RankGroup) -> float:
         """`timing.lower_bound` of a group: its last rank is busy while the first microbatch is down there and back."""
-        work, comes_back = self._work, not find_schedule(self.candidate.layout.schedule).splits_backward
-        away_s = sum(n * (work[c].forward_s + comes_back * work[c].backward_s) for c, n in group.before)
-        busy_s = sum(work[c].forward_s + work[c].backward_s for c in group.classes)
-        return away_s + (1 + comes_back) * self._delay_s * group.ranks[-1] + self.candidate.num_microbatches * busy_s
+        work, comes_back = self._work, not find_schedule(self.candidate.spread.schedule).splits_backward
+        away_s = sum([n * (work[c].forward_s + comes_back * work[c].backward_s) for c, n in group.before])
+        busy_s = sum([work[c].forward_s + work[c].backward_s for c in group.classes])
+        m = self.candidate.spread.num_microbatches
+        return away_s + (1 + comes_back) * self._delay_s * group.ranks[-1] + m * busy_s
+
+    @cached_property
+    def updated(self) -> list[tuple[float, Sharding]]:
+        """The bound of each variant with its reduction and update, the least first."""
+        return sorted([(self.bound_s + self.update_s(each), each) for each in self.candidate.variants])
 
     def update_s(self, sharding: Sharding, place: int = 0) -> float:
-        """Reduction and optimizer of the ranks of a group."""
-        candidate, group = self.candidate, self.candidate.stages.groups[place]
+        """Reduction and optimizer of the ranks of a group, the first by default, with the state shared in some way."""
+        updates, layouts, own_work = self._of_group(place)
+        return sum(update_times(self.estimator.scenario, layouts[sharding], updates[sharding], *own_work))
+
+    def _find_of_group(
+        self, place: int
+    ) -> tuple[dict[Sharding, Update], dict[Sharding, Layout], tuple[int, int, float, float]]:
+        """Updates of a rank of a group and layouts that have them, by the way to share the state; and its own work:
+        blocks, microbatches, and the seconds of a forward and a backward of one.
+        """
+        candidate, degrees = self.candidate, self.candidate.spread.degrees
+        group = candidate.stages.groups[place]
         own = [self._work[c] for c in group.classes]
         forward_s, backward_s = sum([w.forward_s for w in own]), sum([w.backward_s for w in own])
-        n, num_layers = candidate.num_parameters[place], sum([c.num_layers for c in group.classes])
-        layout, m = self.examples[sharding], candidate.num_microbatches
-        work = n, num_layers, m, forward_s, backward_s
-        return sum(update_times(self.estimator.scenario, layout, *work, has_head=group.has_head))
+        own_work = sum([c.num_layers for c in group.classes]), candidate.spread.num_microbatches, forward_s, backward_s
+        updates = self.candidates.updates(degrees, candidate.sizes[place], group.has_head)
+        return updates, self.candidates.examples(degrees), own_work
 
     def step_s(self, sharding: Sharding) -> float:
         """`Estimator.time`: the pipeline is played, once for all variants."""
         updates = [self.update_s(sharding, place) for place in range(len(self._finished_s))]
         return max(map(add, self._finished_s, updates)) + self._fixed_s
 
+    def thrash_s(self, peak_bytes: float) -> float:
+        """Seconds that a step with such a peak is longer than with memory to spare."""
+        return self.estimator.fixed_s(self.candidate.spread.num_microbatches, peak_bytes) - self._fixed_s
+
     @cached_property
     def _finished_s(self) -> list[float]:
         """When the last rank of each group is done with its microbatches."""
         candidate = self.candidate
         work = [self._work[each] for each in candidate.stages.classes]
-        pipeline = self.estimator.play(candidate.layout, candidate.num_microbatches, work, self._delay_s)
+        pipeline = self.estimator.play(candidate.layout, candidate.spread.num_microbatches, work, self._delay_s)
         return [max(pipeline.finished_s[rank] for rank in group.ranks) for group in candidate.stages.groups]

@@ -12,6 +12,7 @@ from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.models.counting import count_parameters
 from dtlayout.models.presets import PRESETS
 from dtlayout.planner.explain import (
     LEAST_GAIN,
@@ -40,7 +41,13 @@ SLOW = Layout(pp=8, tp=8, sequence_parallel=False, micro_batch=1, recompute="ful
 TOO_LARGE = Layout(dp_shard=64, micro_batch=8, zero=3)
 """Fits with less of something."""
 HOPELESS = Layout(dp_shard=2, micro_batch=1)
-"""No change helps 2 GPUs."""
+"""No change helps 2 GPUs of whose host nothing is known."""
+
+
+def without_host(scenario: Scenario) -> Scenario:
+    """GPUs in a server of which nobody knows how much it has."""
+    gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=None)
+    return replace(scenario, cluster=replace(scenario.cluster, gpu=gpu))
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +145,8 @@ def test_moves_keep_the_world_and_a_pipeline_that_ends_loses_its_schedule_and_it
             assert moved.stage_layers == ()
     knobs = {knob for knob, _ in moves}
     assert knobs == {
-        "tp", "pp", "dp_replicate", "micro_batch", "zero", "recompute", "sequence_parallel", "tp_overlap",
-        "stage_layers", "schedule",
+        "tp", "pp", "cp", "dp_replicate", "micro_batch", "zero", "recompute", "sequence_parallel", "tp_overlap",
+        "stage_layers", "schedule", "offload",
     }  # fmt: skip
 
 
@@ -151,7 +158,7 @@ def test_kernels_that_cannot_compute_in_the_precision_are_not_advised():
 
 
 def test_where_nothing_single_fits_the_fewest_gpus_that_would_are_found():
-    scenario = make_scenario(num_gpus=2)
+    scenario = without_host(make_scenario(num_gpus=2))
     found = explain(scenario, HOPELESS, Kernels())
     assert not found.estimate.fits and found.changes == ()
     growth = found.growth
@@ -166,6 +173,31 @@ def test_where_nothing_single_fits_the_fewest_gpus_that_would_are_found():
     estimator = Estimator(scenario)
     doubled = [layout for layout in half if layout.dp_shard >= HOPELESS.dp_shard]
     assert doubled and not any(estimator.estimate(layout, Kernels()).fits for layout in doubled)
+
+
+def test_where_memory_of_the_host_helps_it_is_offered_with_what_it_takes():
+    scenario = make_scenario(num_gpus=2)
+    found = explain(scenario, HOPELESS, Kernels())
+    (change,) = found.changes
+    offloaded = change.estimate
+    assert change.overrides == ("--layout.offload=both",) and offloaded.fits and found.growth is None
+    n = count_parameters(scenario.model)
+    assert offloaded.host_bytes[0] > (4 + 4 + 4 + 4) * n / 2  # fp32 masters, gradients and both moments of a half
+    small = replace(scenario.cluster.gpu, host_memory_bytes=20 * 2**30)
+    found = explain(replace(scenario, cluster=replace(scenario.cluster, gpu=small)), offloaded.layout, Kernels())
+    assert not found.estimate.fits and found.limit.kind == "host memory" and found.limit.share > 1
+    assert found.estimate.needed_bytes <= found.estimate.capacity_bytes
+
+
+def test_copies_are_waited_for_where_the_link_is_slower_than_what_hides_them():
+    layout, waited = Layout(dp_shard=64, micro_batch=4, zero=3, offload="activations"), []
+    for link in (1e9, 25e9, 1e12):
+        scenario = make_scenario()
+        gpu = replace(scenario.cluster.gpu, host_link_bytes_per_s=link)
+        found = explain(replace(scenario, cluster=replace(scenario.cluster, gpu=gpu)), layout, Kernels())
+        assert found.copied_s == pytest.approx(explain(scenario, layout, Kernels()).copied_s * 25e9 / link)
+        waited.append(found.waited_s / found.copied_s)
+    assert 1 > waited[0] > waited[1] > waited[2] == 0
 
 
 def test_more_gpus_of_a_rack_join_the_links_of_those_that_are_there():

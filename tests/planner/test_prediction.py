@@ -136,7 +136,19 @@ def test_a_layout_far_beyond_the_memory_is_refused_with_what_would_work():
 
 def test_where_nothing_on_these_gpus_works_the_refusal_says_how_many_would():
     with pytest.raises(InvalidLayout, match=r"most of it optimizer; use \d+ GPUs with --layout\..* GiB\), or --train"):
-        refuse_hopeless(make_config(), Layout(), A100)
+        refuse_hopeless(make_config(), Layout(), replace(A100, host_link_bytes_per_s=None))
+
+
+def test_a_layout_that_asks_more_of_the_host_than_it_has_is_refused():
+    gpu, layout = (
+        replace(A100, host_memory_bytes=2**33),
+        Layout(dp_shard=8, zero=3, recompute="full", offload="optimizer"),
+    )
+    refuse_hopeless(make_config(), layout, A100)
+    with pytest.raises(
+        InvalidLayout, match=r"GiB of the host's memory for each GPU, of 7\.2 GiB that a100-80g-sxm has"
+    ):
+        refuse_hopeless(make_config(), layout, gpu)
 
 
 def test_what_the_ranks_of_a_host_need_together_is_refused_where_it_has_less():
@@ -172,8 +184,8 @@ def test_a_prediction_is_one_line_and_says_how_much_it_is_worth():
     state = "calibrated" if to_predicted(predict(config, layout, A100), scenario).calibrated else "uncalibrated"
     number = r"[\d.]+"
     step = rf"step {number} s \({number} to {number}, {state}: 90% of \d+ rows of [^()]+\)"
-    peak = rf"peak {number} GiB \({number} to {number}\) on pipeline rank 0 of 7\d\.\d"
-    assert re.fullmatch(rf"predicted: {step}, MFU {number}%, {peak}", line)
+    peak = rf"peak {number} GiB \({number} to {number}\) on pipeline rank 0 of 7\d\.\d GiB"
+    assert re.fullmatch(rf"predicted: {step}, MFU {number}%, [\d,]+ tokens/s/GPU, {peak}", line)
 
 
 def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
@@ -182,13 +194,13 @@ def test_on_a_cpu_a_step_is_predicted_once_it_is_calibrated_and_memory_always():
     for gpu, line in (
         (
             cpu,
-            r"predicted: peak .* MiB on pipeline rank 0 "
+            r"predicted: peak .* GiB on pipeline rank 0 "
             r"\(no step time: dtlayout calibrate has not measured this CPU\)",
         ),
         (
             measured,
             r"predicted: step .* s \(.* to .*, calibrated: 50% of the steps of the last sweep on these machines\), "
-            r"peak .* MiB on pipeline rank 0",
+            r"peak .* GiB on pipeline rank 0",
         ),
     ):
         found, scenario = predict(config, layout, gpu), own_scenario(config, 64, gpu)

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from outside import ZB_H1, registered
+from outside import LATE_WEIGHTS, registered
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.engine import find_engine, find_usual
 from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
@@ -42,27 +42,30 @@ def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine):
     assert not any("keep-" in override for change in advised for override in change.overrides)
 
 
-def test_a_mixture_of_experts_is_predicted_for_engines_that_have_it_and_not_searched():
+def test_a_mixture_of_experts_is_searched_for_engines_that_have_it():
     experts = Experts(number=8, per_token=2, ffn_size=512)
     mixtures = {e: replace(scenario(e), model=replace(MODEL, experts=experts)) for e in ("megatron", "dtlayout")}
     layout = Layout(dp_shard=4, ep=4)
     assert layout.is_legal(mixtures["megatron"].model, mixtures["megatron"].batch)
     assert find_refusals(mixtures["megatron"], layout, Kernels()) == []
-    (problem,) = find_refusals(mixtures["dtlayout"], layout, Kernels())
-    assert problem == "model.experts: dtlayout has no mixture of experts; use a model without, or another engine"
+    refused = "model.experts: dtlayout has no mixture of experts; use a model without, or another engine"
+    assert find_refusals(mixtures["dtlayout"], Layout(dp_shard=4), Kernels()) == [refused]
+    (problem,) = find_refusals(scenario("nanotron"), Layout(dp_shard=2, cp=2), Kernels())
+    assert problem == "layout.cp=2 is nothing that nanotron has; use layout.cp=1"
     assert explain(mixtures["megatron"], layout, Kernels()).estimate.fits
-    with pytest.raises(InvalidConfig, match="model tiny is a mixture of experts, whose layouts are not searched yet"):
-        Space(mixtures["megatron"])
+    assert {degrees.ep for degrees in Space(mixtures["megatron"]).degrees} == {1, 2, 4}
+    with pytest.raises(InvalidConfig, match=refused):
+        Space(mixtures["dtlayout"])
 
 
-def test_a_schedule_that_the_trainer_cannot_run_is_predicted_for_other_engines_alone():
-    with registered(ZB_H1):
-        assert Search(Space(scenario("torchtitan"), fixed={"schedule": "zb-h1"})).run().ranked
-        assert not Search(Space(scenario(), fixed={"schedule": "zb-h1"})).run().ranked
-        layout = Layout(pp=2, dp_shard=2, schedule="zb-h1")
-        assert not find_refusals(scenario("torchtitan"), layout, Kernels())
-        (problem,) = find_refusals(scenario(), layout, Kernels())
-    assert problem == "schedule=zb-h1 splits backwards, which can be predicted, not trained; use schedule=1f1b"
+def test_a_search_that_is_held_to_backwards_in_two_parts_finds_what_the_trainer_runs():
+    with registered(LATE_WEIGHTS):
+        for name in ("torchtitan", "dtlayout"):
+            ranked = Search(Space(scenario(name), fixed={"schedule": "late-weights", "pp": 2})).run().ranked
+            assert ranked
+            for found in ranked:
+                assert not find_refusals(scenario(name), found.layout, found.kernels)
+                assert not found.layout.overlaps_tp
 
 
 def test_no_whole_stage_is_compiled_where_tp_splits_the_embedding():
@@ -120,5 +123,40 @@ def test_an_engines_own_kernel_is_no_reason_against_it_and_ours_is():
     here = scenario("fsdp1", "h100-80g-sxm")
     ranked = Search(Space(here, fixed={"attention": "flash1"})).run().ranked
     assert ranked and {each.kernels.attention for each in ranked} == {"flash1"}
-    (problem,) = find_refusals(scenario("torchtitan", "h100-80g-sxm"), Layout(dp_shard=4), Kernels(attention="flash1"))
-    assert problem.startswith("kernels.attention=flash1")
+    kernels = replace(find_usual("torchtitan").kernels, attention="flash1")
+    (problem,) = find_refusals(scenario("torchtitan", "h100-80g-sxm"), Layout(dp_shard=4), kernels)
+    assert problem == (
+        "kernels.attention=flash1 is nothing that torchtitan has; "
+        "use kernels.attention=sdpa-flash or sdpa-cudnn or sdpa-efficient"
+    )
+
+
+def test_an_axis_is_searched_only_where_the_engine_has_it():
+    for engine, axes in (
+        ("fsdp1", set()),
+        ("prime-rl", {"cp"}),
+        ("dtlayout", {"tp", "pp", "cp"}),
+        ("megatron", {"tp", "pp", "cp"}),
+    ):
+        degrees = Space(scenario(engine, "h100-80g-sxm")).degrees
+        assert {axis for axis in ("tp", "pp", "cp") if any(getattr(each, axis) > 1 for each in degrees)} == axes
+    assert not Search(Space(scenario("fsdp1", "h100-80g-sxm"), fixed={"tp": 2})).run().ranked
+
+
+def test_megatron_is_recommended_no_stages_and_experts_that_it_refuses():
+    here = replace(scenario("megatron", "h100-80g-sxm"), model=replace(MODEL, num_layers=13))
+    for pp, is_refused in ((2, False), (3, False), (4, True), (5, False), (6, True)):
+        problems = find_refusals(here, Layout(pp=pp), Kernels())
+        assert bool(problems) == is_refused, pp
+        assert all("make no" in problem and "even stages, as megatron asks" in problem for problem in problems)
+    mixture = replace(here, model=replace(MODEL, experts=Experts(number=8, per_token=2, ffn_size=512)))
+    (problem,) = find_refusals(mixture, Layout(tp=2, sequence_parallel=False), Kernels())
+    assert "use sequence_parallel=true" in problem
+
+
+def test_formats_and_stages_of_zero_that_an_engine_lacks_are_refused():
+    fp8 = replace(scenario("prime-rl", "h100-80g-sxm"), precision=Precision(matmuls="fp8-tensorwise"))
+    (problem,) = find_refusals(fp8, Layout(dp_shard=4), find_usual("prime-rl").kernels)
+    assert problem == "precision.matmuls=fp8-tensorwise is nothing that prime-rl has; use compute"
+    (problem,) = find_refusals(scenario("nanotron"), Layout(dp_shard=4, zero=3), Kernels())
+    assert problem == "layout.zero=3 is nothing that nanotron has; use zero=1"

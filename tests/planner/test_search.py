@@ -3,6 +3,8 @@
 from collections import Counter
 from cProfile import Profile
 from dataclasses import replace
+from functools import cache
+from math import inf
 
 import pytest
 from layouts import all_layouts
@@ -13,14 +15,17 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.errors import DtlayoutError
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
+from dtlayout.model_shape import Experts
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.baselines import choose_by_playbook, choose_by_thumb
-from dtlayout.planner.search import TIE, Search
-from dtlayout.planner.space import Space, parse_choice
+from dtlayout.planner.ranking import MOST_TIMES, TIE, Idea
+from dtlayout.planner.remarks import remark_on_offload
+from dtlayout.planner.search import Search
+from dtlayout.planner.space import Degrees, Space, parse_choices
 from dtlayout.precision import Precision
 
 SMALL = replace(SHAPE, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=8192, num_layers=6, vocab_size=32_000)
@@ -40,45 +45,72 @@ def scenario(
 
 
 def family_of(layout):
-    """All but how the state is shared."""
-    return replace(layout, dp_shard=layout.dp, dp_replicate=1, zero=1)
+    """All but how the state is shared, and tp_overlap."""
+    return replace(layout, dp_shard=layout.dp, dp_replicate=1, zero=1, tp_overlap=False)
 
 
-def try_all(space, max_memory=1.0):
-    """Every legal layout with its estimate, and how many are not legal or don't fit."""
-    estimator, counts, fitting = Estimator(space.scenario), Counter(), []
+@cache
+def estimate_all(name, avoided, fixed=()):
+    """Every legal layout of one of SCENARIOS, with its estimate, and how many are not legal."""
+    space, estimates, num_illegal = Space(SCENARIOS[name], dict(fixed), dict(avoided)), [], 0
+    estimator = Estimator(space.scenario)
     for layout, kernels in all_layouts(space):
         legal = layout.is_legal(space.scenario.model, space.scenario.batch)
-        if not legal or space.scenario.engine.layout_problems(layout) or not space.allows_kernels(kernels):
-            counts["not legal"] += 1
-            continue
-        estimate = estimator.estimate(layout, kernels)
-        if estimate.needed_bytes > max_memory * estimator.capacity_bytes:
-            counts["does not fit"] += 1
+        if not legal or find_refusals(space.scenario, layout, kernels):
+            num_illegal += 1
         else:
-            fitting.append(estimate)
-    return fitting, counts
+            estimates.append(estimator.estimate(layout, kernels))
+    return estimates, num_illegal
 
 
-def rank_all(estimates, top):
+def try_all(name, avoided, fixed=(), share=1.0):
+    """Every legal layout that fits, with its estimate, and how many are not legal or don't fit."""
+    estimates, num_illegal = estimate_all(name, avoided, fixed)
+    fitting = [e for e in estimates if e.needed_bytes <= share * e.capacity_bytes]
+    return fitting, Counter({"not legal": num_illegal, "does not fit": len(estimates) - len(fitting)})
+
+
+def only_costs(estimate, better):
+    """The rule of `dtlayout.planner.ranking`, written down once more."""
+    parts = [
+        (e.layout.tp > 1, e.layout.pp > 1, e.layout.cp > 1, e.layout.ep > 1, e.layout.virtual_stages > 1,
+         e.layout.recompute != "none")
+        for e in (estimate, better)
+    ]  # fmt: skip
+    return all(own >= others for own, others in zip(*parts, strict=True)) and (
+        estimate.peak_bytes > 0.95 * better.peak_bytes
+    )
+
+
+def rank_all(estimates, top, alike=family_of, most_times=inf, is_worse=lambda estimate, better: False):
     """The rule of `dtlayout.planner.search`, written down once more and without any shortcut."""
-    left, best = list(estimates), []
+    fastest = min(e.step_time_s for e in estimates)
+    left, best = [e for e in estimates if e.step_time_s <= most_times * fastest], []
     while left and len(best) < top:
         fastest = min(e.step_time_s for e in left)
         ties = [e for e in left if e.step_time_s <= fastest * (1 + TIE)]
-        best.append(
-            min(
-                ties,
-                key=lambda e: (
-                    round(100 * e.peak_bytes / e.capacity_bytes), e.layout.tp * e.layout.pp, round(e.step_time_s, 12)
-                ),
-            )
-        )  # fmt: skip
-        left = [e for e in left if family_of(e.layout) != family_of(best[-1].layout)]
+        found = min(
+            ties,
+            key=lambda e: (
+                round(100 * e.peak_bytes / e.capacity_bytes),
+                e.layout.tp * e.layout.pp,
+                round(e.step_time_s, 12),
+                f"{e.layout} {e.kernels}",
+            ),
+        )
+        left = [e for e in left if alike(e.layout) != alike(found.layout)]
+        best += [] if any(is_worse(found, better) for better in best) else [found]
     return best
 
 
-FEWER = {"attention": ["sdpa-math"], "norm": ["eager"], "recompute": ["every-2", "every-8"], "micro_batch": [8, 16]}
+FEWER = (
+    ("attention", ("sdpa-math", "flash-attn", "fa3", "megatron-softmax")), ("recompute", ("every-2", "every-8")),
+    ("micro_batch", (8, 16)), ("loss", ("linear",)), ("cp_method", ("gather",)),
+)  # fmt: skip
+"""What is avoided, as items of a dictionary."""
+OTHERS = {"six": tuple({**dict(FEWER), "recompute": ("every-4",)}.items())}
+"""Of one scenario in the place of FEWER."""
+EXPERTS = replace(SMALL, experts=Experts(number=8, per_token=2, ffn_size=2048, dense_layers=1))
 SCENARIOS = {
     "roomy": scenario(),
     "tight": scenario(memory=int(12e9)),
@@ -93,56 +125,71 @@ SCENARIOS = {
         engine=find_engine_on("dtlayout", MACHINE.gpu), precision=Precision(compute="float32"),
     ),
     "nanotron": scenario(engine="nanotron", gpu="h100-80g-sxm", memory=int(14e9)),
+    "long on megatron": scenario(engine="megatron", gpu="h100-80g-sxm", batch=4, seq_len=16_384, memory=int(24e9)),
+    "long on torchtitan": scenario(
+        4, engine="torchtitan", gpu="h100-80g-sxm", batch=2, seq_len=16_384, memory=int(30e9)
+    ),
+    "experts on megatron": scenario(4, EXPERTS, engine="megatron", gpu="h100-80g-sxm", batch=8, memory=int(20e9)),
+    "experts on prime-rl": scenario(8, EXPERTS, engine="prime-rl", gpu="h100-80g-sxm", memory=int(20e9)),
+    "fsdp1": scenario(engine="fsdp1", memory=int(20e9)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_best_found_are_the_best_of_all(name):
-    fewer = {"attention": ["sdpa-math"], "recompute": ["every-4"]} if name == "six" else FEWER
-    space = Space(SCENARIOS[name], avoided=fewer)
-    fitting, counts = try_all(space)
-    result = Search(space).run(top=4)
-    expected = rank_all(fitting, 4)
-    assert [(e.layout, e.kernels) for e in result.ranked] == [(e.layout, e.kernels) for e in expected]
-    assert [e.step_time_s for e in result.ranked] == [e.step_time_s for e in expected]
-    assert result.num_layouts == len(fitting) + counts.total()
-    assert result.counts["not legal"] == counts["not legal"]
+    fewer = OTHERS.get(name, FEWER)
+    space = Space(SCENARIOS[name], avoided=dict(fewer))
+    fitting, counts = try_all(name, fewer)
+    search = Search(space)
+    result, ideas = search.run(top=4), search.run_ideas(top=4)
+    for found, expected in (
+        (result, rank_all(fitting, 4)),
+        (ideas, rank_all(fitting, 4, alike=Idea.of, most_times=MOST_TIMES, is_worse=only_costs)),
+    ):  # fmt: skip
+        assert [(e.layout, e.kernels) for e in found.ranked] == [(e.layout, e.kernels) for e in expected]
+        assert [e.step_time_s for e in found.ranked] == [e.step_time_s for e in expected]
+        assert found.num_layouts == len(fitting) + counts.total()
+        assert found.counts["not legal"] == counts["not legal"]
+    for choice, value in (("recompute", "full"), ("zero", 1), ("tp", 2), ("micro_batch", 1)):
+        having = [e for e in fitting if getattr(e.layout, choice) == value]
+        best = search.best_with(choice, value)
+        assert (best and (best.layout, best.kernels)) == (
+            (rank_all(having, 1)[0].layout, rank_all(having, 1)[0].kernels) if having else None
+        )
 
 
 @pytest.mark.parametrize("name", ["tight", "six"])
 def test_every_layout_that_was_left_out_has_its_reason(name):
-    space = Space(SCENARIOS[name], avoided={**FEWER, "norm": []})
-    fitting, counts = try_all(space)
-    result = Search(space).run(top=3)
+    every_loss = tuple({**dict(FEWER), "loss": ()}.items())
+    fitting, counts = try_all(name, every_loss)
+    result = Search(Space(SCENARIOS[name], avoided=dict(every_loss))).run(top=3)
     assert result.counts["not legal"] == counts["not legal"]
     assert result.counts["does not fit"] <= counts["does not fit"]
     assert result.counts["ranked"] == len(result.ranked) == 3
-    assert result.counts["slower"] + result.counts["sharded otherwise"] <= len(fitting) + counts["does not fit"]
+    assert result.counts["slower"] + result.counts["alike"] <= len(fitting) + counts["does not fit"]
     assert result.num_layouts == len(fitting) + counts.total()
-    only_fast = Search(Space(SCENARIOS[name], avoided=FEWER)).run(top=3)
+    only_fast = Search(Space(SCENARIOS[name], {"compile": "blocks", "tp_overlap": False}, dict(FEWER))).run(top=3)
     assert only_fast.counts["slower kernels"] == 0
-    assert only_fast.counts["does not fit"] == result.counts["does not fit"]
-    assert only_fast.ranked == result.ranked
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7])
 def test_less_may_be_allowed_and_nothing_that_fits_is_called_a_oom(share):
-    space = Space(SCENARIOS["tighter"], avoided=FEWER)
-    fitting, counts = try_all(space, share)
+    space = Space(SCENARIOS["tighter"], avoided=dict(FEWER))
+    fitting, counts = try_all("tighter", FEWER, share=share)
     result = Search(space, share).run(top=2)
     assert 0 < result.counts["does not fit"] <= counts["does not fit"]
     assert all(e.peak_bytes <= share * e.capacity_bytes for e in result.ranked)
     assert result.num_layouts == len(fitting) + counts.total()
 
 
-def test_where_nothing_fits_the_smallest_oom_is_the_smallest_of_all():
-    space = Space(scenario(memory=int(3e9)), avoided=FEWER)
-    result = Search(space).run()
-    assert result.ranked == () and result.smallest_oom is not None
-    estimator = Estimator(space.scenario)
-    legal = [pair for pair in all_layouts(space) if pair[0].is_legal(SMALL, space.scenario.batch)]
-    smallest = min(estimator.estimate(*pair).needed_bytes for pair in legal)
-    assert result.smallest_oom.needed_bytes == pytest.approx(smallest, rel=0.5)
+@pytest.mark.parametrize("name", ["roomy", "megatron", "experts on megatron", "long on torchtitan"])
+def test_where_nothing_fits_the_smallest_oom_is_the_smallest_of_all(name):
+    roomy = SCENARIOS[name]
+    tiny = replace(roomy.cluster, gpu=replace(roomy.cluster.gpu, memory_bytes=int(2.6e9)))
+    space = Space(replace(roomy, cluster=tiny), avoided=dict(FEWER))
+    search = Search(space)
+    assert search.run().ranked == ()
+    assert search.find_smallest_oom().needed_bytes == min(e.needed_bytes for e in estimate_all(name, FEWER)[0])
     assert not Search(space).finds_any()
 
 
@@ -169,13 +216,31 @@ def test_flash_attention_is_not_recommended_where_it_cannot_compute():
 
 def test_a_shared_state_stays_inside_whole_nodes():
     space = Space(scenario(64, batch=64, per_node=8))
-    assert sorted({shard for shard, _ in space.shardings(tp=2, dp=32)}) == [1, 4, 8, 16, 32]
-    assert [zero for shard, zero in space.shardings(tp=1, dp=64) if shard == 1] == [1]
+    assert sorted({shard for shard, _ in space.shardings(Degrees(tp=2, pp=1, cp=1, ep=1, dp=32))}) == [1, 4, 8, 16, 32]
+    assert [zero for shard, zero in space.shardings(Degrees(1, 1, 1, 1, dp=64)) if shard == 1] == [1]
+
+
+def test_one_data_parallel_rank_may_free_the_copies_that_it_computes_with():
+    alone = Degrees(tp=8, pp=8, cp=1, ep=1, dp=1)
+    assert [way.zero for way in Space(scenario(64, batch=64)).shardings(alone)] == [1, 3]
+    assert [way.zero for way in Space(scenario(64, batch=64, engine="megatron")).shardings(alone)] == [1]
+    one, three = (
+        Search(Space(scenario(1, batch=8), {"zero": zero, "micro_batch": 1, "recompute": "none"})).run(top=1).ranked[0]
+        for zero in (1, 3)
+    )
+    assert three.peak_bytes < one.peak_bytes
 
 
 def test_a_shared_state_may_fill_what_fast_links_join():
     space = Space(scenario(144, batch=144, gpu="gb200"))
-    assert sorted({shard for shard, _ in space.shardings(tp=2, dp=72)}) == [1, 2, 4, 8, 36, 72]
+    assert sorted({shard for shard, _ in space.shardings(Degrees(tp=2, pp=1, cp=1, ep=1, dp=72))}) == [
+        1,
+        2,
+        4,
+        8,
+        36,
+        72,
+    ]
 
 
 @pytest.mark.parametrize("choose", [choose_by_thumb, choose_by_playbook])
@@ -194,21 +259,32 @@ def test_the_space_has_one_interleaved_schedule_for_each_size_of_a_stage():
 @pytest.mark.parametrize(
     ("text", "choice"),
     [
-        ("tp=2", ("tp", 2)),
-        ("layout.recompute = full", ("recompute", "full")),
-        ("attention=sdpa-math", ("attention", "sdpa-math")),
-        ("sequence_parallel=false", ("sequence_parallel", False)),
-        ("stage_layers=[2, 4]", ("stage_layers", (2, 4))),
+        ("tp=2", {"tp": 2}),
+        ("layout.recompute = full", {"recompute": "full"}),
+        ("attention=sdpa-math", {"attention": "sdpa-math"}),
+        ("sequence_parallel=false", {"sequence_parallel": False}),
+        ("stage_layers=[2, 4]", {"stage_layers": (2, 4)}),
+        ("stage_layers=[2, 4],pp2", {"stage_layers": (2, 4), "pp": 2}),
+        ("dp128", {"dp_shard": 128}),
+        ("dp=128", {"dp_shard": 128}),
+        ("pp8·dp2·tp4", {"pp": 8, "dp_shard": 2, "tp": 4}),
+        ("pp8 * dp2 * tp4+sp loss linear sdpa-flash", {
+            "pp": 8, "dp_shard": 2, "tp": 4, "sequence_parallel": True, "loss": "linear", "attention": "sdpa-flash",
+        }),
     ],
-)
-def test_a_choice_is_read_as_toml_writes_it(text, choice):
-    assert parse_choice(text) == choice
+)  # fmt: skip
+def test_choices_are_read_as_toml_writes_them_or_as_layouts_are_printed(text, choice):
+    assert parse_choices(text) == choice
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("tp", "'tp' is no choice; write name=value, such as tp=2"),
+        ("tp", "'tp' is no choice; write a layout as it is printed, such as pp8·dp2·tp4+sp mb1 1f1b zero1, or name="),
+        ("", "'' is no choice; "),
+        ("norm", "'norm' is no choice; "),
+        ("tp4+quick", "'tp4+quick' is no choice; "),
+        ("dp0", "layout.dp_shard=0 must be at least 1"),
         ("micro_bach=2", "micro_bach is unknown; did you mean micro_batch?"),
         ("xyz=2", "xyz is unknown; known: pp, "),
         ("tp=two", "tp=two must be a whole number"),
@@ -220,7 +296,7 @@ def test_a_choice_is_read_as_toml_writes_it(text, choice):
 )
 def test_a_choice_that_does_not_exist_is_refused(text, problem):
     with pytest.raises(DtlayoutError) as caught:
-        parse_choice(text)
+        parse_choices(text)
     assert str(caught.value).startswith(problem)
 
 
@@ -258,3 +334,34 @@ def test_kernels_are_only_left_out_for_others_that_are_no_slower_and_no_larger()
     for kernels in others:
         other = estimator.estimate(layout, kernels)
         assert other.step_time_s >= best.step_time_s and other.peak_bytes >= best.peak_bytes
+
+
+@pytest.mark.parametrize("offload", ["activations", "optimizer", "both"])
+def test_with_offload_fixed_the_best_found_is_the_best_of_all(offload):
+    fixed = (("offload", offload), ("micro_batch", 2))
+    fitting, _ = try_all("tighter", FEWER, fixed)
+    search = Search(Space(SCENARIOS["tighter"], dict(fixed), dict(FEWER)))
+    found, expected = search.run(top=1).ranked, rank_all(fitting, 1)
+    assert [(e.layout, e.kernels, e.step_time_s) for e in found] == [
+        (e.layout, e.kernels, e.step_time_s) for e in expected
+    ]
+    assert found and found[0].layout.offload == offload
+
+
+def test_what_asks_more_of_the_host_than_it_has_does_not_fit():
+    roomy = SCENARIOS["roomy"]
+    gpu = replace(roomy.cluster.gpu, host_memory_bytes=2**20)
+    small = replace(roomy, cluster=replace(roomy.cluster, gpu=gpu))
+    assert Search(Space(small)).run(top=1).ranked
+    assert not Search(Space(small, {"offload": "both"})).run(top=1).ranked
+
+
+def test_where_nothing_fits_what_would_with_the_hosts_memory_is_named():
+    hopeless = Search(Space(scenario(memory=int(3.5e9)), {"micro_batch": 1}))
+    assert not hopeless.run(top=1).ranked
+    missed = hopeless.find_smallest_oom()
+    named = remark_on_offload(hopeless, missed)
+    offload = named.partition("--fix offload=")[2].split()[0]
+    best = Search(Space(hopeless.space.scenario, {"micro_batch": 1, "schedule": "1f1b", "offload": offload}))
+    assert f"{best.run(top=1).ranked[0].layout} would fit, " in named
+    assert remark_on_offload(Search(Space(hopeless.space.scenario, {"offload": "none"})), missed) == ""

@@ -92,8 +92,20 @@ def test_columns_of_experts_become_the_model_and_the_layout(tmp_path):
     )
     assert (run.layout.ep, run.layout.overlaps_ep) == (4, False)
     assert read(tmp_path, **EXPERTS | {"note": "dispatcher deepep; a2a overlap; dropless"}).layout.overlaps_ep
+    assert [
+        read(tmp_path, **EXPERTS | {"note": f"dispatcher {name}; dropless"}).layout.sends_tokens_once
+        for name in ("deepep", "hybridep", "alltoall")
+    ] == [True, True, False]
     bare = read(tmp_path, **EXPERTS | {"shared_expert_ffn": "", "dense_layers": ""}).scenario.model.experts
     assert (bare.shared_ffn_size, bare.dense_layers) == (0, 0)
+
+
+def test_a_note_on_windows_is_one_on_gpt_oss(tmp_path):
+    note = "dropless; every other layer has a 128-token window, mfu counts full attention"
+    model = read(tmp_path, **EXPERTS | {"note": note}).scenario.model
+    assert (model.window, model.experts.bias) == (128, True)
+    model = read(tmp_path, **EXPERTS).scenario.model
+    assert (model.window, model.experts.bias) == (0, False)
 
 
 def test_a_note_on_latent_attention_becomes_the_model(tmp_path):

@@ -1,0 +1,236 @@
+"""Asking: what has to be known of layouts to say which are the fastest that fit, and in which order that is found out.
+
+Everything that is open lies in one queue, by a lower bound of its steps. The next question is asked of what has the
+least, and what the answer leaves goes back with a bound that is no lower.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from enum import IntEnum
+from heapq import heapify, heappop, heappush, nsmallest
+from math import inf
+from typing import Any, NamedTuple
+
+from dtlayout.planner.candidates import BoundSpread, Candidates, Reason, Spread, Work
+from dtlayout.planner.ranking import TIE, IsWorse, Timed, choose_best, never, to_percent
+from dtlayout.planner.space import Sharding
+from dtlayout.planner.step_times import StepTimes
+
+PlaceOf = Callable[[Work, Spread], Hashable]
+"""What layouts that are alike have in common."""
+
+_OF_FAMILY = ("tp", "cp", "cp_method", "ep", "micro_batch", "sequence_parallel")
+_OF_WORK = (*_OF_FAMILY, "recompute", "tp_overlap")
+"""Fields of a layout in which those of a family, and of a work, are the same."""
+
+
+class Question(IntEnum):
+    """The next thing to find out; each takes longer to answer than the one before, and tells more."""
+
+    RECOMPUTE = 1
+    """How long do the steps of a family take at least with each recomputation?"""
+    WORKS = 2
+    """In which ways can they be computed then, and how long does each take at least, by the way it is spread?"""
+    BUSIEST = 3
+    """Which spreads of a work may fit, and when can the busiest rank be done, if it waits for no more than its first
+    microbatch?"""
+    UPDATE = 4
+    """How much longer is a candidate's step with each variant's reduction and update?"""
+    PLAY = 5
+    """How long is a variant's step, the pipeline played?"""
+    FIT = 6
+    """Does a variant fit?"""
+
+
+class Open(NamedTuple):
+    """Layouts of which one may be among the best; the least is asked first."""
+
+    least_s: float
+    """Lower bound of their steps."""
+    number: int
+    """No two have the same."""
+    question: Question
+    """The first thing that is not known yet."""
+    subject: Any
+    """What it is asked of: a family; that with a recomputation; a work and some of its spreads; `StepTimes`; these with
+    the variant, and those that follow it; these with the variant."""
+
+
+class Choice(NamedTuple):
+    """A field of a layout that has to have some value."""
+
+    name: str
+    value: Any
+
+    def allows(self, part: Any) -> bool:
+        """Whether a part of a layout, which may lack the field, has the value."""
+        return bool(getattr(part, self.name, self.value) == self.value)
+
+    def may_be_in(self, opened: Open) -> bool:
+        """Whether any of what is open may have it."""
+        match opened.question:
+            case Question.RECOMPUTE:
+                return self.name not in _OF_FAMILY or self.allows(opened.subject.layout)
+            case Question.WORKS:
+                return self.name not in (*_OF_FAMILY, "recompute") or self.allows(opened.subject.layout)
+            case Question.BUSIEST:
+                return self.name not in _OF_WORK or self.allows(opened.subject[0].layout)
+        work, spread = opened.subject.candidate[:2]
+        return self.name in Sharding._fields or self.allows(spread if hasattr(spread, self.name) else work.layout)
+
+
+class Asking:
+    """Finds the layouts that fit among which the best `top` places are."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        numbers: Iterator[int],
+        top: int = 1,
+        place_of: PlaceOf = lambda work, spread: None,
+        most_times: float = inf,
+        is_worse: IsWorse = never,
+        choice: Choice | None = None,
+    ):
+        """Of all, or of those with a choice; no place has more than `most_times` the fastest step, or `is_worse`."""
+        self.fitting: list[Timed] = []
+        """Layouts that fit."""
+        self.num_alike = Counter[Hashable]()
+        """Place → its layouts that were looked at and may fit."""
+        self.counts = Counter[Reason]()
+        """Layouts that were looked at and left out."""
+        self._candidates, self._numbers = candidates, numbers
+        self._top, self._place_of, self._most_times, self._choice = top, place_of, most_times, choice
+        self._is_worse = is_worse
+        self._queue: list[Open] = []
+        self._left: list[Open] = []
+        self._fastest: dict[Hashable, float] = {}
+        self._placed = defaultdict[Hashable, list[Timed]](list)
+        self._limit_s = inf
+        self._answers: dict[Question, Callable[[Open], None]] = {
+            Question.RECOMPUTE: self._find_recomputing, Question.WORKS: self._find_works,
+            Question.BUSIEST: self._find_busiest, Question.UPDATE: self._find_updates, Question.PLAY: self._play,
+            Question.FIT: self._try,
+        }  # fmt: skip
+
+    def ask(self, opened: Iterable[Open]) -> list[Open]:
+        """Ask until nothing that is open can be among the best; what is open then, variants as their candidates."""
+        self._queue = list(opened)
+        heapify(self._queue)
+        while self._queue and self._queue[0].least_s <= self._limit_s:
+            each = heappop(self._queue)
+            if self._choice is None or each.question > Question.UPDATE or self._choice.may_be_in(each):
+                self._answers[each.question](each)
+            else:
+                self._left.append(each)
+        return self._left + [each for each in self._queue if each.question <= Question.UPDATE]
+
+    def _push(self, least_s: float, question: Question, subject: Any) -> None:
+        heappush(self._queue, Open(least_s, next(self._numbers), question, subject))
+
+    def _has_better(self, place: Hashable, least_s: float, least_bytes: float = 0.0) -> bool:
+        """Whether another one that is alike stands for all that are as long, or that are no shorter and fuller."""
+        if least_s > (1 + TIE) * self._fastest.get(place, inf):
+            return True
+        capacity_bytes = self._candidates.estimator.capacity_bytes
+        percent = to_percent(least_bytes, capacity_bytes)
+        return percent > 0 and any(
+            timed.time_s <= least_s and to_percent(timed.peak_bytes, capacity_bytes) < percent
+            for timed in self._placed[place]
+        )
+
+    def _find_recomputing(self, opened: Open) -> None:
+        for least_s, recomputing in self._candidates.recomputing(opened.subject):
+            self._push(least_s, Question.WORKS, recomputing)
+
+    def _find_works(self, opened: Open) -> None:
+        for work in self._candidates.works(opened.subject, self.counts):
+            self._push_spreads(work, self._candidates.bound_spreads(opened.subject, work))
+
+    def _push_spreads(self, work: Work, spreads: list[BoundSpread]) -> None:
+        if spreads:
+            self._push(min(spreads)[0], Question.BUSIEST, (work, spreads))
+
+    def _find_busiest(self, opened: Open) -> None:
+        (work, spreads), choice = opened.subject, self._choice
+        asked_s = (1 + TIE) * opened.least_s  # those with a longer bound are asked when it is their turn
+        self._push_spreads(work, [each for each in spreads if each[0] > asked_s])
+        left, num_misfits = list[BoundSpread](), 0
+        for least_s, spread in spreads:
+            if least_s > asked_s:
+                continue
+            if choice and not choice.allows(spread):
+                left.append((least_s, spread))
+                continue
+            place = self._place_of(work, spread)
+            if self._has_better(place, least_s):
+                self.num_alike[place] += spread.num_ways
+                left.append((least_s, spread))
+            elif candidate := self._candidates.make(work, spread):
+                times = StepTimes(self._candidates, candidate)
+                self._push(times.bound_s, Question.UPDATE, times)
+                self.num_alike[place] += len(candidate.variants)
+                num_misfits += spread.num_ways - len(candidate.variants)
+            else:
+                num_misfits += spread.num_ways
+        self._count_misfits(num_misfits)
+        if left:
+            self._left.append(opened._replace(subject=(work, left)))
+
+    def _count_misfits(self, number: int) -> None:
+        self.counts["does not fit"] += number
+        self.counts["bounded"] -= number
+
+    def _find_updates(self, opened: Open) -> None:
+        times, choice = opened.subject, self._choice
+        allowed = [each for each in times.candidate.variants if choice is None or choice.allows(each)]
+        place = self._place_of(times.candidate.work, times.candidate.spread)
+        if not allowed or self._has_better(place, opened.least_s):
+            self._left.append(opened)
+            return
+        self._left.append(opened._replace(least_s=times.updated[0][0]))
+        self._push_next(times, iter([each for each in times.updated if each[1] in allowed]))
+
+    def _push_next(self, times: StepTimes, variants: Iterator[tuple[float, Sharding]]) -> None:
+        """The fastest of the variants, which come in the order of their bounds."""
+        for least_s, sharding in variants:
+            self._push(least_s, Question.PLAY, (times, sharding, variants))
+            break
+
+    def _play(self, opened: Open) -> None:
+        times, sharding, others = opened.subject
+        place = self._place_of(times.candidate.work, times.candidate.spread)
+        if self._has_better(place, opened.least_s):
+            return
+        if not self._has_better(place, opened.least_s, times.candidate.variants[sharding]):
+            self._push(times.step_s(sharding), Question.FIT, (times, sharding))
+        self._push_next(times, others)
+
+    def _try(self, opened: Open) -> None:
+        (times, sharding), step_s = opened.subject, opened.least_s
+        work, spread = times.candidate.work, times.candidate.spread
+        place = self._place_of(work, spread)
+        if self._has_better(place, step_s, times.candidate.variants[sharding]):
+            return
+        layout = sharding.of(times.candidate.layout)
+        needed, peak = self._candidates.need(layout, work.kernels)
+        if needed > self._candidates.allowed_bytes:
+            self.num_alike[place] -= 1
+            self._count_misfits(1)
+            return
+        timed = Timed(step_s + times.thrash_s(peak), needed, peak, layout, work.kernels, place)
+        self.fitting.append(timed)
+        self._placed[place].append(timed)
+        self._fastest[place] = min(timed.time_s, self._fastest.get(place, inf))
+        self._limit_s = self._most_times * min(self._fastest.values())
+        if len(self._fastest) >= self._top:
+            self._limit_s = min(self._limit_s, self._find_last_s())
+        self._limit_s *= 1 + TIE
+
+    def _find_last_s(self) -> float:
+        """The step of the last place of those found so far; infinite where there are too few."""
+        if self._is_worse is never:
+            return nsmallest(self._top, self._fastest.values())[-1]
+        capacity_bytes = self._candidates.estimator.capacity_bytes
+        best = choose_best(self.fitting, self._top, capacity_bytes, is_worse=self._is_worse)
+        return best[-1].time_s if len(best) == self._top else inf

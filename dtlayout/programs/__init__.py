@@ -1,0 +1,1 @@
+"""Other training programs: a layout as each one's own arguments."""

@@ -1,0 +1,218 @@
+"""Megatron-LM: a shell script that gives pretrain_gpt.py its arguments."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import ceil
+
+from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.optimizers import SGD, AdamW
+from dtlayout.programs.program import Arguments, Job, Program, choose
+from dtlayout.recompute import Recompute
+from dtlayout.text import plural
+
+_ATTENTION = {
+    "sdpa-cudnn": "fused", "flash-attn": "flash", "fa3": "flash", "sdpa-flash": "flash", "sdpa-math": "unfused",
+    "megatron-softmax": "unfused",
+}  # fmt: skip
+"""Our kernel → --attention-backend: Transformer Engine calls cuDNN's attention fused."""
+_MATMULS = {
+    "fp8-tensorwise": ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+    "mxfp8": ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
+    "nvfp4": ("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
+}
+_CONTEXT = {"ring": "p2p", "gather": "allgather", "all-to-all": "a2a"}
+"""Our way to attend across cp → --cp-comm-type."""
+_SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+"""ZeRO stage → --data-parallel-sharding-strategy."""
+
+
+def write(job: Job) -> Arguments:
+    """The script; InvalidConfig and InvalidLayout for what Megatron does not have, or nobody has written down here."""
+    _check(job)
+    recompute, gaps = _recompute(job)
+    backend, unknown = choose("kernels.attention", job.estimate.kernels.attention, _ATTENTION, "auto")
+    matmuls = job.scenario.precision.matmuls
+    if job.scenario.precision.matmul_format and matmuls not in _MATMULS:
+        gaps.append(f"precision.matmuls={matmuls} is nothing that it has: bf16 is written instead")
+    gaps += unknown + job.odd_kernels(said=("attention",)) + _list_model_gaps(job)
+    groups = [
+        _model(job), _latent_attention(job), _experts(job), _degrees(job), _data_parallel(job), recompute,
+        ["--bf16", *["--grad-reduce-in-bf16"] * (job.scenario.engine.features.reduce_bytes == 2)],
+        _MATMULS.get(matmuls, ()), ["--attention-backend", backend], _training(job),
+    ]  # fmt: skip
+    lines = [line for group in groups for line in _one_an_option(group)]
+    uses_fsdp = "--use-megatron-fsdp" in _data_parallel(job)
+    # tp and cp count on the order in which one queue starts kernels; Megatron-FSDP refuses that.
+    environment = [] if uses_fsdp else ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    torchrun = job.torchrun.replace("HOST:PORT", '"${RENDEZVOUS:?HOST:PORT of the first node}"')
+    body = [
+        "set -euo pipefail", *environment, "ARGUMENTS=(", *(f"    {line}" for line in lines), ")",
+        f'{torchrun} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"',
+    ]  # fmt: skip
+    meeting = "RENDEZVOUS=HOST:PORT " if "RENDEZVOUS" in torchrun else ""
+    return Arguments(body, f"{meeting}bash FILE, in a checkout of Megatron-LM", gaps)
+
+
+def split_stages(stage_layers: Sequence[int]) -> str:
+    """Blocks of each stage as --pipeline-model-parallel-layout: E embedding, t block, L loss.
+
+    >>> split_stages((3, 4, 4, 3))
+    'Et*3|(t*4|)*2t*3L'
+    """
+    *firsts, last = [f"t*{count}" for count in stage_layers]
+    runs = [(text, len(list(same))) for text, same in groupby(firsts[1:])]
+    middle = "".join(f"{text}|" if number == 1 else f"({text}|)*{number}" for text, number in runs)
+    return f"E{firsts[0]}|{middle}{last}L"
+
+
+def _check(job: Job) -> None:
+    model, layout = job.model, job.layout
+    if model.window:
+        raise InvalidConfig(
+            f"model {model.name}: arguments for attention to a window of {model.window} tokens are not written; "
+            f"leave out --emit, or use another model"
+        )
+    if model.experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise InvalidLayout(
+            f"Megatron-LM trains a mixture of experts under tp={layout.tp} only with sequence parallelism; "
+            f"use --fix sequence_parallel=true"
+        )
+
+
+def _list_model_gaps(job: Job) -> list[str]:
+    model, gaps = job.model, list[str]()
+    if not model.gated_ffn:
+        gaps.append("the feed-forward without a gate takes GELU: add --squared-relu where the model has that")
+    if model.experts and model.experts.bias:
+        gaps.append("model.experts.bias is no option: all matmuls have a bias or none, and none is written")
+    return gaps
+
+
+def _model(job: Job) -> list[str]:
+    model, seq_len = job.model, job.scenario.batch.seq_len
+    options = [
+        "--num-layers", f"{model.num_layers}", "--hidden-size", f"{model.hidden_size}",
+        "--ffn-hidden-size", f"{model.ffn_size}", "--num-attention-heads", f"{model.num_heads}",
+        "--kv-channels", f"{model.head_width}", "--seq-length", f"{seq_len}", "--max-position-embeddings", f"{seq_len}",
+        "--position-embedding-type", "rope", "--rotary-base", f"{model.rope_theta:.0f}",
+        "--normalization", "RMSNorm", "--norm-epsilon", f"{model.norm_eps:g}", "--disable-bias-linear",
+        "--attention-dropout", "0", "--hidden-dropout", "0", *["--swiglu"] * model.gated_ffn,
+    ]  # fmt: skip
+    if model.num_kv_heads != model.num_heads:
+        options += ["--group-query-attention", "--num-query-groups", f"{model.num_kv_heads}"]
+    if model.rope_scaling:
+        options += ["--use-rope-scaling", "--rope-scaling-factor", f"{model.rope_scaling.factor:g}"]
+    options += ["--add-qkv-bias"] * model.qkv_bias + ["--qk-layernorm"] * model.qk_norm
+    return options + ["--untie-embeddings-and-output-weights"] * (not model.tied_embeddings)
+
+
+def _latent_attention(job: Job) -> list[str]:
+    if (latent := job.model.latent_attention) is None:
+        return []
+    return [
+        "--multi-latent-attention", "--q-lora-rank", f"{latent.query_rank}", "--kv-lora-rank", f"{latent.kv_rank}",
+        "--qk-head-dim", f"{job.model.head_width - latent.rope_width}",
+        "--qk-pos-emb-head-dim", f"{latent.rope_width}", "--v-head-dim", f"{latent.value_width}",
+    ]  # fmt: skip
+
+
+def _experts(job: Job) -> list[str]:
+    """The experts and how they are spread; tp splits none of them, but shares out the tokens."""
+    model, layout = job.model, job.layout
+    if (experts := model.experts) is None:
+        return []
+    options = [
+        "--num-experts", f"{experts.number}", "--moe-router-topk", f"{experts.per_token}",
+        "--moe-ffn-hidden-size", f"{experts.ffn_size}", "--moe-grouped-gemm", "--moe-permute-fusion",
+        "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01",
+        "--expert-model-parallel-size", f"{layout.ep}", "--expert-tensor-parallel-size", "1",
+    ]  # fmt: skip
+    if experts.shared_ffn_size:
+        options += ["--moe-shared-expert-intermediate-size", f"{experts.shared_ffn_size}"]
+    if experts.dense_layers:
+        pattern = f"'([0]*{experts.dense_layers}+[1]*{model.num_layers - experts.dense_layers})'"
+        options += ["--moe-layer-freq", pattern]
+    if layout.sends_tokens_once:
+        options += ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
+    else:
+        options += ["--moe-token-dispatcher-type", "alltoall"]
+    return options + ["--overlap-moe-expert-parallel-comm"] * layout.overlaps_ep
+
+
+def _degrees(job: Job) -> list[str]:
+    layout, stage_layers = job.layout, job.estimate.stage_layers
+    options = [
+        "--tensor-model-parallel-size", f"{layout.tp}", "--pipeline-model-parallel-size", f"{layout.pp}",
+        "--context-parallel-size", f"{layout.cp}", "--micro-batch-size", f"{layout.micro_batch}",
+        "--global-batch-size", f"{job.scenario.batch.global_batch}",
+    ]  # fmt: skip
+    options += ["--cp-comm-type", _CONTEXT[layout.cp_method]] * (layout.cp > 1)
+    options += ["--sequence-parallel"] * layout.shards_sequence + ["--tp-comm-overlap"] * layout.overlaps_tp
+    if len({*stage_layers}) > 1:
+        return [*options, "--pipeline-model-parallel-layout", f"'{split_stages(stage_layers)}'"]
+    virtual = ["--num-virtual-stages-per-pipeline-rank", f"{layout.virtual_stages}"] * (layout.virtual_stages > 1)
+    return options + virtual
+
+
+def _data_parallel(job: Job) -> list[str]:
+    layout = job.layout
+    copies = ["--num-distributed-optimizer-instances", f"{layout.dp_replicate}"] * (layout.dp_replicate > 1)
+    if not job.shards_state:
+        return ["--overlap-grad-reduce"] * (layout.dp > 1)
+    options = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *copies]
+    if layout.zero == 1:
+        return options
+    strategy = ["--data-parallel-sharding-strategy", _SHARDED[layout.zero]]
+    return [*options, "--use-megatron-fsdp", *strategy, "--ckpt-format", "fsdp_dtensor"]
+
+
+def _recompute(job: Job) -> tuple[list[str], list[str]]:
+    """Arguments and gaps."""
+    text, parsed = job.layout.recompute, Recompute.parse(job.layout.recompute)
+    if parsed.is_selective:
+        return ["--recompute-granularity", "selective"], []
+    if parsed.every == 0:
+        return [], []
+    full = ["--recompute-granularity", "full", "--recompute-method"]
+    if parsed.every == 1:
+        return [*full, "uniform", "--recompute-num-layers", "1"], []
+    number = ceil(max(job.estimate.stage_layers) / parsed.every)
+    gap = f"layout.recompute={text} is nothing that it has: the first {plural(number, 'block')} of each stage instead"
+    return [*full, "block", "--recompute-num-layers", f"{number}"], [gap]
+
+
+def _training(job: Job) -> list[str]:
+    """What a first run needs beside its layout."""
+    optimizer = job.scenario.optimizer
+    match optimizer:
+        case AdamW():
+            betas = ["--adam-beta1", f"{optimizer.beta1:g}", "--adam-beta2", f"{optimizer.beta2:g}"]
+            name = ["--optimizer", "adam", *betas, "--adam-eps", f"{optimizer.eps:g}"]
+        case SGD():
+            name = ["--optimizer", "sgd", "--sgd-momentum", f"{optimizer.momentum:g}"]
+        case _:
+            raise InvalidConfig(f"--optimizer={optimizer.name} is nothing that Megatron-LM has; use adamw or sgd")
+    return [
+        *name, "--lr", f"{optimizer.lr:g}", "--weight-decay", f"{optimizer.weight_decay:g}",
+        "--clip-grad", f"{optimizer.max_norm:g}", "--train-iters", f"{job.steps}", "--eval-iters", "0",
+        "--log-interval", "1", "--log-throughput", "--mock-data", "--tokenizer-type", "NullTokenizer",
+        "--vocab-size", f"{job.model.vocab_size}",
+    ]  # fmt: skip
+
+
+def _one_an_option(words: Sequence[str]) -> Iterator[str]:
+    """A line for each option with its values."""
+    line: list[str] = []
+    for word in words:
+        if word.startswith("--") and line:
+            yield " ".join(line)
+            line = []
+        line.append(word)
+    if line:
+        yield " ".join(line)
+
+
+MEGATRON = Program(
+    engine="megatron", title="Megatron-LM", version="commit 000c4ac24f",
+    parser="megatron/training/arguments.py", write=write, first_line="#!/usr/bin/env bash",
+)  # fmt: skip

@@ -1,0 +1,122 @@
+"""Program: how another training program is told a layout, and what it cannot be told.
+
+A program's file has a function from a `Job` to `Arguments`, whose option names are those of one published version, and
+a `Program` that `registry.PROGRAMS` lists. What a layout has and the program's options cannot say is a gap: a sentence
+that names what is written instead. What the program would refuse at its start is an InvalidLayout or InvalidConfig.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import ceil
+
+from dtlayout.costmodel.engine import find_usual
+from dtlayout.costmodel.estimate import Estimate
+from dtlayout.costmodel.scenario import Scenario, count_state_shards
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.model_shape import ModelShape
+
+TORCH_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}
+"""Our name of a schedule → that of torch.distributed.pipelining."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a program is to run: the layout of an estimate, for so many steps."""
+
+    scenario: Scenario
+    estimate: Estimate
+    steps: int
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.estimate.layout
+
+    @property
+    def model(self) -> ModelShape:
+        """The model."""
+        return self.scenario.model
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forwards of one data-parallel rank in a step."""
+        return self.layout.num_microbatches(self.scenario.batch)
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences that a data-parallel rank is given at once: a pipeline gets those of all its microbatches."""
+        return self.layout.micro_batch * (self.num_microbatches if self.layout.is_pipelined else 1)
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether several ranks share the optimizer's state."""
+        return count_state_shards(self.layout) > 1
+
+    @property
+    def torchrun(self) -> str:
+        """How each node starts its ranks, up to the program's own file."""
+        cluster = self.scenario.cluster
+        processes = min(cluster.num_gpus, cluster.gpus_per_node)
+        nodes = ceil(cluster.num_gpus / cluster.gpus_per_node)
+        meeting = "" if nodes == 1 else f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        return f"torchrun --nproc-per-node {processes}{meeting}"
+
+    def odd_kernels(self, said: Sequence[str] = ()) -> list[str]:
+        """A gap for each kernel that is not the program's usual one, but for those keys that its options say."""
+        usual, kernels = find_usual(self.scenario.engine.name).kernels, self.estimate.kernels
+        keys = [f.name for f in fields(Kernels) if f.name not in said]
+        odd = [key for key in keys if getattr(kernels, key) != getattr(usual, key)]
+        return [f"kernels.{key}={getattr(kernels, key)} is no option: the program takes its own" for key in odd]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A program's own arguments."""
+
+    lines: Sequence[str]
+    """The file, without the comments above it."""
+    start: str
+    """What starts it on each node; FILE stands for the file."""
+    gaps: Sequence[str] = ()
+    """What they cannot say, a sentence each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A training program that an engine predicts for."""
+
+    engine: str
+    """The engine's name."""
+    title: str
+    """What people call it."""
+    version: str
+    """The version, or the commit, whose options are written."""
+    parser: str
+    """The file that reads them there."""
+    write: Callable[[Job], Arguments]
+    """What writes them."""
+    first_line: str = ""
+    """What stands above the comments."""
+
+
+def name_stages(
+    stage_layers: Sequence[int], *, first: str, block: str, last: Sequence[str], every: Sequence[str] = ()
+) -> list[list[str]]:
+    """The modules of each stage by name; `block` takes the number of a block.
+
+    >>> name_stages((1, 2), first="embedding", block="layers.{}", last=["norm"])
+    [['embedding', 'layers.0'], ['layers.1', 'layers.2', 'norm']]
+    """
+    blocks = iter(range(sum(stage_layers)))
+    stages = [[block.format(next(blocks)) for _ in range(count)] for count in stage_layers]
+    stages[0].insert(0, first)
+    stages[-1] += last
+    return [[*stage, *every] for stage in stages]
+
+
+def choose(what: str, value: str, known: Mapping[str, str], instead: str) -> tuple[str, list[str]]:
+    """What a program calls a value, and a gap where it has no such thing, for which `instead` is written."""
+    if value in known:
+        return known[value], []
+    return instead, [f"{what}={value} is nothing that it has: {instead} is written instead"]

@@ -1,0 +1,200 @@
+"""torchtitan: the TOML file of its last release that takes one."""
+
+from typing import Any
+
+from dtlayout import toml
+from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.layout import Layout
+from dtlayout.model_shape import Experts, ModelShape
+from dtlayout.models.presets import PRESETS
+from dtlayout.optimizers import AdamW
+from dtlayout.programs.program import TORCH_SCHEDULES, Arguments, Job, Program, choose, name_stages
+from dtlayout.recompute import Recompute
+
+_FLAVORS = {f"llama3.1-{size}": size.upper() for size in ("8b", "70b", "405b")} | {
+    f"qwen3-{size}": size.upper() for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
+}
+"""Preset → the flavor that torchtitan has of it, with the same sizes."""
+_MIXTURES = {
+    "30B-A3B": (2048, 48, 32, 4, 128, 151_936, Experts(number=128, per_token=8, ffn_size=768)),
+    "235B-A22B": (4096, 94, 64, 4, 128, 151_936, Experts(number=128, per_token=8, ffn_size=1536)),
+}
+"""Flavor → width, blocks, heads, key heads, width of a head, vocabulary and experts of a Qwen3 with experts."""
+_MODULES = {"llama": "llama3", "qwen3": "qwen3"}
+"""Family → torchtitan's name of the model."""
+_ROTATE = {"gather": "allgather", "ring": "alltoall"}
+"""Our way to attend across cp → context_parallel_rotate_method."""
+_CONVERTERS: dict[str, dict[str, Any]] = {
+    "fp8-tensorwise": {"float8": {"enable_fsdp_float8_all_gather": True}},
+    "fp8-rowwise": {"float8": {"recipe_name": "rowwise"}},
+    "mxfp8": {"mx": {"recipe_name": "mxfp8_cublas"}},
+}
+"""precision.matmuls → [quantize.linear]."""
+
+
+def write(job: Job) -> Arguments:
+    """The file; InvalidConfig and InvalidLayout for what torchtitan does not start with."""
+    _check(job)
+    scenario, layout, kernels = job.scenario, job.layout, job.estimate.kernels
+    model, gaps = _model(job.model)
+    parallelism, unknown = _parallelism(job)
+    gaps += unknown
+    optimizer, unknown = choose("optimizer.name", scenario.optimizer.name, {"adamw": "AdamW"}, "AdamW")
+    gaps += unknown
+    recompute, unknown = _recompute(layout.recompute)
+    gaps += unknown + job.odd_kernels(said=("compile",))
+    precision = scenario.precision
+    if precision.reduce != "float32":
+        gaps.append(f"precision.reduce={precision.reduce} is no choice of mixed_precision_reduce: it stays float32")
+    quantize = _CONVERTERS.get(precision.matmuls, {})
+    if precision.matmul_format and not quantize:
+        gaps.append(f"precision.matmuls={precision.matmuls} is nothing that it has: bfloat16 is written instead")
+    tables: dict[str, Any] = {
+        "model": {**model, "converters": [f"quantize.linear.{name}" for name in quantize] or None},
+        "optimizer": {"name": optimizer, "lr": scenario.optimizer.lr},
+        "training": {
+            "seq_len": scenario.batch.seq_len, "local_batch_size": job.sequences_at_once,
+            "global_batch_size": scenario.batch.global_batch, "max_norm": scenario.optimizer.max_norm,
+            "steps": job.steps, "dtype": precision.params, "mixed_precision_param": precision.compute,
+            "mixed_precision_reduce": "float32", "dataset": "c4_test",
+        },
+        "parallelism": parallelism,
+        "activation_checkpoint": recompute,
+        "compile": {"enable": kernels.compile != "none"},
+    }  # fmt: skip
+    if layout.offloads_state:
+        tables["training"]["enable_cpu_offload"] = True
+    if isinstance(scenario.optimizer, AdamW):
+        betas = {name: getattr(scenario.optimizer, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
+        tables["optimizer"] |= betas
+    if quantize:
+        tables["quantize"] = {"linear": quantize}
+    start = f"{job.torchrun} -m torchtitan.train --job.config_file FILE"
+    return Arguments(toml.dumps(tables).splitlines(), start, gaps)
+
+
+def _check(job: Job) -> None:
+    model, layout = job.model, job.layout
+    if model.latent_attention or model.window or not model.gated_ffn:
+        raise InvalidConfig(
+            f"model {model.name}: only Llama's and Qwen3's own attention and feed-forward are written for torchtitan; "
+            f"leave out --emit, or use another model"
+        )
+    plain = _MODULES.get(model.family)
+    if plain is None or model.qkv_bias or (plain == "llama3" and (model.head_dim or model.qk_norm)):
+        raise InvalidConfig(
+            f"model {model.name}: torchtitan {TORCHTITAN.version} has Llama and Qwen3, without biases; "
+            f"leave out --emit, or use another model"
+        )
+    if model.experts:
+        _check_experts(model, model.experts, layout)
+    if layout.dp_replicate > 1 and not job.shards_state and layout.world_size > layout.dp_replicate:
+        raise InvalidLayout(
+            f"torchtitan copies a model that nothing shards only where tp, cp and pp are 1, and here is {layout}; "
+            f"use --fix dp_replicate=1"
+        )
+
+
+def _check_experts(model: ModelShape, experts: Experts, layout: Layout) -> None:
+    has_others = experts.bias or experts.dense_layers or experts.shared_ffn_size % experts.ffn_size
+    if model.family != "qwen3" or has_others:
+        raise InvalidConfig(
+            f"model {model.name}: of mixtures of experts those of Qwen3 are written for torchtitan, with experts alike "
+            f"in all blocks; leave out --emit, or use --engine megatron"
+        )
+    if layout.dp_shard * layout.cp * layout.tp % layout.ep:
+        raise InvalidLayout(
+            f"torchtitan shares experts out inside dp_shard * cp * tp = {layout.dp_shard * layout.cp * layout.tp}, "
+            f"which ep={layout.ep} does not divide; use --fix dp_replicate=1"
+        )
+
+
+def _model(model: ModelShape) -> tuple[dict[str, str], list[str]]:
+    """[model] and gaps: sizes are no options, but flavors in its code."""
+    name = _MODULES[model.family]
+    attention = (model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_width)
+    own = (*attention, model.vocab_size, model.experts)
+    if mixture := next((flavor for flavor, sizes in _MIXTURES.items() if sizes == own), None):
+        return {"name": name, "flavor": mixture, "hf_assets_path": "./assets/hf/TOKENIZER"}, []
+    known = {"name": name, "flavor": _FLAVORS.get(model.name, model.name), "hf_assets_path": "./assets/hf/TOKENIZER"}
+    if model.name in _FLAVORS and model == PRESETS[model.name]:
+        return known, []
+    if name == "qwen3":
+        sizes: dict[str, Any] = {"hidden_dim": model.ffn_size, "head_dim": model.head_width, "qk_norm": model.qk_norm}
+        sizes |= {"enable_weight_tying": model.tied_embeddings}
+    else:
+        sizes = _llama_ffn(model.hidden_size, model.ffn_size)
+    sizes |= {
+        "dim": model.hidden_size, "n_layers": model.num_layers, "n_heads": model.num_heads,
+        "n_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size, "rope_theta": model.rope_theta,
+        "norm_eps": model.norm_eps,
+    }  # fmt: skip
+    if experts := model.experts:
+        shared = experts.shared_ffn_size // experts.ffn_size
+        routing = f"num_experts={experts.number}, num_shared_experts={shared}, top_k={experts.per_token}"
+        sizes |= {"moe_enabled": True, "moe_inter_dim": experts.ffn_size, "moe_args": f"MoEArgs({routing})"}
+    arguments = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    gaps = [
+        f"the model's sizes are no options: add to {name}_args of torchtitan a flavor {model.name!r} of {arguments}"
+    ]
+    if name == "llama3" and model.tied_embeddings:
+        gaps.append("its Llama has a head of its own: model.tied_embeddings is lost")
+    return {**known, "flavor": model.name}, gaps
+
+
+def _llama_ffn(hidden_size: int, ffn_size: int) -> dict[str, Any]:
+    """What its Llama makes `ffn_size` of: int(multiplier · int(8 · hidden / 3)), up to the next multiple."""
+    multiple = ffn_size & -ffn_size  # the power of two in it
+    return {"ffn_dim_multiplier": round((ffn_size - multiple / 2) / (8 * hidden_size // 3), 6), "multiple_of": multiple}
+
+
+def _parallelism(job: Job) -> tuple[dict[str, Any], list[str]]:
+    """[parallelism] and gaps."""
+    layout, gaps = job.layout, list[str]()
+    table: dict[str, Any] = {
+        "data_parallel_replicate_degree": layout.dp_replicate, "data_parallel_shard_degree": layout.dp_shard,
+        "tensor_parallel_degree": layout.tp, "context_parallel_degree": layout.cp,
+        "pipeline_parallel_degree": layout.pp, "enable_async_tensor_parallel": layout.overlaps_tp,
+    }  # fmt: skip
+    if job.model.experts:
+        table |= {"expert_parallel_degree": layout.ep, "expert_tensor_parallel_degree": 1}
+        table["expert_parallel_comm_backend"] = "deepep" if layout.sends_tokens_once else "standard"
+    if layout.cp > 1:
+        table["context_parallel_rotate_method"] = _ROTATE[layout.cp_method]
+    if job.shards_state:
+        table["fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
+        if layout.zero == 1 and not layout.is_pipelined and job.num_microbatches > 1:
+            gaps.append("layout.zero=1 is nothing that it has: gradients are reduced after each microbatch, as zero=2")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        gaps.append("layout.sequence_parallel=false is no option: its tensor parallelism shards the sequence")
+    if layout.overlaps_tp and job.estimate.kernels.compile == "none":
+        gaps.append("layout.tp_overlap takes effect only with [compile] enable = true")
+    if layout.is_pipelined:
+        schedule, unknown = choose("layout.schedule", layout.schedule, TORCH_SCHEDULES, "1F1B")
+        gaps += unknown
+        modules = name_stages(
+            job.estimate.stage_layers, first="tok_embeddings", block="layers.{}", last=["norm", "output"]
+        )
+        table |= {
+            "pipeline_parallel_schedule": schedule, "pipeline_parallel_microbatch_size": layout.micro_batch,
+            "module_fqns_per_model_part": modules,
+        }  # fmt: skip
+    return table, gaps
+
+
+def _recompute(text: str) -> tuple[dict[str, str], list[str]]:
+    """[activation_checkpoint] and gaps."""
+    parsed = Recompute.parse(text)
+    if parsed.every == 0:
+        return {"mode": "none"}, []
+    if parsed.is_selective:
+        gap = f"layout.recompute={text} is nothing that it has: selective by operation is written instead"
+        return {"mode": "selective", "selective_ac_option": "op"}, [gap] * (text != "selective")
+    if parsed.every > 1:
+        return {"mode": "selective", "selective_ac_option": f"{parsed.every}"}, []
+    return {"mode": "full"}, []
+
+
+TORCHTITAN = Program(
+    engine="torchtitan", title="torchtitan", version="0.2.2", parser="torchtitan/config/job_config.py", write=write
+)
