@@ -1,6 +1,7 @@
 """What people read: tables of cells that are text, aligned for a terminal or as Markdown, long lists, counts, sizes."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 GIB = 2**30
 """Bytes of a GiB, in which people read the memory of GPUs."""
@@ -39,9 +40,48 @@ def plural(number: int, noun: str, form: str = "") -> str:
     return f"{number:{form}} {noun}{ending}"
 
 
+def three_digits(value: float) -> str:
+    """A number with three digits, or all of those before the point.
+
+    >>> three_digits(5.583), three_digits(92.26), three_digits(1078.3)
+    ('5.58', '92.3', '1,078')
+    """
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Words as a sentence lists them.
+
+    >>> join_words(["tp"]), join_words(["tp", "cp", "ep"])
+    ('tp', 'tp, cp and ep')
+    """
+    *firsts, last = words or [""]
+    return f"{', '.join(firsts)} and {last}" if firsts else last
+
+
+def join_alike(values: Sequence[object]) -> str:
+    """Values with commas between, a row of more than two that are alike as one.
+
+    >>> join_alike([1, 2, 2, 2, 3, 3])
+    '1, 2 (3 times), 3, 3'
+    """
+    rows = [(str(value), len(list(alike))) for value, alike in groupby(values)]
+    return ", ".join(f"{value} ({n} times)" if n > 2 else ", ".join([value] * n) for value, n in rows)
+
+
 def choose_unit(nbytes: float) -> tuple[str, int]:
     """The unit in which people read so many bytes, and its size."""
     return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
+
+
+def format_bytes(nbytes: float, digits: int = 2) -> str:
+    """So many bytes in the unit in which people read them.
+
+    >>> format_bytes(22_020_096), format_bytes(85_899_345_920, 1)
+    ('21.00 MiB', '80.0 GiB')
+    """
+    unit, size = choose_unit(nbytes)
+    return f"{nbytes / size:.{digits}f} {unit}"
 
 
 def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:

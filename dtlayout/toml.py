@@ -28,7 +28,8 @@ _WORDS = {
     tuple: "a list",
 }  # fmt: skip
 """Type → what its values are called."""
-_FLAT_ARRAY = re.compile(r"(?<= = \[)\n((?:    .*,\n)+)(?=\]$)", re.MULTILINE)
+_INNER_ARRAY = re.compile(r"(?<=^    \[)\n((?:        .*,\n)+)    (?=\],$)", re.MULTILINE)
+_FLAT_ARRAY = re.compile(r"(?<= = \[)\n((?:    [^\[\n].*,\n)+)(?=\]$)", re.MULTILINE)
 
 
 def dumps(tables: Mapping[str, Any]) -> str:
@@ -36,11 +37,15 @@ def dumps(tables: Mapping[str, Any]) -> str:
 
     >>> dumps({"layout": {"tp": 2, "stage_layers": (3, 4), "note": None}})
     '[layout]\\ntp = 2\\nstage_layers = [3, 4]\\n'
+
+    A list of lists has a line for each of them.
     """
     import tomli_w  # only now: most of what reads TOML writes none
 
     text = tomli_w.dumps(_without_none(tables))
-    return _FLAT_ARRAY.sub(lambda array: " ".join(array[1].split("\n    ")).strip(" \n,"), text)
+    for array in (_INNER_ARRAY, _FLAT_ARRAY):
+        text = array.sub(lambda found: " ".join(line.strip(" ") for line in found[1].split("\n")).strip(" ,"), text)
+    return text
 
 
 def _without_none(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The dtlayout command: answers on stdout, refusals with exit code 2, one JSON document where a program reads."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
-from dtlayout.cli import main
+from dtlayout.cli import STAGES, main
 from dtlayout.config import load_config
+from dtlayout.errors import InvalidConfig
 from dtlayout.plans.plan import make_plan
 
-COMMANDS = ("check", "config", "explain", "prepare", "recommend", "sweep")
+COMMANDS = ("check", "compare", "config", "explain", "prepare", "recommend", "sweep")
 """Those whose example takes a moment and no measured rows."""
 
 
@@ -32,6 +34,7 @@ def test_check_says_what_a_legal_config_would_do(files, capsys):
         ["stages", "blocks 2, 2"],
         ["microbatches", "2 of 2 on each of 2 dp ranks"],
         ["tokens", "128"],
+        ["memory", "not predicted: [cluster] names no GPU type"],
         ["data", "not checked here: --data looks for them"],
         ["kernels", "an auto is as the device of the run says; name it in [cluster]"],
     ]
@@ -64,7 +67,10 @@ def test_json_is_one_document_with_the_layout_that_fits(files, capsys):
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     assert printed.err == ""
-    assert document.keys() == {"ok", "world_size", "layout", "kernels", "chosen", "notes"}
+    assert document.keys() == {
+        "ok", "world_size", "layout", "kernels", "predicted_peak_memory_bytes", "chosen", "notes"
+    }  # fmt: skip
+    assert document["predicted_peak_memory_bytes"] is None
     assert (document["ok"], document["world_size"], document["notes"]) == (True, 4, [])
     assert (document["layout"]["tp"], document["layout"]["dp_shard"]) == (2, 2)
 
@@ -120,7 +126,11 @@ def test_plan_prints_what_happens_to_which_module(files, capsys):
         ),
         (["--layout.tp=4", "--cluster.gpus_per_node=2", "--cluster.gpu=gb200", "--train.device=cuda"], 4, []),
         (["--layout.zero=3"], 2, []),
-        (["--layout.zero=3", "--layout.tp=2"], 2, ["zero=3 shards nothing at dp_shard=1"]),
+        (
+            ["--layout.zero=3", "--layout.tp=2"],
+            2,
+            ["zero=3 shards nothing at dp_shard=1, and frees only the copies that are computed with"],
+        ),
         (["--layout.zero=2"], 1, ["zero=2 shards nothing at dp_shard=1"]),
     ],
 )
@@ -257,12 +267,49 @@ def test_the_help_lists_the_commands_and_each_has_a_help_with_an_example_that_wo
         capsys.readouterr()
 
 
-def test_a_command_is_needed_and_a_known_one(capsys):
-    for arguments in ([], ["chekc"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-        assert "COMMAND" in capsys.readouterr().err
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["chekc"])
+    assert caught.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_without_a_command_all_are_shown_in_the_order_of_the_work_with_one_to_start_with(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    stages = [line for line in lines if line in STAGES]
+    assert stages == list(STAGES) == ["What do I have?", "Which layout?", "Does it fit?", "Train", "Measure", "Learn"]
+    modules = {path.stem for path in (ROOT / "dtlayout" / "commands").glob("*.py") if "EXAMPLE = " in path.read_text()}
+    assert {line.split()[0] for line in lines if line.startswith("  ")} - {"torchrun"} == modules
+    assert any(line.startswith("Start with: dtlayout recommend --model ") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_plan_needs_no_training(files, capsys, tmp_path, command):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(files.config.read_text().partition("[train]")[0] + '[cluster]\ngpu = "cpu"\n')
+    assert main([command, str(plan), "--optimizer.warmup_steps=10"]) == 0
+    said = capsys.readouterr().out
+    assert ("note: train.steps is missing: this can be predicted" in said) == (command == "check")
+    with pytest.raises(InvalidConfig, match=r"train\.steps is missing"):
+        load_config(plan)
+    plan.write_text(f"train = 3\n{plan.read_text()}")
+    assert main([command, str(plan)]) == 2
+    assert "train is a table" in capsys.readouterr().err
+
+
+def test_check_says_what_memory_is_needed(capsys):
+    config, bytes_of = str(ROOT / "configs" / "llama-13b-64xa100.toml"), "predicted_peak_memory_bytes"
+    assert main(["check", config, "--world", "64"]) == 0
+    assert re.search(
+        r"memory +predicted peak 69\.0 GiB \(.* to .*\) on pipeline rank 0 of 77\.3 GiB\n", capsys.readouterr().out
+    )
+    assert main(["check", config, "--world", "64", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)[bytes_of]
+    assert main(["check", config, "--world", "64", "--json", "--layout.zero=3"]) == 0
+    assert json.loads(capsys.readouterr().out)[bytes_of] < whole
+    assert main(["check", config]) == 0  # on one GPU, where it cannot fit
+    assert ": it may not fit\n" in capsys.readouterr().out
 
 
 def test_checking_imports_nothing_heavy_and_refuses_without_a_traceback(files):

@@ -36,7 +36,15 @@ RANGES = {  # of any GPU that trains today, and of one CPU core at the lower end
     "gpus_per_node": (1, 72),
     "gpus_linked": (1, 1024),
 }
-OPTIONAL = {"peak_fp8", "peak_fp4", "board_power", "gpus_linked"}
+HOSTS = {
+    "host_link_bytes_per_s": (1e10, 1e12),
+    "host_memory_bytes": (2**35, 2**40),
+    "host_memory_bytes_per_s": (1e10, 1e12),
+}
+"""Of the host that a GPU has, where it is known."""
+OPTIONAL = {
+    "peak_fp8", "peak_fp4", "board_power", "gpus_linked", "host_link", "host_memory", "host_memory_bandwidth",
+}  # fmt: skip
 POWERS = (250, 2000)  # W of boards that train
 
 
@@ -178,9 +186,13 @@ def test_every_number_is_plausible(name):
     gpu = find_gpu(name)
     measured = {"peak_fp32_flops_per_s", "ranks_at_once", "prediction_error", "achieved"}  # of users' machines alone
     optional = {"peak_fp8_flops_per_s", "peak_fp4_flops_per_s", "board_power_w"}
-    assert set(RANGES) == {f.name for f in fields(Gpu)} - {"name", "device_names", "capability"} - measured - optional
+    described = {f.name for f in fields(Gpu)} - {"name", "device_names", "capability"} - measured - optional
+    assert {*RANGES, *HOSTS} == described
     outside = {key: getattr(gpu, key) for key, (low, high) in RANGES.items() if not low <= getattr(gpu, key) <= high}
+    known = {key: number for key in HOSTS if (number := getattr(gpu, key)) is not None}
+    outside |= {key: number for key, number in known.items() if not HOSTS[key][0] <= number <= HOSTS[key][1]}
     assert outside == {}
+    assert ("host_link_bytes_per_s" in known) == (name != "cpu")
     assert [type(part) for part in gpu.capability] == ([] if name.startswith(("cpu", "mi")) else [int, int])
     assert {type(count) for count in (gpu.memory_bytes, gpu.gpus_per_node, gpu.gpus_linked)} == {int}
     assert gpu.link_latency_s <= gpu.network_latency_s

@@ -177,7 +177,7 @@ def test_a_section_reports_each_of_its_wrong_values(section, wrong):
     assert [key for key in wrong if any(f"{section}.{key}=" in line for line in found)] == list(wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"tp": 0}, {"micro_batch": 0}, {"recompute": "some"}, {"stage_layers": [0]}])
+@pytest.mark.parametrize("wrong", [{"tp": 0}, {"micro_batch": 0}, {"recompute": "some"}, {"stage_layers": [1, 0, 1]}])
 def test_a_wrong_degree_is_reported_with_the_problems_of_other_sections(wrong):
     found = problems_of(tables(layout=wrong, checkpoint={"keep": 0}))
     assert any(line.startswith("layout.") for line in found)
@@ -328,7 +328,17 @@ def test_a_later_override_wins_and_a_nested_one_changes_one_key(tmp_path):
     assert config.layout.tp == 4
 
 
-@pytest.mark.parametrize("text", ["layout.tp=2", "--layout.tp", "--layout=2", "--.tp=2", "--layout.=2", "-layout.tp=2"])
+def test_a_layout_is_overridden_by_its_printed_name():
+    path = ROOT / "configs" / "debug.toml"
+    whole = load_config(path, ["--layout=dp2·tp2+sp mb2 zero3 recompute=full"]).layout
+    assert str(whole) == "dp2·tp2+sp mb2 zero3 recompute=full"
+    before, part = load_config(path).layout, load_config(path, ["--layout=pp=2"]).layout
+    assert part == replace(before, pp=2)
+    with pytest.raises(InvalidConfig, match="'2' is no choice; write a layout as it is printed"):
+        load_config(path, ["--layout=2"])
+
+
+@pytest.mark.parametrize("text", ["layout.tp=2", "--layout.tp", "--layout", "--.tp=2", "--layout.=2", "-layout.tp=2"])
 def test_what_is_no_override_is_refused_with_an_example(tmp_path, text):
     with pytest.raises(InvalidConfig, match=r"is not an override; write --section\.key=value, such as --layout\.tp=2"):
         load_config(write(tmp_path, ""), [text])

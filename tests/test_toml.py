@@ -90,3 +90,8 @@ def test_problems_say_in_which_file_they_are(tmp_path):
     for path, problem in ((tmp_path / "a.toml", "is not TOML"), (tmp_path / "none", "cannot be read: No such file")):
         with pytest.raises(InvalidConfig, match=rf"^thing {path} {problem}"):
             toml.read(path, "thing")
+
+
+def test_a_list_of_lists_has_a_line_for_each_of_them():
+    text = toml.dumps({"a": {"stages": [["x", "y"], ["z, [\n"]], "flat": [1, 2]}})
+    assert text == '[a]\nstages = [\n    ["x", "y"],\n    ["z, [\\n"],\n]\nflat = [1, 2]\n'

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, replace
 
 from dtlayout.commands.arguments import add_config, show
-from dtlayout.config import Config, check_layout, load_config
+from dtlayout.config import PLANNED_STEPS, Config, check_layout, load_plan
 from dtlayout.kernel import find_packages
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -12,7 +12,7 @@ from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
-from dtlayout.text import plural
+from dtlayout.text import join_alike, plural
 from dtlayout.trackers import package_problems
 
 EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what the config would do, or refuse it."""
-    config = load_config(options.config, options.overrides)
+    config = load_plan(options.config, options.overrides)
     world_size = config.layout.smallest_world_size if options.world is None else options.world
     layout = check_layout(config, world_size, config.device)
     if options.world is not None and config.device.gpu is not None:
@@ -44,12 +44,16 @@ def run(options: argparse.Namespace) -> int:
     is_known = config.device.type != "auto"
     said = chosen.describe() if is_known else ["an auto is as the device of the run says; name it in [cluster]"]
     looked = "found, and the tokenizer fits the model" if options.data else "not checked here: --data looks for them"
-    facts = [*_describe(config, layout), ("data", looked), *(("kernels", line) for line in said)]
+    peak_bytes, memory = _predict_memory(config, layout)
+    facts = [*_describe(config, layout), ("memory", memory), ("data", looked), *(("kernels", line) for line in said)]
     lines = [f"{name:<14}{value}" for name, value in facts] + [f"note: {note}" for note in notes]
     if options.plan:
         lines.append(f"\n{make_plan(config.model, layout, chosen.kernels, config.precision)}")
     kernels = asdict(chosen.kernels if is_known else config.kernels)
-    document = {"ok": True, "world_size": world_size, "layout": asdict(layout), "kernels": kernels}
+    document = {
+        "ok": True, "world_size": world_size, "layout": asdict(layout), "kernels": kernels,
+        "predicted_peak_memory_bytes": peak_bytes,
+    }  # fmt: skip
     return show(options, {**document, "chosen": chosen.describe() if is_known else [], "notes": notes}, lines)
 
 
@@ -59,25 +63,41 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
     return [
         ("layout", f"{layout} on {plural(layout.world_size, 'rank')}"),
         ("model", f"{model.name}, {count_parameters(model):,} parameters"),
-        ("stages", f"blocks {', '.join(map(str, count_blocks(slices)))}"),
+        ("stages", f"blocks {join_alike(count_blocks(slices))}"),
         ("microbatches", f"{num_microbatches} of {layout.micro_batch} on each of {plural(layout.dp, 'dp rank')}"),
         ("tokens a step", f"{batch.num_tokens:,}"),
     ]
 
 
+def _predict_memory(config: Config, layout: Layout) -> tuple[float | None, str]:
+    """Bytes of the fullest rank, and what people read of it; None where nobody says which GPU it is."""
+    from dtlayout.planner.prediction import describe_peak, own_scenario, predict  # only now: they import the cost model
+
+    gpu = config.device.gpu
+    predicted = predict(config, layout, gpu)
+    if predicted is None or gpu is None:
+        return None, "not predicted: [cluster] names no GPU type"
+    return predicted.peak_bytes, f"predicted {describe_peak(predicted, own_scenario(config, layout.world_size, gpu))}"
+
+
 def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     """What is legal, but hardly meant."""
     notes = []
+    if config.train.steps == PLANNED_STEPS:
+        notes.append("train.steps is missing: this can be predicted, and trained once it is there")
     gpus = config.cluster.ranks_linked
     places = "nodes" if gpus == config.cluster.ranks_per_node else "racks"
     if layout.tp > 1 and crosses_node("tp", layout, gpus):
         notes.append(f"tp={layout.tp} crosses {places} of {plural(gpus, 'GPU')}, and tp talks most; keep tp <= {gpus}")
     if layout.zero > 1 and layout.dp_shard == 1:
-        notes.append(f"zero={layout.zero} shards nothing at dp_shard=1")
+        frees = ", and frees only the copies that are computed with" * (layout.zero == 3)
+        notes.append(f"zero={layout.zero} shards nothing at dp_shard=1{frees}")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
     notes += package_problems(config.metrics.to)
     notes += _find_missing_tokenizer(config.data.tokenizer)
-    return notes + kernels.problems(config.precision, here, tp=layout.tp, recompute=layout.recompute)
+    return notes + kernels.problems(
+        config.precision, here, document_mask=config.data.document_mask, **layout.asked_of_kernels
+    )
 
 
 def _find_missing_tokenizer(spec: str) -> list[str]:

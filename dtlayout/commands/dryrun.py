@@ -88,7 +88,7 @@ def _rehearse(config: Config, layout: Layout, gpu: Gpu, options: argparse.Namesp
         ranks = list(measured) if options.ranks is None else ranks
         if unknown := [rank for rank in ranks if rank not in measured]:
             notes.append(f"not measured: ranks {_join(unknown)}; the run has measured {_join(measured)}")
-    reports = sorted(_watch(config, layout, kernels, gpu, ranks, num_steps, folds), key=lambda report: report.rank)
+    reports = sorted(watch(config, layout, kernels, gpu, ranks, num_steps, folds), key=lambda report: report.rank)
     findings = Findings(
         scenario=scenario, layout=layout, reports=reports, estimate=estimate, notes=notes, num_steps=num_steps,
         measured=measured,
@@ -146,8 +146,8 @@ def _choose_ranks(text: str | None, layout: Layout, estimate: Estimate) -> list[
     return ranks
 
 
-def _watch(
-    config: Config, layout: Layout, kernels: Kernels, gpu: Gpu, ranks: list[int], num_steps: int, folds: bool
+def watch(
+    config: Config, layout: Layout, kernels: Kernels, gpu: Gpu, ranks: list[int], num_steps: int = 0, folds: bool = True
 ) -> Iterator[RankReport]:
     """The reports as they come, with progress on stderr."""
     start = time.monotonic()

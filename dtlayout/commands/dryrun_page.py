@@ -1,23 +1,33 @@
 """A dry run as one page that needs no other file: the curve of memory over the step, and the tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
+from dtlayout.commands.dryrun_tables import (
+    PARTS,
+    describe_peak,
+    describe_place,
+    describe_run,
+    list_tables,
+    list_times,
+)
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.ledger import UPDATE
 from dtlayout.report import html
-from dtlayout.text import choose_unit
+from dtlayout.report.charts import Bar, beside, draw_bars
+from dtlayout.text import choose_unit, format_bytes
 
 _NOTATION = (
     "Actions are named as 3F0: stage 3, forward (B: backward, SEND and RECV: its messages), microbatch 0. "
     "The curve shows the largest total during each of them."
 )
-_MOST_TICKS = 16
+_MOST_TICKS = 14
 """Actions that are named below a curve."""
+_MANY = 100
+"""Actions from which on a strong line would hide what is below it."""
 
 
 def write_page(path: Path, findings: Findings) -> None:
@@ -27,15 +37,41 @@ def write_page(path: Path, findings: Findings) -> None:
 
 def _parts(findings: Findings) -> Iterator[str]:
     yield from (html.paragraph(note, "note") for note in findings.notes)
-    yield html.paragraph(_NOTATION, "note")
+    yield html.heading("Memory at the peak") + _draw_peaks(findings)
     if times := list_times(findings, compares=True):
-        yield html.table(times)
+        yield html.heading("Time of a step") + html.table(times)
+    yield html.heading("Memory over the step") + html.paragraph(_NOTATION, "note")
     for report in findings.reports:
-        yield html.heading(describe_place(report, findings))
-        yield html.paragraph(f"peak {describe_peak(report, findings)}")
-        yield html.paragraph(describe_run(report, findings), "note")
+        shares, messages, flops, *compared = list_tables(report, findings, compares=True)
+        yield html.subheading(describe_place(report, findings).capitalize())
+        yield html.paragraph(f"The peak is {describe_peak(report, findings)}. Run: {describe_run(report, findings)}.")
         yield _draw_curve(report, findings)
-        yield from map(html.table, list_tables(report, findings, compares=True))
+        yield beside(map(html.table, (shares, *compared)))
+        yield html.fold("Messages", html.table(messages)) + html.fold("FLOPs by module", html.table(flops))
+
+
+def _draw_peaks(findings: Findings) -> str:
+    """What each rank held at its peak, with marks where the cost model predicts it."""
+    _, size = choose_unit(max(report.peak_bytes for report in findings.reports))
+    bars = [
+        Bar(
+            name=describe_place(report, findings),
+            parts=[getattr(report.parts, key) / size for key in PARTS],
+            text=format_bytes(report.peak_bytes) + ("" if findings.fits(report) else ", does not fit"),
+            mark=findings.predicted(report).total / size,
+        )
+        for report in findings.reports
+    ]
+    return draw_bars(bars, list(PARTS.values()), "predicted")
+
+
+def _space_out(places: Iterable[int], least: float) -> list[int]:
+    """Those that lie far enough from all that are taken before them."""
+    taken: list[int] = []
+    for place in places:
+        if all(abs(place - other) >= least for other in taken):
+            taken.append(place)
+    return taken
 
 
 def _draw_curve(report: RankReport, findings: Findings) -> str:
@@ -44,10 +80,11 @@ def _draw_curve(report: RankReport, findings: Findings) -> str:
     edges = range(len(report.curve) + 1)
     heights = [highest.nbytes / size for highest in report.curve]
     capacity = findings.estimate.capacity_bytes / size
-    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
-    axes.stairs(heights, edges, baseline=0, fill=True, color="#4477aa", alpha=0.6, label="dry run")
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    axes.stairs(heights, edges, baseline=0, fill=True, color=html.ACCENT, alpha=0.6, label="dry run")
+    width = 2.2 if len(heights) < _MANY else 0.8
     predicted = [nbytes / size for nbytes in findings.predicted_curve(report)]
-    axes.stairs(predicted, edges, baseline=None, color="#cc3311", linewidth=2.2, alpha=0.7, label="predicted")
+    axes.stairs(predicted, edges, baseline=None, color=html.MARK, linewidth=width, alpha=0.7, label="predicted")
     top = max(*heights, *predicted)
     if measured := findings.measured.get(report.rank):
         held = [highest.nbytes / size for highest in measured]
@@ -58,14 +95,15 @@ def _draw_curve(report: RankReport, findings: Findings) -> str:
         top = max(top, capacity)
     peak = heights.index(max(heights))
     label = f"{heights[peak]:.3f} {unit} in {report.curve[peak].action}"
-    axes.annotate(label, (peak + 0.5, heights[peak]), (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    every = -(-len(heights) // _MOST_TICKS)
+    side = "left" if peak < 0.2 * len(heights) else "right" if peak > 0.8 * len(heights) else "center"
+    axes.annotate(label, (peak + 0.5, heights[peak]), (0, 3), textcoords="offset points", ha=side, fontsize=8)
     ends = [i for i, highest in enumerate(report.curve) if highest.action == UPDATE]
     for end in ends[:-1]:
         axes.axvline(end + 1, color="0.6", linewidth=0.8, linestyle=":")
-    places = [i for i in range(len(heights)) if i % every == 0 or i in (*ends, peak)]
-    axes.set_xticks([i + 0.5 for i in places], [report.curve[i].action for i in places], rotation=60, fontsize=7)
+    computing = (i for i, highest in enumerate(report.curve) if "_" not in highest.action)  # messages have long names
+    places = _space_out((peak, *ends, *computing), len(heights) / _MOST_TICKS)
+    axes.set_xticks([i + 0.5 for i in places], [report.curve[i].action for i in places], fontsize=8)
     axes.set(xlim=(0, len(heights)), ylim=(0, 1.12 * top), ylabel=unit)
     figure.legend(loc="outside upper right", fontsize=8, ncols=4, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    return html.picture(figure)
+    return html.picture(figure, f"memory of rank {report.rank} over the step")

@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.mesh.axes import axis_sizes
-from dtlayout.text import choose_unit, plural
+from dtlayout.text import choose_unit, format_bytes, plural
 
 MARK_ABOVE = 0.05
 """Difference from the dry run from which on it is marked."""
-_PARTS = {
+PARTS = {
     "parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer", "activation": "activations",
     "gathered": "gathered", "communication": "messages", "other": "temporary",
 }  # fmt: skip
 """Categories of the tracker → what they are called here."""
+_JOINED = ("compute", "optimizer")
+"""Shares of a step that are compared together: what casts and adds gradients is compute of a dry run, for it sees
+operators, and optimizer of the cost model."""
 Table = list[list[str]]
 """Rows of cells, the names of the columns first."""
 
@@ -29,13 +32,21 @@ def describe_place(report: RankReport, findings: Findings) -> str:
 
 def describe_peak(report: RankReport, findings: Findings) -> str:
     """The most that a rank held, of how much on a GPU, and where that was."""
-    unit, size = choose_unit(report.peak_bytes)
-    capacity = ""
+    held, capacity = format_bytes(report.peak_bytes, 3), format_bytes(findings.estimate.capacity_bytes)
     if findings.scenario.cluster.gpu.device_type != "cpu":
-        fits = "" if findings.fits(report) else ": does not fit"
-        capacity = f" of {findings.estimate.capacity_bytes / size:.2f}{fits},"
-    at = f"{report.module or 'no module'}, {report.action or 'before the first action'}"
-    return f"{report.peak_bytes / size:.3f} {unit}{capacity} in {at}"
+        held += f" of {capacity}" if findings.fits(report) else f", which does not fit into {capacity}"
+    where = f"in {report.module or 'no module'} during {report.action or 'what precedes the first action'}"
+    return f"{held}, {where}{_describe_host(report)}"
+
+
+def _describe_host(report: RankReport) -> str:
+    """What lay in the host's memory beside it, and of what most."""
+    parts = report.host_parts
+    if not parts.total:
+        return ""
+    shares = [(getattr(parts, key), name) for key, name in PARTS.items() if getattr(parts, key)]
+    listed = ", ".join(f"{name} {format_bytes(size, 3)}" for size, name in sorted(shares, reverse=True))
+    return f"; on the host {format_bytes(parts.total, 3)}: {listed}"
 
 
 def describe_run(report: RankReport, findings: Findings) -> str:
@@ -49,7 +60,7 @@ def describe_run(report: RankReport, findings: Findings) -> str:
 def list_tables(report: RankReport, findings: Findings, *, compares: bool) -> Iterator[Table]:
     """What a rank held, sent and computed; then beside the cost model if `compares`, and beside a real run."""
     unit, size = choose_unit(report.peak_bytes)
-    parts = [(name, getattr(report.parts, key)) for key, name in _PARTS.items()]
+    parts = [(name, getattr(report.parts, key)) for key, name in PARTS.items()]
     shares = ([name, f"{nbytes / size:.3f}", f"{nbytes / report.peak_bytes:.1%}"] for name, nbytes in parts)
     yield [["at the peak", unit, "share"], *shares]
     yield list(_list_messages(report))
@@ -70,7 +81,9 @@ def list_times(findings: Findings, *, compares: bool) -> Table:
     state = "" if findings.scenario.engine.is_calibrated else " (uncalibrated)"
     title = f"a step{state}, {unit}"
     if compares:
-        return _compare(title, "predicted", {name: (dry[name], predicted[name]) for name in dry}, size)
+        rows = {name: (dry[name], predicted[name]) for name in dry if name not in _JOINED}
+        joined = {", ".join(_JOINED): (sum(dry[name] for name in _JOINED), sum(predicted[name] for name in _JOINED))}
+        return _compare(title, "predicted", joined | rows, size)
     return [[title, "dry run"], *([name, f"{seconds / size:.3f}"] for name, seconds in dry.items())]
 
 

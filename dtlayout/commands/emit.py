@@ -1,10 +1,10 @@
-"""Emit: a recommended layout as a config that `torchrun train.py` runs unchanged."""
+"""Emit: a recommended layout as a config that `torchrun train.py` runs unchanged, or as another program's arguments."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtlayout import toml
 from dtlayout.config import check_layout, parse_config
@@ -17,6 +17,8 @@ from dtlayout.models.presets import PRESETS
 from dtlayout.optimizers import AdamW
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.precision import Precision
+from dtlayout.programs.program import Arguments, Job, Program
+from dtlayout.programs.registry import PROGRAMS
 
 _BYTES_VOCAB = 257
 """Ids of the tokenizer that needs no file."""
@@ -24,11 +26,51 @@ _STEPS = 100
 _SAID_OF_LAYOUTS = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute")
 
 
-def write_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> None:
-    """Write the config, with reasons as comments; it is checked first. DtlayoutError if the file cannot be written."""
+class Emitted(NamedTuple):
+    """What was written."""
+
+    program: str
+    """The program that takes it, with its version."""
+    gaps: Sequence[str] = ()
+    """What the file cannot say, a sentence each."""
+
+    def to_lines(self, path: Path) -> list[str]:
+        """What people are told of it."""
+        return [f"1 is written to {path}, for {self.program}", *(f"  {gap}" for gap in self.gaps)]
+
+
+def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
+    """Write the arguments of the program that the engine predicts for, with reasons as comments.
+
+    A config of our own trainer where that is the program, or where nobody knows its arguments. DtlayoutError if the
+    file cannot be written, InvalidLayout or InvalidConfig for what the program would refuse.
+    """
+    if (program := PROGRAMS.get(scenario.engine.name)) is None:
+        return _emit_config(path, scenario, estimate, reasons)
+    arguments = program.write(Job(scenario, estimate, _STEPS))
+    comments = [_name_scenario(scenario), *_describe_program(program, arguments, path), *reasons]
+    first = [program.first_line] if program.first_line else []
+    write(path, "\n".join([*first, *map(_comment, comments), "", *arguments.lines]) + "\n", "arguments")
+    return Emitted(f"{program.title} {program.version}", arguments.gaps)
+
+
+def _describe_program(program: Program, arguments: Arguments, path: Path) -> list[str]:
+    gaps = [f"What they cannot say: {gap}." for gap in arguments.gaps]
+    return [
+        f"Arguments of {program.title} {program.version}; their names are those of {program.parser} there.", *gaps,
+        f"Run it on each node: {arguments.start.replace('FILE', path.name)}",
+        "The data are made up, to start with: put your own in their place.",
+    ]  # fmt: skip
+
+
+def _emit_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
+    """Write our own config, which is checked first."""
     text = make_config(path, scenario, estimate, reasons)
     check_layout(parse_config(toml.loads(text)), scenario.cluster.num_gpus)
     write(path, text, "config")
+    engine = scenario.engine.name
+    foreign = [f"nobody knows the arguments of {engine}: this is a config of our own trainer"] * (engine != OWN_ENGINE)
+    return Emitted(f"our own trainer, {OWN_ENGINE}", foreign)
 
 
 def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> str:
@@ -39,7 +81,7 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     num_nodes = math.ceil(cluster.num_gpus / per_node)
     processes = f"--nproc-per-node {min(cluster.num_gpus, per_node)}"
     launch = processes if num_nodes == 1 else f"--nnodes {num_nodes} {processes} --rdzv-endpoint HOST:PORT"
-    comments = [f"{model.name} on {cluster.num_gpus} x {cluster.gpu.name}, by dtlayout recommend.", *reasons]
+    comments = [_name_scenario(scenario), *reasons]
     if (engine := scenario.engine.name) != OWN_ENGINE:
         comments.insert(
             1, f"Predicted for {engine}; what this trainer takes and needs, dtlayout check {path.name} says."
@@ -65,12 +107,21 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
     bare = f"Bytes need {_BYTES_VOCAB} ids, the model has {model.vocab_size}: give a tokenizer of your own."
     notes = {"data": bare if needs_tokenizer else small, "train": "A first run; raise steps for a real one."}
     comments.append(f"Run it: torchrun {launch} train.py {path.name}")
-    lines = ["# " + "".join(c if c.isprintable() else " " for c in line) for line in comments]
+    lines = list(map(_comment, comments))
     for name, table in sections.items():
         if table:
             title, *values = toml.dumps({name: table}).splitlines()
             lines += ["", title, *([f"# {notes[name]}"] if name in notes else []), *values]
     return "\n".join(lines) + "\n"
+
+
+def _name_scenario(scenario: Scenario) -> str:
+    cluster = scenario.cluster
+    return f"{scenario.model.name} on {cluster.num_gpus} x {cluster.gpu.name}, by dtlayout recommend."
+
+
+def _comment(line: str) -> str:
+    return "# " + "".join(c if c.isprintable() else " " for c in line)
 
 
 def _changes(value: Any, default: Any, always: Sequence[str] = ()) -> dict[str, Any]:

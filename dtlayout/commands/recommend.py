@@ -3,22 +3,24 @@
 import argparse
 import gc
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu, load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothing, list_scale, to_scale_document, verify
+from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothing, list_scale, to_scale_document
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.files import check_writable
 from dtlayout.models.files import find_model
 from dtlayout.optimizers import find_optimizer
+from dtlayout.planner.cost import Budget
 from dtlayout.planner.search import Search
 from dtlayout.planner.sizing import find_smallest, scale
-from dtlayout.planner.space import Space, parse_choice
+from dtlayout.planner.space import Space, parse_choices
 from dtlayout.precision import Precision
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
@@ -43,15 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", metavar="KEY=FORMAT", help="such as reduce=bfloat16; may be repeated", **repeated
     )
     parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts to show; 5 by default")
-    parser.add_argument("--fix", metavar="NAME=VALUE", help="such as tp=2; may be repeated", **repeated)
+    parser.add_argument("--fix", metavar="NAME=VALUE", help="such as tp=2 or pp8·dp2·tp4; may be repeated", **repeated)
     parser.add_argument("--avoid", metavar="NAME=VALUE", help="such as recompute=full; may be repeated", **repeated)
     parser.add_argument("--max-memory", type=float, default=1.0, metavar="SHARE", help="of the capacity, such as 0.9")
-    parser.add_argument("--why-not", metavar="CHOICES", help="such as tp=4,pp=4,micro_batch=2: what stands against it")
+    parser.add_argument("--why-not", metavar="CHOICES", help="such as tp=4,pp=4,mb=2: what stands against it")
     parser.add_argument("--baseline", choices=tuple(BASELINES), help="what a well-known procedure would have chosen")
     parser.add_argument("--scale", metavar="N,N,…", help="the best layout on each of these numbers of GPUs")
+    parser.add_argument(
+        "--tokens", type=_read_tokens, metavar="T", help="of the whole training, such as 15T: days, energy"
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="money for a GPU-hour, with --tokens")
     parser.add_argument("--min-gpus", action="store_true", help="the smallest cluster that trains the model")
     parser.add_argument("--verify", type=int, default=0, metavar="K", help="dry-run the K best, and drop what ooms")
-    parser.add_argument("--emit", type=Path, metavar="FILE", help="write the best layout as a config for train.py")
+    parser.add_argument("--emit", type=Path, metavar="FILE", help="write the best layout for --engine's program")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page with the answer as charts")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,9 +74,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     _check(options)
-    fixed, avoided = dict(map(parse_choice, options.fix)), dict[str, list[Any]]()
-    for name, value in map(parse_choice, options.avoid):
-        avoided.setdefault(name, []).append(value)
+    budget = None if options.tokens is None else Budget(options.tokens, options.price)
+    fixed, avoided = dict[str, Any](), dict[str, list[Any]]()
+    for text in options.fix:
+        fixed |= parse_choices(text)
+    for text in options.avoid:
+        for name, value in parse_choices(text).items():
+            avoided.setdefault(name, []).append(value)
 
     def make_space(num_gpus: int | None = None) -> Space:
         return Space(_read_scenario(options, num_gpus), fixed, avoided)
@@ -78,24 +89,37 @@ def _run(options: argparse.Namespace) -> int:
         sizes = _read_sizes(options.scale)
         spaces = [make_space(num_gpus) for num_gpus in sizes]
         compared = spaces[0].scenario, scale(spaces, options.max_memory)
-        return show(options, to_scale_document(*compared), list_scale(*compared))
+        document = to_scale_document(*compared, budget)
+        if options.page:
+            from dtlayout.commands.scale_page import write_scale_page  # only now: it imports matplotlib
+
+            write_scale_page(options.page, document)
+        return show(options, document, list_scale(*compared, budget))
     if options.min_gpus:
         per_node = _read_scenario(options, options.gpus or 1).cluster.gpus_per_node
         space = find_smallest(make_space, per_node, options.max_memory)
     else:
         space = make_space()
     search = Search(space, options.max_memory)
-    result = search.run(options.top)
+    result = search.run_ideas(options.top)
     if not result.ranked:
-        raise InvalidLayout(explain_nothing(space, result))
-    verified = verify(space.scenario, result, options.verify) if options.verify else []
+        raise InvalidLayout(explain_nothing(search, result))
+    verified = []
+    if options.verify:
+        from dtlayout.commands.verify import verify  # only now: a search does without configs
+
+        verified = verify(space.scenario, result, options.verify)
     ooms = {v.estimate.layout for v in verified if not v.fits}
     result = result._replace(ranked=tuple(e for e in result.ranked if e.layout not in ooms))
-    answer = Answer(search, result, options, verified)
+    answer = Answer(search, result, options, verified, budget)
     if options.emit:
-        from dtlayout.commands.emit import write_config  # only now: a search does without configs
+        from dtlayout.commands.emit import emit  # only now: a search does without configs
 
-        write_config(options.emit, space.scenario, result.ranked[0], answer.give_reasons())
+        answer.emitted = emit(options.emit, space.scenario, result.ranked[0], answer.give_reasons())
+    if options.page:
+        from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
+
+        write_page(options.page, answer.to_document())
     return show(options, answer.to_document(), answer.to_lines())
 
 
@@ -109,12 +133,18 @@ def _check(options: argparse.Namespace) -> None:
         problems.append("--scale compares clusters; ask --verify of one of them")
     if not 0 < options.max_memory <= 1:
         problems.append(f"--max-memory={options.max_memory} must lie above 0 and be at most 1")
+    if options.tokens is not None and not 0 < options.tokens < inf:
+        problems.append(f"--tokens={options.tokens:g} must be a number above 0, such as 15e12 or 15T")
+    if options.price is not None and options.tokens is None:
+        problems.append("--price is money for a GPU-hour of a whole training; give its --tokens")
+    if options.price is not None and not 0 <= options.price < inf:
+        problems.append(f"--price={options.price:g} must not be negative")
     if options.scale and (options.emit or options.why_not or options.baseline or options.min_gpus):
         problems.append("--scale compares clusters; ask --emit, --why-not, --baseline and --min-gpus of one of them")
     if problems:
         raise InvalidConfig(problems)
-    if options.emit:
-        check_writable(options.emit)
+    for path in filter(None, (options.emit, options.page)):
+        check_writable(path)
 
 
 def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenario:
@@ -154,6 +184,19 @@ def _read_precision(texts: list[str]) -> Precision:
     if unknown := [name for name in values if name not in names]:
         raise InvalidConfig([f"precision {name!r} is unknown; use one of {', '.join(names)}" for name in unknown])
     return Precision(**values)  # type: ignore[arg-type]
+
+
+def _read_tokens(text: str) -> float:
+    """A number of tokens, as a number or as people say it.
+
+    >>> _read_tokens("15e12") == _read_tokens("15T")
+    True
+    """
+    size = {"T": 1e12, "B": 1e9, "M": 1e6}.get(text[-1:].upper())
+    try:
+        return float(text[:-1]) * size if size else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 15e12, 15T or 300B") from None
 
 
 def _read_sizes(text: str) -> list[int]:

@@ -4,74 +4,43 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dtlayout import toml
-from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.commands.recommend_cost import describe_cost, list_scale_costs, to_cost_document, to_scale_costs
+from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario, engine_kernels
-from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_parameters
 from dtlayout.optimizers import AdamW
 from dtlayout.planner import reasons
 from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_thumb
+from dtlayout.planner.cost import Budget
 from dtlayout.planner.intervals import Intervals, find_intervals, find_least_apart, find_order
+from dtlayout.planner.remarks import list_remarks, remark_on_axis, remark_on_offload, remark_on_split
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow
-from dtlayout.planner.space import Space, parse_choice
-from dtlayout.text import GIB, align, plural
+from dtlayout.planner.space import Space, parse_choices
+from dtlayout.text import GIB, align, plural, three_digits
+
+if TYPE_CHECKING:
+    from dtlayout.commands.emit import Emitted
+    from dtlayout.commands.verify import Verified
 
 BASELINES = {"thumb": choose_by_thumb, "playbook": choose_by_playbook}
+BASELINE_NAMES = {"thumb": "the rule of thumb", "playbook": "the Ultra-Scale Playbook"}
 _BAR = 20
 _COUNTED = {
-    "not legal": "not legal", "slower kernels": "with slower kernels", "does not fit": "do not fit",
-    "bounded": "slower by their lower bound", "slower": "slower when simulated",
-    "sharded otherwise": "like one above but for kernels or sharding",
+    "not legal": ("is not legal", "are not legal"), "slower kernels": ("has slower kernels", "have slower kernels"),
+    "does not fit": ("does not fit", "do not fit"),
+    "bounded": ("is slower whatever else it costs", "are slower whatever else they cost"),
+    "slower": ("was simulated and is slower", "were simulated and are slower"),
+    "alike": ("is a variant of one above", "are variants of those above"),
 }  # fmt: skip
-
-
-class Verified(NamedTuple):
-    """A layout and what a dry run of it held."""
-
-    estimate: Estimate
-    peak_bytes: int
-    """Most bytes that one of the default ranks held, less what torch.compile spares by the formula."""
-    fits: bool
-    """Whether that fits, with what the engine's allocator holds beside tensors."""
-
-
-def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verified]:
-    """Dry-run the first `number` of the best layouts, and further ones until one fits.
-
-    Each with the config that `--emit` writes; refuses what a dry run cannot execute, and layouts of which none fits.
-    """
-    from dtlayout.commands.emit import make_config
-    from dtlayout.config import parse_config
-    from dtlayout.dryrun.choose import choose_kernels, default_ranks
-    from dtlayout.dryrun.ranks import dry_run_ranks  # only now: it imports torch
-
-    gpu, found = scenario.cluster.gpu, list[Verified]()
-    for estimate in result.ranked:
-        config = parse_config(toml.loads(make_config(Path("verified.toml"), scenario, estimate, ())))
-        kernels, _ = choose_kernels(config, estimate.layout, gpu)
-        reports = dry_run_ranks(
-            config, estimate.layout, kernels, default_ranks(estimate.layout, estimate),
-            device_type=gpu.device_type, gpus_per_node=scenario.cluster.gpus_per_node,
-        )  # fmt: skip
-        eager = Estimator(scenario).estimate(estimate.layout, kernels)
-        spared = round(eager.peak_bytes - estimate.peak_bytes)
-        peak_bytes = max(report.peak_bytes for report in reports) - spared
-        fits = peak_bytes + scenario.engine.constants.overhead_bytes <= result.allowed_bytes
-        found.append(Verified(estimate, peak_bytes, fits))
-        if len(found) >= number and any(v.fits for v in found):
-            break
-    if any(v.fits for v in found):
-        return found
-    advice = "use a larger --top or a smaller --max-memory"
-    problem = f"none of the {len(found)} best fits when it is dry-run; {advice}"
-    raise InvalidLayout([problem, *_describe_dry_runs(found)])
+OUTCOMES = {
+    "not legal": "It is not legal", "does not fit": "It does not fit", "slower": "It is slower",
+    "as fast": "It is as fast", "faster": "It is faster",
+}  # fmt: skip
 
 
 class Alike(NamedTuple):
@@ -120,8 +89,11 @@ def find_alike(times_s: Sequence[float], engine: str) -> Alike | None:
 class Answer:
     """Everything that one search has to say."""
 
-    def __init__(self, search: Search, result: SearchResult, options: argparse.Namespace, verified: Sequence[Verified]):
-        self.result, self.options, self.verified = result, options, verified
+    def __init__(
+        self, search: Search, result: SearchResult, options: argparse.Namespace, verified: "Sequence[Verified]",
+        budget: Budget | None,
+    ):  # fmt: skip
+        self.result, self.options, self.verified, self.budget = result, options, verified, budget
         self.scenario, self.best = search.space.scenario, result.ranked[0]
         pairs = enumerate(pairwise(result.ranked), start=2)
         self.alike = find_alike([estimate.step_time_s for estimate in result.ranked], self.scenario.engine.name)
@@ -130,16 +102,19 @@ class Answer:
         def verdict(layout: Layout, kernels: Kernels) -> reasons.Verdict:
             return reasons.judge(search, layout, kernels, self.best)
 
-        others = reasons.neighbours(search, self.best)
-        self.against = [(name, verdict(layout, kernels)) for name, layout, kernels in others]
+        self.remarks = list(list_remarks(search, result.ranked))
+        self.against = list(reasons.judge_others(search, self.best))
+        self.emitted: Emitted | None = None
         self.why_not: reasons.Verdict | None = None
         self.completed: Estimate | None = None
+        self.reopened: Estimate | None = None
         self.baseline: Baseline | None = None
         if options.why_not:
-            choices = dict(parse_choice(text) for text in options.why_not.split(","))
+            choices = parse_choices(options.why_not)
             self.why_not = verdict(*reasons.parse_layout(search.space, choices))
-            wanted = Space(self.scenario, {**search.space.fixed, **choices}, search.space.avoided)
-            self.completed = next(iter(Search(wanted, options.max_memory).run(top=1).ranked), None)
+            self.completed = _complete(search, choices)
+            if self.completed is None and choices.pop("recompute", None):
+                self.reopened = _complete(search, choices)
         if options.baseline:
             self.baseline = BASELINES[options.baseline](Search(Space(self.scenario), options.max_memory))
 
@@ -153,8 +128,11 @@ class Answer:
             "searched": {"layouts": result.num_layouts, "counts": result.counts},
             "layouts": [{**_to_layout(scenario, e), "why": why} for e, why in zip(result.ranked, whys, strict=True)],
             "alike": self.alike and self.alike._asdict(),
+            "remarks": self.remarks,
             "against": [{"change": name, **_to_verdict(verdict)} for name, verdict in self.against],
         }
+        if self.budget:
+            document["cost"] = to_cost_document(scenario, self.best.step_time_s, self.budget)
         if self.verified:
             document["verified"] = [
                 {"layout": asdict(v.estimate.layout), "peak_memory_bytes": v.peak_bytes,
@@ -162,8 +140,11 @@ class Answer:
                 for v in self.verified
             ]  # fmt: skip
         if self.why_not:
-            completed = self.completed and _to_layout(scenario, self.completed)
-            document["why_not"] = {**_to_verdict(self.why_not), "best_with_these_choices": completed}
+            document["why_not"] = {
+                **_to_verdict(self.why_not),
+                "best_with_these_choices": self.completed and _to_layout(scenario, self.completed),
+                "best_with_other_recompute": self.reopened and _to_layout(scenario, self.reopened),
+            }
         if options.baseline:
             document["baseline"] = {"name": options.baseline, "layout": None}
             if found := self.baseline:
@@ -171,32 +152,43 @@ class Answer:
                     "layout": _to_layout(scenario, found.estimate), "steps": found.steps,
                     "slower_than_best": found.estimate.step_time_s / self.best.step_time_s - 1,
                 }  # fmt: skip
-        if options.emit:
+        if self.emitted:
             document["emitted"] = str(options.emit)
+            document["emitted_for"] = self.emitted._asdict()
         return document
 
     def to_lines(self) -> list[str]:
         """The lines of it all, for people."""
         best, options = self.best, self.options
-        lines = [*_describe_scenario(self.scenario), "", *_table(self.scenario, self.result), ""]
-        lines += [f"{place}  {lead}." for place, lead in enumerate(self.leads, start=1)]
-        lines += [str(self.alike)] * (self.alike is not None)
+        lines = [*_describe_scenario(self.scenario), "", *_table(self.scenario, self.result)]
+        said = [f"{place}  {lead}." for place, lead in enumerate(self.leads, start=1)]
+        said += [str(self.alike)] * (self.alike is not None) + self.remarks
+        if options.min_gpus:
+            number = self.scenario.cluster.num_gpus
+            said.append(f"Fewest GPUs that train it: {number}. Parts of a node and whole nodes were tried.")
+        said += [describe_cost(self.scenario, best.step_time_s, self.budget)] if self.budget else []
+        lines += ["", *said] if said else []
         if self.verified:
-            lines += ["", "Dry runs:", *(f"  {line}" for line in _describe_dry_runs(self.verified))]
-        lines += ["", f"Against other choices than those of 1, {best.layout}:"]
-        lines += align([(f"  {name}", _shorten(verdict)) for name, verdict in self.against], ("<", "<"))
+            lines += ["", "Dry runs:", *(f"  {run}" for run in self.verified)]
+        if self.against:
+            lines += ["", f"Against other choices than those of 1, {best.layout}, each with the best of all else:"]
+            folded = reasons.fold_alike(self.against, _shorten)
+            lines += align([(f"  {name}", _shorten(verdict)) for name, verdict in folded], ("<", "<"))
         if self.why_not:
-            lines += ["", f"Why not {self.why_not.layout}? It is {self.why_not.outcome}:"]
+            lines += ["", f"Why not {self.why_not.layout}? {OUTCOMES[self.why_not.outcome]}:"]
             lines += [f"  {problem}" for problem in self.why_not.problems]
             if self.completed is None:
                 lines.append("  No layout with these choices is legal and fits.")
+                if found := self.reopened:
+                    difference = reasons.describe_difference(best, found)
+                    lines.append(f"  One that recomputes otherwise does, {found.layout}, and is {difference}.")
             elif self.completed.layout == self.why_not.layout:
                 lines.append("  It is the best with these choices.")
             else:
                 difference = reasons.describe_difference(best, self.completed)
                 lines.append(f"  The best with these choices, {self.completed.layout}, is {difference}.")
         if options.baseline:
-            name = {"thumb": "The rule of thumb", "playbook": "The Ultra-Scale Playbook"}[options.baseline]
+            name = f"The {BASELINE_NAMES[options.baseline].removeprefix('the ')}"
             if self.baseline is None:
                 lines += ["", f"{name} finds no layout that is legal and fits."]
             else:
@@ -204,8 +196,8 @@ class Answer:
                 speed = f"{_describe_mfu(self.scenario, chosen)}, {chosen.step_time_s:.3f} s a step"
                 lines += ["", f"{name} chooses {chosen.layout}: {speed}", *(f"  {step}" for step in steps)]
                 lines.append(f"  Against 1 it is {reasons.describe_difference(best, chosen)}.")
-        if options.emit:
-            lines += ["", f"1 is written to {options.emit}"]
+        if self.emitted:
+            lines += ["", *self.emitted.to_lines(options.emit)]
         return [*lines, "", _describe_counts(self.result)]
 
     def give_reasons(self) -> list[str]:
@@ -219,45 +211,72 @@ class Answer:
             f"The range held for {of_step.basis}{'' if is_known else '; this engine is uncalibrated here'}.",
         ]
         if self.leads:
-            lines.append(f"Before the next best, {self.result.ranked[1].layout}: {self.leads[0]}.")
-        return lines + [f"{name}: {verdict.problems[0]}" for name, verdict in self.against]
+            following = self.result.ranked[1]
+            lead = reasons.describe_lead(best, following, "that")
+            lines.append(f"The next best is {_full_name(self.scenario, following)}; this is {lead}.")
+        return lines + [f"{name}: {_shorten(verdict)}" for name, verdict in reasons.fold_alike(self.against, _shorten)]
 
 
-def to_scale_document(scenario: Scenario, rows: Sequence[ScaleRow]) -> dict[str, Any]:
+def _complete(search: Search, choices: dict[str, Any]) -> Estimate | None:
+    """The best layout with some choices; None if none of those is legal and fits."""
+    return next(iter(search.with_fixed({**search.space.fixed, **choices}).run(top=1).ranked), None)
+
+
+def to_scale_document(scenario: Scenario, rows: Sequence[ScaleRow], budget: Budget | None) -> dict[str, Any]:
     """The document that compares clusters, an entry for each."""
+    costs, of_all = to_scale_costs(rows, budget)
     entries = [
         {"num_gpus": row.num_gpus, "efficiency": row.efficiency,
-         "layout": row.estimate and _to_layout(scenario, row.estimate)}
-        for row in rows
+         "layout": row.estimate and _to_layout(scenario, row.estimate), **cost}
+        for row, cost in zip(rows, costs, strict=True)
     ]  # fmt: skip
-    return {"ok": True, "scenario": _to_scenario(scenario, None), "scale": entries}
+    return {"ok": True, "scenario": _to_scenario(scenario, None), "scale": entries, **of_all}
 
 
-def list_scale(scenario: Scenario, rows: Sequence[ScaleRow]) -> list[str]:
+def list_scale(scenario: Scenario, rows: Sequence[ScaleRow], budget: Budget | None) -> list[str]:
     """The lines that compare clusters, one for each below the scenario."""
-    cells = [["GPUs", "layout", "MFU", "step s", "tokens/s", "microbatches", "bubble", "efficiency"]]
+    cells = [["GPUs", "layout", "MFU", "tokens/s/GPU", "step s", "tokens/s", "microbatches", "bubble", "efficiency"]]
     for row in rows:
         if (e := row.estimate) is None:
-            cells.append([str(row.num_gpus), "no layout is legal and fits", *[""] * 6])
+            cells.append([str(row.num_gpus), "no layout is legal and fits", *[""] * 7])
             continue
         cells.append([
-            str(row.num_gpus), _full_name(scenario, e), _describe_mfu(scenario, e, short=True), f"{e.step_time_s:.3f}",
-            f"{scenario.batch.num_tokens / e.step_time_s:,.0f}", str(e.layout.num_microbatches(scenario.batch)),
-            f"{e.time.bubble / e.step_time_s:.1%}", f"{row.efficiency:.1%}",
+            str(row.num_gpus), _full_name(scenario, e), _describe_mfu(scenario, e, short=True),
+            _speed(scenario, e), f"{e.step_time_s:.3f}", f"{scenario.batch.num_tokens / e.step_time_s:,.0f}",
+            str(e.layout.num_microbatches(scenario.batch)), f"{e.time.bubble / e.step_time_s:.1%}",
+            f"{row.efficiency:.1%}",
         ])  # fmt: skip
-    return [*_describe_scenario(scenario), "", *align(cells, (">6", "<", ">18", ">8", ">12"))]
+    if budget:
+        cells = [[*row, *cost] for row, cost in zip(cells, list_scale_costs(rows, budget), strict=True)]
+    return [
+        *_describe_scenario(scenario, [row.num_gpus for row in rows]),
+        "",
+        *align(cells, (">6", "<", ">18", ">12", ">8", ">12")),
+    ]
 
 
-def explain_nothing(space: Space, result: SearchResult) -> list[str]:
+def explain_nothing(search: Search, result: SearchResult) -> list[str]:
     """Why there is no layout, and what would help."""
-    problems = [f"no layout can train {space.scenario.model.name} here: {_describe_counts(result)}"]
-    if missed := result.smallest_oom:
+    space = search.space
+    problems = [f"no layout can train {space.scenario.model.name} here: of {_describe_counts(result, ',')}"]
+    if not result.num_layouts:
+        problems = [f"no layout can train {space.scenario.model.name} here: none has these degrees on so many GPUs"]
+    if result.num_layouts and (missed := search.find_smallest_oom()):
         text = reasons.describe_shortage(missed, result.allowed_bytes)
         problems.append(f"the one that misses by least, {missed.layout}: {text}")
-        problems.append("--min-gpus finds the smallest cluster that works; a shorter --seq-len needs less")
+        remarks = remark_on_axis(search, None), remark_on_split(search, missed), remark_on_offload(search, missed)
+        problems += filter(None, remarks)
+        helps = "--min-gpus finds the smallest cluster that works"
+        state_bytes = max(rank.parameters + rank.gradients + rank.optimizer for rank in missed.memory)
+        problems.append(helps + "; a shorter --seq-len needs less" * (state_bytes < result.allowed_bytes))
+    elif space.offload != "none" and result.num_layouts:
+        capacity = search.estimator.host_capacity_bytes / GIB
+        problems.append(f"offload={space.offload} asks more of the host than {capacity:.0f} GiB a GPU; use another one")
     else:
         layout, kernels = reasons.parse_layout(space, {})
-        problems += [f"for example {layout}: {line}" for line in reasons.find_problems(space, layout, kernels)]
+        example = f"for example {layout}: "
+        found = reasons.find_problems(space, layout, kernels)
+        problems += [example * (i == 0) + line for i, line in enumerate(found)]
         problems.append("use another number of GPUs or global batch, or fewer --fix and --avoid")
     return problems
 
@@ -288,7 +307,9 @@ def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:
         "name": _full_name(scenario, e), "layout": asdict(e.layout), "kernels": asdict(e.kernels),
         "stage_layers": e.stage_layers,
         "mfu": e.mfu if scenario.cluster.gpu.has_mfu else None, "step_time_s": e.step_time_s,
-        "tokens_per_s": scenario.batch.num_tokens / e.step_time_s, "time": e.time.as_dict(),
+        "tokens_per_s": scenario.batch.num_tokens / e.step_time_s,
+        "tokens_per_s_per_gpu": scenario.batch.tokens_per_s_per_gpu(e.step_time_s, e.layout.world_size),
+        "time": e.time.as_dict(),
         "memory": [rank.as_dict() for rank in e.memory], "busiest_rank": e.busiest_rank, "peak_bytes": e.peak_bytes,
         "capacity_bytes": e.capacity_bytes, "step_time_range_s": intervals.step_time.around(e.step_time_s),
         "peak_range_bytes": intervals.peak_memory.around(e.peak_bytes),
@@ -297,36 +318,32 @@ def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:
 
 def _to_verdict(verdict: reasons.Verdict) -> dict[str, Any]:
     return {
-        "layout": asdict(verdict.layout), "kernels": asdict(verdict.kernels), "outcome": verdict.outcome,
+        "name": str(verdict.layout), "layout": asdict(verdict.layout), "kernels": asdict(verdict.kernels),
+        "outcome": verdict.outcome,
         "problems": verdict.problems, "step_time_s": verdict.estimate.step_time_s if verdict.estimate else None,
         "peak_bytes": verdict.estimate.peak_bytes if verdict.estimate else None,
     }  # fmt: skip
 
 
-def _describe_dry_runs(verified: Sequence[Verified]) -> list[str]:
-    return [
-        f"{v.estimate.layout}: {v.peak_bytes / GIB:.2f} GiB, predicted {v.estimate.peak_bytes / GIB:.2f} "
-        f"({v.estimate.peak_bytes / v.peak_bytes - 1:+.1%}), {'fits' if v.fits else 'does not fit'}"
-        for v in verified
-    ]
+def _describe_counts(result: SearchResult, after: str = ":") -> str:
+    counted = [(result.counts[reason], texts) for reason, texts in _COUNTED.items()]  # type: ignore[index]
+    parts = [f"{number:,} {one if number == 1 else many}" for number, (one, many) in counted if number]
+    return f"{plural(result.num_layouts, 'layout', ',')}{f'{after} ' * bool(parts)}{', '.join(parts)}."
 
 
-def _describe_counts(result: SearchResult) -> str:
-    parts = [f"{result.counts[reason]:,} {text}" for reason, text in _COUNTED.items() if result.counts[reason]]  # type: ignore[index]
-    return f"{plural(result.num_layouts, 'layout', ',')}: {', '.join(parts)}."
-
-
-def _describe_scenario(scenario: Scenario) -> list[str]:
+def _describe_scenario(scenario: Scenario, sizes: Sequence[int] = ()) -> list[str]:
+    """Lines on what is asked about; `sizes` are the GPUs where several numbers are compared."""
     model, batch, cluster, engine = scenario.model, scenario.batch, scenario.cluster, scenario.engine
     intervals = find_intervals(scenario)
     known = "" if engine.is_calibrated else f", uncalibrated: no run of it on {engine.gpu} is known"
     known += "; nothing like it was measured" * intervals.step_time.is_foreign
     per_node = cluster.gpus_per_node
-    nodes = f" in nodes of {per_node}" if cluster.num_gpus > per_node > 1 else ""
+    sizes = sizes or [cluster.num_gpus]
+    nodes = f" in nodes of {per_node}" if max(sizes) > per_node > 1 else ""
     nodes += f", {cluster.gpus_linked} joined by fast links" if cluster.gpus_linked > per_node else ""
     updated = "" if scenario.optimizer == AdamW() else f", updated by {scenario.optimizer.name}"
     return [
-        f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {cluster.num_gpus} x "
+        f"{model.name}, {count_parameters(model) / 1e9:.2f} billion parameters, on {', '.join(map(str, sizes))} x "
         f"{cluster.gpu.name}{nodes}; {plural(batch.global_batch, 'sequence')} of {plural(batch.seq_len, 'token')} "
         f"a step{updated}",
         f"engine {engine.name}{known}",
@@ -341,15 +358,19 @@ def _describe_intervals(intervals: Intervals) -> Iterator[str]:
 
 
 def _table(scenario: Scenario, result: SearchResult) -> list[str]:
-    layouts = [["   layout", "MFU", "step s", "memory of the busiest rank, GiB"]]
+    layouts = [["   layout", "MFU", "tokens/s/GPU", "step s", "memory of the busiest rank, GiB"]]
     shares = [["   of the step, %", *result.ranked[0].time.as_dict()]]
     for place, e in enumerate(result.ranked, start=1):
         mfu, name = _describe_mfu(scenario, e, short=True), f"{place:<3}{_full_name(scenario, e)}"
-        layouts.append([name, mfu, f"{e.step_time_s:.3f}", _bar(e)])
+        layouts.append([name, mfu, _speed(scenario, e), f"{e.step_time_s:.3f}", _bar(e)])
         parts = [f"{100 * seconds / e.step_time_s:.1f}" for seconds in e.time.as_dict().values()]
         shares.append([f"{place:<3}", *parts])
     first = f"<{max(len(row[0]) for row in layouts) - 11}"
-    return [*align(layouts, ("<", ">18", ">8", "<")), "", *align(shares, (first, *[">9"] * (len(shares[0]) - 1)))]
+    return [
+        *align(layouts, ("<", ">18", ">12", ">8", "<")),
+        "",
+        *align(shares, (first, *[">9"] * (len(shares[0]) - 1))),
+    ]
 
 
 def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -> str:
@@ -357,8 +378,13 @@ def _describe_mfu(scenario: Scenario, estimate: Estimate, short: bool = False) -
     if not scenario.cluster.gpu.has_mfu:
         return "n/a" if short else "MFU n/a"
     of_step, percents = find_intervals(scenario).step_time, 100 * estimate.mfu
-    text = f"{percents:.1f} ({percents / of_step.high:.0f} to {percents / of_step.low:.0f}) %"
-    return text if short else f"{text} MFU"
+    text = f"{percents:.1f} ({percents / of_step.high:.0f} to {min(100.0, percents / of_step.low):.0f}) %"
+    return text if short else f"{text} MFU, {_speed(scenario, estimate)} tokens/s/GPU"
+
+
+def _speed(scenario: Scenario, estimate: Estimate) -> str:
+    """Tokens a second of one GPU."""
+    return three_digits(scenario.batch.tokens_per_s_per_gpu(estimate.step_time_s, estimate.layout.world_size))
 
 
 def _bar(estimate: Estimate) -> str:
@@ -368,6 +394,8 @@ def _bar(estimate: Estimate) -> str:
 
 
 def _shorten(verdict: reasons.Verdict) -> str:
-    """The outcome with its first reason; a difference in speed says both."""
-    is_refused = verdict.outcome in ("not legal", "does not fit")
-    return f"{verdict.outcome}: {verdict.problems[0]}" if is_refused else verdict.problems[0]
+    """The outcome with its first reason, which of a difference in speed says both, and of which layout."""
+    if verdict.outcome == "not legal":
+        return f"not legal: {verdict.problems[0]}"
+    of_layout = f"{verdict.layout}: {verdict.problems[0]}"
+    return f"does not fit, as {of_layout}" if verdict.outcome == "does not fit" else of_layout

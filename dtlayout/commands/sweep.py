@@ -122,6 +122,7 @@ def _describe(result: TrialResult) -> str:
     text = f"{measured.step_time_s:.3f} s a step"
     if run.predicted and run.predicted.step_time_s:
         text += f", predicted {run.predicted.step_time_s:.3f} s"
+    text += f", {run.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
     return text if measured.mfu is None else f"{text}, MFU {measured.mfu:.1%}"
 
 
@@ -132,7 +133,7 @@ def _count_outcomes(results: Sequence[TrialResult]) -> str:
 
 def _tabulate(results: Sequence[TrialResult]) -> list[str]:
     """A table of the fastest."""
-    rows = [["fastest so far", "s a step", "spread", "tokens/s a rank", "MFU", "peak MiB"]]
+    rows = [["fastest so far", "s a step", "spread", "tokens/s/GPU", "MFU", "peak MiB"]]
     for result in sort_by_time(results)[:_BEST_SHOWN]:
         assert result.run is not None, "what ran was possible"
         run, measured = result.run, result.measured

@@ -17,17 +17,8 @@ from dtlayout.costmodel.engine import ANY_GPU, Engine
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner import validate
-from dtlayout.planner.left_out import (
-    Evidence,
-    LeftOut,
-    add_intervals,
-    gpu_of,
-    leave_engines_out,
-    leave_gpus_out,
-    leave_models_out,
-    model_of,
-    to_errors,
-)
+from dtlayout.planner.columns import KERNELS
+from dtlayout.planner.left_out import WAYS, LeftOut, leave_out, to_errors
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import (
     LOWEST_MFU,
@@ -39,13 +30,13 @@ from dtlayout.planner.scores import (
     score,
     score_group,
 )
-from dtlayout.planner.tables import KERNELS, Unpredicted
+from dtlayout.planner.tables import Unpredicted
 from dtlayout.report.rows import REPEATS, ROWS, Rows, read_rows
 from dtlayout.text import align, choose_unit, plural, wrap
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
-AllLeftOut = Mapping[str, LeftOut]
+WaysLeftOut = Mapping[str, LeftOut]
 """What was left out of the fits, model or GPU type → what was predicted then."""
 Fits = Sequence[tuple[validate.Fitted, Sequence[validate.Ablation]]]
 """What was fitted to each engine's runs, with what each of its constants is worth where that was asked."""
@@ -115,23 +106,16 @@ def run(options: argparse.Namespace) -> int:
     return show(options, _to_document(options, rows, predictions, left_out, fits), lines, allow_nan=False)
 
 
-def _leave_out(options: argparse.Namespace, runs: Sequence[Run]) -> AllLeftOut:
-    """What is left out as asked, each row with intervals of the others; their errors are written as asked."""
-    models = leave_models_out(runs, tell) if options.leave_one_out or options.errors else None
-    gpus = leave_gpus_out(runs, tell) if options.leave_gpu_out or options.errors else None
-    if not models and not gpus:
+def _leave_out(options: argparse.Namespace, runs: Sequence[Run]) -> WaysLeftOut:
+    """What is left out as asked; the errors of all of it are written as asked."""
+    asked = {"model": options.leave_one_out, "GPU type": options.leave_gpu_out}
+    wanted = [name for name in WAYS if asked[name] or options.errors]
+    if not wanted:
         return {}
-    evidence = Evidence(
-        models.all_predictions if models else [], gpus.all_predictions if gpus else [], leave_engines_out(runs)
-    )
+    found = leave_out(runs, wanted, tell)
     if options.errors:
-        options.errors.write_text(to_errors(evidence), encoding="utf-8")
-    found = {}
-    if models and options.leave_one_out:
-        found["model"] = add_intervals(models, model_of, evidence)
-    if gpus and options.leave_gpu_out:
-        found["GPU type"] = add_intervals(gpus, gpu_of, evidence)
-    return found
+        options.errors.write_text(to_errors(found.evidence), encoding="utf-8")
+    return {name: left_out for name, left_out in found.ways.items() if asked[name]}
 
 
 def tell(line: str) -> None:
@@ -144,7 +128,7 @@ def _to_document(
     options: argparse.Namespace,
     rows: Rows,
     predictions: Sequence[Prediction],
-    left_out: AllLeftOut,
+    left_out: WaysLeftOut,
     fits: Fits,
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
@@ -228,7 +212,7 @@ def _describe(
     options: argparse.Namespace,
     rows: Rows,
     predictions: Sequence[Prediction],
-    left_out: AllLeftOut,
+    left_out: WaysLeftOut,
     fits: Fits,
 ) -> Iterator[str]:
     """The lines of a validation: engines, scores, what is not predicted, the worst rows, and what was fitted."""

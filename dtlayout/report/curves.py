@@ -163,9 +163,9 @@ class Curves:
     def write_page(self, path: Path) -> None:
         """Write table and pictures as one page; DtlayoutError if it cannot be written."""
         parts = [html.paragraph(note, "note") for note in self.notes]
-        parts.append(f'<div class="wide">{html.table(self.list_rows(), " class=runs")}</div>')
-        parts += [html.heading(title) + html.picture(figure) for _, title, figure in self.draw()]
-        html.write_page(path, self.title, parts, _STYLE)
+        parts.append(html.table(self.list_rows(), "runs"))
+        parts += [html.heading(title) + html.picture(figure, title) for _, title, figure in self.draw()]
+        html.write_page(path, self.title, parts)
 
     def write_pictures(self, folder: Path) -> list[Path]:
         """Write a PNG of each; the files. DtlayoutError if they cannot be written."""
@@ -241,12 +241,6 @@ class Curves:
     def _coloured(self) -> Iterator[tuple[Any, RunCurves]]:
         """Each run in the same colour everywhere."""
         return ((_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(self.runs))
-
-
-_STYLE = """
-body { max-width: 74em; } .wide { overflow-x: auto; } th { white-space: nowrap; }
-.runs td:nth-child(-n+2), .runs th:nth-child(-n+2) { text-align: left; }
-"""
 
 
 def _end(figure: Figure) -> Figure:

@@ -69,31 +69,41 @@ class Finding:
         return num_changed >= FEWEST_PAIRS and self.p_fit is not None and self.p_fit <= MOST_CHANCE
 
     def describe(self) -> str:
-        """Sentences with numbers; "not supported" where the rows do not carry it."""
+        """What the rows say, with numbers, without a full stop; "not supported" where they do not carry it."""
         if not self.speaks_of_fit:
             return self._describe_speed()
-        q, layouts = self.question, plural(self.num_only_after, "layout")
-        only = f"{layouts} fit only with {q.after}, and {self.num_only_before} only with {q.before}"
-        return f"{self._describe_speed()}; {only}"
+        q = self.question
+        fits = " and ".join(
+            f"{plural(number, 'layout')} {'fits' if number == 1 else 'fit'} only with {choice}"
+            for number, choice in ((self.num_only_after, q.after), (self.num_only_before, q.before))
+            if number
+        )
+        if self.speaks_of_speed:
+            return f"{self._describe_speed()}; {fits}"
+        return f"{fits}; on speed, {self._describe_speed()}"
 
     def _describe_speed(self) -> str:
         q = self.question
         if self.quartiles is None:
-            return f"not supported: no two rows that ran differ only in {q.before} and {q.after}"
-        foreseen = f", where {q.explanation} explains ×{self.explained:.2f}" if q.explanation else ""
-        if self.speaks_of_speed:
-            points = "" if self.points is None else f", {100 * self.points:+.1f} points of MFU"
-            return (
-                f"{q.after} instead of {q.before}: speed ×{self.factor:.2f} (median of {plural(self.num_pairs, 'pair')}"
-                f"{points}), faster in {self.share_faster:.0%} of them{foreseen}"
-            )
+            return "not supported: no two layouts that ran differ in this alone"
         low, high = self.quartiles
-        why = f"chance shows as much with p = {self.p_speed:.2g}"
+        pairs = f"median of {plural(self.num_pairs, 'pair')}, half of them {low:.2f} to {high:.2f}"
+        foreseen = f"; {q.explanation} alone explains {self.explained:.2f}" if q.explanation else ""
+        if self.speaks_of_speed:
+            points = "" if self.points is None else f", MFU {100 * self.points:+.1f} points"
+            share = {0.0: "no pair", 1.0: "every pair"}.get(
+                self.share_faster or 0.0, f"{self.share_faster:.0%} of the pairs"
+            )
+            return (
+                f"the speed with {q.after} is {self.factor:.2f} times that with {q.before} ({pairs}{points}), "
+                f"and higher in {share}{foreseen}"
+            )
         if self.num_pairs < FEWEST_PAIRS:
-            why = f"fewer than {FEWEST_PAIRS} say nothing"
+            few = f"only {plural(self.num_pairs, 'pair')}, and fewer than {FEWEST_PAIRS} say nothing"
+            return f"not supported: {few} ({self.factor:.2f} times as fast){foreseen}"
         return (
-            f"not supported: speed ×{self.factor:.2f}, ×{low:.2f} to ×{high:.2f} between the quartiles{foreseen} "
-            f"({plural(self.num_pairs, 'pair')}); {why}"
+            f"not supported: {self.factor:.2f} times as fast ({pairs}), and chance alone shows as much with "
+            f"p = {self.p_speed:.2g}{foreseen}"
         )
 
 
@@ -183,11 +193,16 @@ class Common:
     p: float
     """p-value: how often as many of rows picked at random chose one and the same."""
 
+    @property
+    def is_supported(self) -> bool:
+        """Whether chance hardly ever shows as much."""
+        return self.p <= MOST_CHANCE
+
     def describe(self) -> str:
-        """A sentence; "not supported" where chance could say it."""
-        if self.p > MOST_CHANCE:
-            return f"not supported: {self.name}={self.value} in {self.share:.0%} of them, chance has p = {self.p:.2g}"
-        return f"{self.name}={self.value} in {self.share:.0%} of them, and in {self.share_of_all:.0%} of all that ran"
+        """A sentence without a full stop; "not supported" where chance could say it."""
+        if not self.is_supported:
+            return f"not supported: {self.share:.0%} have {self.name}={self.value}, and chance has p = {self.p:.2g}"
+        return f"{self.share:.0%} have {self.name}={self.value}, and {self.share_of_all:.0%} of all that ran"
 
 
 def list_options(name: str, runs: Sequence[Run]) -> list[Hashable]:

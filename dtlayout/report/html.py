@@ -1,8 +1,15 @@
-"""Pages that need no other file: their frame, tables and pictures."""
+"""Pages that need no other file: their frame, tables that sort and filter, and pictures that follow light and dark.
+
+How all of them look is page.css, what their tables do page.js. A page's body never scrolls sideways: what may be wider
+than a phone stands in an element that does.
+"""
 
 import html
 import io
+import re
 from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 
 import matplotlib
@@ -14,49 +21,122 @@ from matplotlib.figure import Figure
 
 from dtlayout.files import write
 
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.15em; margin: 2.2em 0 .3em; border-top: 1px solid #ddd; padding-top: 1em; }
-p { margin: .2em 0; } .note { color: #666; }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .15em .9em .15em 0; text-align: right; border-bottom: 1px solid #eee; }
-th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
-svg { width: 100%; height: auto; }
-"""
+ACCENT, MARK = "#4477aa", "#cc3311"
+"""Colours of figures that become those of page.css: what is there, and what is set beside it."""
+_NUMBER = re.compile(r"[×+]?-?[\d.,]+( ?(%|[A-Za-z]+))?")
 
 
-def write_page(path: Path, title: str, parts: Iterable[str], style: str = "") -> None:
+class Markup(str):
+    """Text that is HTML already; all other text is escaped."""
+
+
+def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Write HTML parts as a page with the title as its heading; DtlayoutError if it cannot be."""
-    heading = html.escape(title)
+    style, script = (files("dtlayout.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    name = escape(title)
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title>'
-        f"<style>{_STYLE}{style}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{style}</style></head>"
+        f"<body><h1>{name}</h1>{''.join(parts)}<script>{script}</script></body></html>\n"
     )
     write(path, page, "page")
 
 
+def escape(text: str) -> Markup:
+    """Text as HTML, once."""
+    return text if isinstance(text, Markup) else Markup(html.escape(text))
+
+
+def breakable(name: str) -> Markup:
+    """A long name as HTML that may be broken after its parts, as those of files and sweeps."""
+    return Markup(re.sub(r"(?<=[/_·])", "<wbr>", escape(name)))
+
+
 def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph of plain text."""
-    return f"<p{f' class={kind}' if kind else ''}>{html.escape(text)}</p>"
+    """A paragraph; `kind` is lead for what matters most, note for what does least."""
+    return f"<p{f' class={kind}' if kind else ''}>{escape(text)}</p>"
 
 
 def heading(text: str) -> str:
     """A heading of a part of the page."""
-    return f"<h2>{html.escape(text)}</h2>"
+    return f"<h2>{escape(text)}</h2>"
 
 
-def table(rows: Sequence[Sequence[str]], attributes: str = "") -> str:
-    """Rows of plain text, the first with the names of the columns."""
-    head, *body = [list(row) for row in rows]
-    names = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
-    return f"<table{attributes}><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
+def subheading(text: str) -> str:
+    """A heading inside a part."""
+    return f"<h3>{escape(text)}</h3>"
 
 
-def picture(figure: Figure) -> str:
-    """A figure as SVG, which is closed."""
+def bullets(sentences: Iterable[str]) -> str:
+    """A list of sentences."""
+    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+
+
+def fold(summary: str, content: str) -> str:
+    """What is there for those who open it."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def wide(content: str, name: str) -> str:
+    """Content that scrolls sideways by itself, by keyboard too; `name` is what it is read out as."""
+    return f'<div class="wide" role="region" tabindex="0" aria-label="{html.escape(name)}">{content}</div>'
+
+
+def table(rows: Sequence[Sequence[str]], name: str = "") -> str:
+    """Rows of text, the first with the names of the columns; numbers stand on the right."""
+    head, *body = rows
+    return wide(_table(head, body, [f"<th>{escape(cell)}</th>" for cell in head]), name or head[0])
+
+
+def sorted_table(rows: Sequence[Sequence[str]], name: str, by: str, order: str = "descending") -> str:
+    """A table that sorts by a press on a heading, with a filter above it; its rows come in the `order` of a column."""
+    head, *body = rows
+    orders = [order if column == by else "none" for column in head]
+    heads = [
+        f'<th aria-sort="{sort}"><button type="button">{escape(column)}</button></th>'
+        for column, sort in zip(head, orders, strict=True)
+    ]
+    ident = re.sub(r"\W+", "-", name.lower())
+    box = (
+        f'<div class="filter" data-table="{ident}"><input type="search" aria-label="Filter" '
+        f'placeholder="filter: words, or conditions such as tp=2 mfu>40"><output aria-live="polite"></output></div>'
+    )
+    return box + wide(_table(head, body, heads, f' id="{ident}"'), name)
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]], heads: Sequence[str], attributes: str = "") -> str:
+    columns = zip_longest(*body, fillvalue="")
+    is_text = [any(cell and not _NUMBER.fullmatch(cell) for cell in column) for column in columns] or [False] * len(
+        head
+    )
+    heads = [cell.replace("<th", "<th class=t", 1) if text else cell for cell, text in zip(heads, is_text, strict=True)]
+    lines = (
+        "".join(
+            f"<td{' class=t' * text}>{escape(cell) if i else breakable(cell)}</td>"
+            for i, (cell, text) in enumerate(zip(row, is_text, strict=True))
+        )
+        for row in body
+    )
+    rows = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table{attributes}><thead><tr>{''.join(heads)}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def picture(figure: Figure, name: str) -> str:
+    """A figure as SVG with words that can be selected, which is closed; `name` is what it is read out as.
+
+    Greys become mixtures of the page's ink and paper, ACCENT and MARK its own, so that all follow light and dark.
+    """
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    with plt.rc_context({"svg.fonttype": "none"}):
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=metadata)
     plt.close(figure)
     _, tag, drawing = text.getvalue().partition("<svg")  # what is before belongs to a file of its own
-    return tag + drawing
+    drawing = (tag + drawing).replace(ACCENT, "var(--accent)").replace(MARK, "var(--mark)")
+    return wide(re.sub(r"#([0-9a-f]{2})\1\1\b", _mix, drawing), name)
+
+
+def _mix(grey: re.Match[str]) -> str:
+    percents = 100 * (1 - int(grey[1], 16) / 255)
+    return f"color-mix(in srgb, var(--ink) {percents:.0f}%, var(--paper))"

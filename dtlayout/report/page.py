@@ -1,11 +1,9 @@
-"""The report of measured rows, as one page that needs no other file and as Markdown: findings, plots, every layout."""
+"""The report of measured rows, as one page that needs no other file and as Markdown: findings, charts, every layout."""
 
-import textwrap
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.planner.plots import draw_equality
@@ -13,48 +11,18 @@ from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.planner.validate import predict
 from dtlayout.report import html
-from dtlayout.report.findings import find, find_common, list_options
+from dtlayout.report.charts import Bar, Ratio, beside, draw_bars, draw_heat, draw_ratios
+from dtlayout.report.findings import Finding, find, find_common, list_options
 from dtlayout.report.questions import choose
-from dtlayout.text import GIB, choose_unit, plural, to_markdown
+from dtlayout.text import choose_unit, plural, to_markdown
 
-_STYLE = """
-body { max-width: 74em; } .findings td, .findings th { text-align: left; vertical-align: top; }
-.wide { overflow-x: auto; font-size: 13px; }
-#rows th { cursor: pointer; }
-#filter { width: 30em; font: inherit; padding: .2em .4em; }
-"""
-_SCRIPT = """
-const table = document.getElementById('rows'), body = table.tBodies[0], rows = [...body.rows];
-const value = (row, i) => { const t = row.cells[i].textContent, n = parseFloat(t); return isNaN(n) ? t : n; };
-const compare = (a, b) => typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === 'number' ? -1 : 1;
-[...table.tHead.rows[0].cells].forEach((cell, i) => cell.addEventListener('click', () => {
-  const down = cell.dataset.order !== 'down';
-  [...table.tHead.rows[0].cells].forEach(other => delete other.dataset.order);
-  cell.dataset.order = down ? 'down' : 'up';
-  rows.sort((a, b) => {
-    const [x, y] = [value(a, i), value(b, i)], order = compare(x, y);
-    return typeof x === typeof y && down ? -order : order;
-  });
-  body.append(...rows);
-}));
-document.getElementById('filter').addEventListener('input', event => {
-  const words = event.target.value.toLowerCase().split(/\\s+/).filter(Boolean);
-  rows.forEach(row => {
-    const cells = [...row.cells].map((cell, i) => table.tHead.rows[0].cells[i].textContent + '=' + cell.textContent);
-    const text = (row.textContent + ' ' + cells.join(' ')).toLowerCase();
-    const matches = word => word.includes('=') ? cells.some(c => c.toLowerCase() === word) : text.includes(word);
-    row.hidden = !words.every(matches);
-  });
-});
-"""
-_COLUMNS = (
-    "sweep", "outcome", "micro_batch", "tp", "pp", "dp", "sp", "zero", "recompute", "attention", "norm", "step_s",
-    "mfu_%", "predicted_mfu_%", "peak_gib", "predicted_gib",
-)  # fmt: skip
 _BARS = 24
 """Layouts of which memory is drawn."""
-_LEGEND_COLUMNS, _LABEL_LETTERS, _MOST_LABELS = 6, 130, 40
-"""Values side by side in a legend, letters of sweeps' names below a plot, and bars that have room for their numbers."""
+_MFU, _SPEED = "MFU, %", "tokens/s/GPU"
+_READING = (
+    "Each line compares pairs of layouts that differ in this choice alone. The dot is the median of their ratios of "
+    "speed, the bar holds the middle half of them, and right of the upright line the choice is faster."
+)
 
 
 class Report:
@@ -67,7 +35,9 @@ class Report:
         self.tables = by_table(sorted(self.predictions, key=lambda row: row.run.table))
         # Somebody measured an MFU, and nothing ran where no peak is known.
         self._has_mfu = any(run.mfu is not None for run in runs) and all(r.scenario.cluster.gpu.has_mfu for r in runs)
-        self._unit = "MFU, %" if self._has_mfu else "tokens/s of a rank"
+        self._unit = _MFU if self._has_mfu else _SPEED
+        peaks = [row.estimate.memory[0].total for row in self.predictions]
+        self._memory = choose_unit(max([run.peak_bytes or 0 for run in runs] + peaks))
 
     @property
     def title(self) -> str:
@@ -84,7 +54,7 @@ class Report:
     def list_best(self) -> list[list[str]]:
         """The fastest layout of each sweep."""
         best = [max(rows, key=lambda row: row.run.tokens_per_s_per_gpu or 0.0) for rows in self.tables.values()]
-        return [list(_COLUMNS), *(_describe(row) for row in best if row.run.tokens_per_s_per_gpu)]
+        return self._list_rows([row for row in best if row.run.tokens_per_s_per_gpu])
 
     def to_markdown(self) -> str:
         """Findings and best layouts as Markdown."""
@@ -95,25 +65,55 @@ class Report:
     def write_page(self, path: Path) -> None:
         """Write everything as one page; DtlayoutError if the file cannot be written."""
         parts = [html.heading(heading) + content for heading, content in self._parts()]
-        left_out = [html.paragraph(self.left_out)] if self.left_out else []
-        html.write_page(path, self.title, [*left_out, *parts], _STYLE)
+        left_out = [html.paragraph(self.left_out, "note")] if self.left_out else []
+        html.write_page(path, self.title, [*left_out, *parts])
 
     def _parts(self) -> Iterator[tuple[str, str]]:
         """Headings, and what is below them."""
-        yield "Findings", html.table(self.list_findings(), ' class="findings"')
-        yield "The fastest layout of each sweep", f'<div class="wide">{html.table(self.list_best())}</div>'
+        yield "What each choice does", self._draw_findings()
+        if self.common:
+            yield "What the fastest tenth of each sweep chose", self._draw_common()
+        yield "The fastest layout of each sweep", html.table(self.list_best(), "the fastest layouts")
         for name in ("micro_batch", "recompute", "attention", "norm", "sequence_parallel"):
             if len(options := list_options(name, self.runs)) > 1:
-                yield f"Best speed by {name}, whatever else was chosen", self._draw_best(name, options)
-        yield "Best speed by tp and pp", self._draw_heat()
-        yield "Predicted against measured speed", self._draw_predictions()
-        if known := [row for row in self.predictions if row.run.peak_bytes and self._measure(row.run)]:
-            fastest = sorted(known, key=lambda row: self._measure(row.run), reverse=True)[:_BARS]
-            yield "Memory of pipeline rank 0, the fastest layouts", _draw_memory(fastest)
-        rows = [list(_COLUMNS), *(_describe(row) for rows in self.tables.values() for row in rows)]
-        everything = html.table(rows, ' id="rows"')
-        words = '<p><input id="filter" placeholder="filter: words, or column=value such as tp=2"></p>'
-        yield "All layouts", f'{words}<div class="wide">{everything}</div><script>{_SCRIPT}</script>'
+                yield f"Best {self._unit} by {name}, whatever else was chosen", self._draw_best(name, options)
+        yield f"Best {self._unit} by tp and pp", beside(map(self._draw_heat, self.tables))
+        if any(self._measure(run) for run in self.runs):
+            yield "Predicted against measured speed", self._draw_predictions()
+        fastest = sorted(self.predictions, key=lambda row: self._measure(row.run), reverse=True)
+        if known := [row for row in fastest if row.run.peak_bytes and self._measure(row.run)]:
+            yield "Memory of pipeline rank 0, the fastest layouts", self._draw_memory(known[:_BARS])
+        yield "All layouts, the fastest first", html.sorted_table(self._list_rows(fastest), "all layouts", self._unit)
+
+    def _draw_findings(self) -> str:
+        """What is settled as a picture and in sentences; the rest for who asks."""
+        supported = [finding for finding in self.findings if finding.speaks_of_speed or finding.speaks_of_fit]
+        settled = sorted(supported, key=lambda finding: -(finding.factor or 0.0))
+        open_ones = [finding for finding in self.findings if finding not in settled]
+        parts = []
+        if ratios := [_to_ratio(finding) for finding in settled if finding.quartiles]:
+            parts += [html.paragraph(_READING, "note"), draw_ratios(ratios)]
+        parts.append(html.bullets(f"{finding.question.name}: {finding.describe()}." for finding in settled))
+        if not settled:
+            parts = [html.paragraph("These rows settle none of the questions below.")]
+        if open_ones:
+            sentences = (f"{finding.question.name}: {finding.describe()}." for finding in open_ones)
+            parts.append(html.fold(f"{plural(len(open_ones), 'question')} left open", html.bullets(sentences)))
+        return "".join(parts)
+
+    def _draw_common(self) -> str:
+        settled = [each for each in self.common if each.is_supported]
+        open_ones = [each for each in self.common if not each.is_supported]
+        bars = [
+            Bar(f"{each.name}={each.value}", [each.share], f"{each.share:.0%}, of all {each.share_of_all:.0%}",
+                each.share_of_all)
+            for each in sorted(settled, key=lambda each: -each.share)
+        ]  # fmt: skip
+        parts = [draw_bars(bars, ["share of the fastest tenth"], "share of all that ran", 1.0)] if bars else []
+        if open_ones:
+            sentences = (f"{each.name}: {each.describe()}." for each in open_ones)
+            parts.append(html.fold(f"{plural(len(open_ones), 'choice')} on which they differ", html.bullets(sentences)))
+        return "".join(parts)
 
     def _measure(self, run: Run) -> float:
         """Measured MFU in percent, or tokens a second of one GPU where nobody knows the peak; 0 if it did not run."""
@@ -131,95 +131,82 @@ class Report:
         return scenario.batch.num_tokens / row.estimate.step_time_s / scenario.cluster.num_gpus
 
     def _draw_best(self, name: str, options: Sequence[Hashable]) -> str:
-        """Bars of the best of each value, a group for each sweep."""
-        figure, axes = plt.subplots(figsize=(10, 3), layout="constrained")
-        width = 0.8 / len(options)
-        for number, option in enumerate(options):
-            best = [
-                max((self._measure(row.run) for row in rows if choose(row.run, name) == option), default=0.0)
-                for rows in self.tables.values()
-            ]
-            bars = axes.bar(np.arange(len(best)) + number * width, best, width * 0.9, label=f"{name}={option}")
-            if len(options) * len(best) <= _MOST_LABELS:
-                axes.bar_label(bars, [f"{value:.1f}" if value else "–" for value in best], fontsize=7, padding=1)
-        names = [_fold(name, max(8, _LABEL_LETTERS // len(self.tables))) for name in self.tables]
-        axes.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, fontsize=7)
-        axes.set_ylabel(self._unit)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper right", ncols=min(len(options), _LEGEND_COLUMNS), fontsize=8, frameon=False)
-        return html.picture(figure)
+        """A line for each sweep with the best of each value."""
 
-    def _draw_heat(self) -> str:
-        """A square for each tp and pp with the best speed, a picture for each sweep."""
-        tps, pps = (sorted({getattr(run.layout, axis) for run in self.runs}) for axis in ("tp", "pp"))
-        columns = min(3, len(self.tables))
-        lines = -(-len(self.tables) // columns)
-        figure, grid = plt.subplots(lines, columns, figsize=(10, 2.6 * lines), layout="constrained", squeeze=False)
-        for axes in grid.flat[len(self.tables) :]:
-            axes.set_visible(False)
-        for axes, (name, rows) in zip(grid.flat, self.tables.items(), strict=False):
-            best = np.zeros((len(pps), len(tps)))
-            for run in (row.run for row in rows):
-                at = pps.index(run.layout.pp), tps.index(run.layout.tp)
-                best[at] = max(best[at], self._measure(run))
-            best[best == 0] = np.nan
-            if not np.isnan(best).all():
-                axes.imshow(best, cmap="Blues", aspect="auto", origin="lower", vmin=0, vmax=1.4 * np.nanmax(best))
-            for (row, column), value in np.ndenumerate(best):
-                axes.text(column, row, "" if np.isnan(value) else f"{value:.1f}", ha="center", va="center", fontsize=8)
-            axes.set_xticks(range(len(tps)), [f"tp {tp}" for tp in tps], fontsize=7)
-            axes.set_yticks(range(len(pps)), [f"pp {pp}" for pp in pps], fontsize=7)
-            axes.set_title(_fold(name), fontsize=8)
-        return html.picture(figure)
+        def best(rows: Sequence[Prediction], option: Hashable) -> float | None:
+            speeds = (self._measure(row.run) for row in rows if choose(row.run, name) == option)
+            return max(speeds, default=0.0) or None
+
+        lines = {table: [best(rows, option) for option in options] for table, rows in self.tables.items()}
+        return draw_heat([str(option) for option in options], lines, name)
+
+    def _draw_heat(self, table: str) -> str:
+        """The best speed of one sweep for each tp and pp."""
+        best: dict[tuple[int, int], float] = {}
+        for run in (row.run for row in self.tables[table]):
+            at = run.layout.pp, run.layout.tp
+            best[at] = max(best.get(at, 0.0), self._measure(run))
+        pps, tps = (sorted(set(degrees)) for degrees in zip(*best, strict=True))
+        rows = {f"pp {pp}": [best.get((pp, tp)) or None for tp in tps] for pp in pps}
+        return html.paragraph(table, "note") + draw_heat([f"tp {tp}" for tp in tps], rows, table)
 
     def _draw_predictions(self) -> str:
-        figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+        figure, axes = plt.subplots(figsize=(7, 4.2 + 0.17 * len(self.tables)), layout="constrained")
         speeds: list[float] = []
         for name, rows in self.tables.items():
             if pairs := [(speed, self._predict(row)) for row in rows if (speed := self._measure(row.run))]:
                 measured, predicted = zip(*pairs, strict=True)
-                axes.scatter(measured, predicted, s=12, alpha=0.7, linewidth=0, label=name.replace("_", " "))
+                axes.scatter(measured, predicted, s=12, alpha=0.7, linewidth=0, label=name)
                 speeds += [*measured, *predicted]
-        if speeds:
-            draw_equality(axes, 0.9 * min(speeds), 1.1 * max(speeds), color="0.4")
-            axes.legend(fontsize=8, frameon=False)
+        draw_equality(axes, 0.9 * min(speeds), 1.1 * max(speeds), color="0.4")
         axes.set(xlabel=f"measured {self._unit}", ylabel=f"predicted {self._unit}")
-        return html.picture(figure)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower left", fontsize=8, frameon=False)
+        return html.picture(figure, "predicted against measured speed")
+
+    def _draw_memory(self, shown: Sequence[Prediction]) -> str:
+        """Measured bars with marks where they were predicted."""
+        unit, size = self._memory
+        bars = [
+            Bar(f"{row.run.layout} {row.run.kernels.attention}", [peak], f"{peak:.2f} {unit}", predicted)
+            for row in shown
+            for peak, predicted in [((row.run.peak_bytes or 0) / size, row.estimate.memory[0].total / size)]
+        ]
+        return draw_bars(bars, ["measured"], "predicted")
+
+    def _list_rows(self, rows: Sequence[Prediction]) -> list[list[str]]:
+        """A line for each row, below the names of the columns that some row has."""
+        lines = [self._describe(row) for row in rows]
+        columns = [name for name in (lines or [{}])[0] if any(line[name] for line in lines)] or ["sweep"]
+        return [columns, *([line[name] for name in columns] for line in lines)]
+
+    def _describe(self, row: Prediction) -> dict[str, str]:
+        """Column → cell; empty where nothing is known."""
+        run, layout, kernels = row.run, row.run.layout, row.run.kernels
+        unit, size = self._memory
+
+        def show(value: float | None, form: str) -> str:
+            return format(value, form) if value else ""
+
+        return {
+            "sweep": run.table, "outcome": run.outcome,
+            _MFU: show(self._measure(run), ".1f") if self._has_mfu else "",
+            f"predicted {_MFU}": show(self._predict(row), ".1f") if self._has_mfu else "",
+            _SPEED: show(run.tokens_per_s_per_gpu, ",.0f"), "step, s": show(run.step_time_s, ".3f"),
+            "micro_batch": str(layout.micro_batch), "tp": str(layout.tp), "pp": str(layout.pp), "dp": str(layout.dp),
+            "sp": "yes" if layout.shards_sequence else "no", "zero": str(layout.zero), "recompute": layout.recompute,
+            "attention": kernels.attention, "norm": kernels.norm,
+            f"peak, {unit}": show((run.peak_bytes or 0) / size, ".2f"),
+            f"predicted peak, {unit}": show(row.estimate.memory[0].total / size, ".2f"),
+        }  # fmt: skip
 
 
-def _describe(row: Prediction) -> list[str]:
-    """The cells of _COLUMNS."""
-    run, layout, found = row.run, row.run.layout, row.estimate
-
-    def show(value: float | None, form: str, factor: float = 1.0) -> str:
-        return "" if value is None else format(value * factor, form)
-
-    return [
-        run.table, run.outcome, *(str(n) for n in (layout.micro_batch, layout.tp, layout.pp, layout.dp)),
-        "yes" if layout.shards_sequence else "no", str(layout.zero), layout.recompute, run.kernels.attention,
-        run.kernels.norm, show(run.step_time_s, ".3f"), show(run.mfu, ".1f", 100),
-        show(found.mfu if run.scenario.cluster.gpu.has_mfu else None, ".1f", 100),
-        show(run.peak_bytes, ".2f", 1 / GIB), show(found.memory[0].total, ".2f", 1 / GIB),
-    ]  # fmt: skip
-
-
-def _draw_memory(shown: Sequence[Prediction]) -> str:
-    """Measured bars with marks where they were predicted."""
-    peaks = [row.run.peak_bytes or 0 for row in shown]
-    unit, size = choose_unit(max(peaks))
-    figure, axes = plt.subplots(figsize=(10, 0.26 * len(shown) + 0.8), layout="constrained")
-    predicted = [row.estimate.memory[0].total / size for row in shown]
-    axes.barh(range(len(shown)), [peak / size for peak in peaks], color="#4477aa", alpha=0.7, label="measured")
-    axes.scatter(predicted, range(len(shown)), marker="|", s=120, color="#cc3311", label="predicted")
-    axes.set_yticks(range(len(shown)), [f"{row.run.layout} {row.run.kernels.attention}" for row in shown], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(unit)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper right", ncols=2, fontsize=8, frameon=False)
-    return html.picture(figure)
-
-
-def _fold(name: str, width: int = 22) -> str:
-    """A sweep's long name in several lines."""
-    words = name.removeprefix("aa/").replace("_", " ").replace("/", "/ ")
-    return textwrap.fill(words, width).replace("/ ", "/")
+def _to_ratio(finding: Finding) -> Ratio:
+    """A line of the picture."""
+    assert finding.quartiles and finding.factor, "some pairs ran"
+    texts = [f"×{finding.factor:.2f}" + ("" if finding.speaks_of_speed else ", chance")]
+    if finding.speaks_of_fit:
+        texts += [f"{finding.num_only_after} fit only with it"] * (finding.num_only_after > 0)
+        texts += [f"{finding.num_only_before} only without"] * (finding.num_only_before > 0)
+    low, high = finding.quartiles
+    return Ratio(finding.question.name, low, finding.factor, high, "; ".join(texts))

@@ -90,13 +90,14 @@ def _is_twice(first: int, second: int) -> bool:
 _DP = ("dp_shard", "dp_replicate")
 """What follows from the rest of a layout and the GPUs."""
 QUESTIONS = (
-    _ask("Larger micro-batches", "micro_batch", _is_twice, "the smaller micro-batch", "one twice as large", *_DP),
-    _ask("A fused RMSNorm", "norm", _is("eager", "fused"), "an eager norm", "a fused one"),
+    _ask("Larger micro-batches", "micro_batch", _is_twice,
+         "the smaller micro-batch", "a micro-batch twice as large", *_DP),
+    _ask("A fused RMSNorm", "norm", _is("eager", "fused"), "an eager norm", "a fused norm"),
     _ask("FlashAttention-2 instead of separate operations", "attention",
          lambda first, second: first in ("torch", "sdpa-math") and second == "sdpa-flash",
          "separate operations", "FlashAttention-2"),
     _ask("FlashAttention-2 instead of the first", "attention", _is("flash1", "sdpa-flash"),
-         "the first FlashAttention", "the second"),
+         "the first FlashAttention", "the second FlashAttention"),
     _ask("Full recomputation", "recompute", _is("none", "full"), "no recomputation", "full recomputation", *_DP),
     _ask("Selective recomputation", "recompute", _is("none", "selective"),
          "no recomputation", "selective recomputation", *_DP),
@@ -106,9 +107,10 @@ QUESTIONS = (
     *(_ask(f"{name} parallelism from {degree} to {2 * degree}", axis, _is(degree, 2 * degree),
            f"{axis}={degree}", f"{axis}={2 * degree}", *_DP)
       for axis, name, degrees in (("tp", "Tensor", (1, 2, 4)), ("pp", "Pipeline", (1, 2, 4, 8))) for degree in degrees),
-    _ask("Sequence parallelism", "sequence_parallel", _is("off", "on"), "none", "sequence parallelism", *_DP),
+    _ask("Sequence parallelism", "sequence_parallel", _is("off", "on"),
+         "no sequence parallelism", "sequence parallelism", *_DP),
     _ask("ZeRO-3", "zero", _is(1, 3), "ZeRO-1", "ZeRO-3", *_DP),
     Question("Twice the GPUs for the same batch, speed of each", lambda run: run.scenario.cluster.num_gpus, _but(*_DP),
-             _is_twice, "a number of GPUs", "twice as many", _training, True, _fewer_microbatches, "the bubble"),
+             _is_twice, "half as many", "twice the GPUs", _training, True, _fewer_microbatches, "the bubble"),
 )  # fmt: skip
 """What a sweep is made to learn, after the study's sections (arXiv:2311.05610, sec. 4)."""

@@ -2,7 +2,7 @@
 
 | given | holds |
 |---|---|
-| a CSV file | a table (columns as in planner/tables.py) |
+| a CSV file | a table (columns as in planner/columns.py) |
 | a sweep's folder, or its trials.jsonl wherever it lies | a trial a line |
 | a run's folder, its summary.json, or what `dtlayout dryrun --json` printed | one run |
 """

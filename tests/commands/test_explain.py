@@ -85,14 +85,29 @@ def test_a_bar_beyond_the_capacity_goes_on_behind_it(capsys):
     assert "no: " in text and "if it did fit" in text and "bound by      memory: optimizer, " in text
 
 
+def test_where_the_hosts_memory_helps_it_is_offered_and_described(capsys):
+    assert "--layout.offload=optimizer  " in explain(capsys, LLAMA, "--gpus", "1")
+    text = explain(capsys, LLAMA, "--gpus", "1", "--layout.offload=optimizer")
+    found = re.search(
+        r"^on the host +([\d.]+) GiB of [\d.]+ GiB a GPU; copies take ([\d.]+) s of a step, of which ", text, re.M
+    )
+    assert float(found[1]) > 190 and float(found[2]) > 1
+    document = json.loads(explain(capsys, LLAMA, "--gpus", "1", "--layout.offload=optimizer", "--json"))
+    assert document["fits"] and document["waited_s"] < document["copied_s"]
+    assert document["host_memory_bytes"] == [pytest.approx(float(found[1]) * 2**30, rel=1e-3)]
+
+
 def test_where_nothing_single_fits_the_component_and_the_gpus_are_named(capsys):
-    text = explain(capsys, LLAMA, "--gpus", "1")
+    """On cards, of whose server nothing is known."""
+    text = explain(capsys, LLAMA, "--gpus", "1", "--gpu", "a100-80g-pcie")
     assert "no single change fits; the largest component is optimizer, " in text
     assert " GPUs would do, as " in text
-    document = json.loads(explain(capsys, LLAMA, "--gpus", "1", "--json"))
+    document = json.loads(explain(capsys, LLAMA, "--gpus", "1", "--gpu", "a100-80g-pcie", "--json"))
     assert document["changes"] == [] and not document["fits"]
     assert document["growth"]["fits"] and f"{document['growth']['gpus']} GPUs would do" in text
-    hopeless = explain(capsys, LLAMA, "--gpus", "1", "--batch.global_batch=1", "--model.hidden_size=655360")
+    hopeless = explain(
+        capsys, LLAMA, "--gpus", "1", "--gpu", "a100-80g-pcie", "--batch.global_batch=1", "--model.hidden_size=655360"
+    )
     assert "no number of GPUs that was tried fits either; take a smaller" in hopeless
 
 
@@ -134,8 +149,7 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (("--gpu", "voodoo2"), "GPU type 'voodoo2' is unknown; use one of "),
         (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
         (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),
-        (("--gpu", "cpu", "--layout.cp=2"), "layout.cp=2 can be predicted, not trained yet; use layout.cp=1"),
-        (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=3"), "cp=3 does not divide seq_len=16; use cp=2"),
+        (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=3"), "2 * cp = 6 does not divide seq_len=16"),
         (
             ("--gpu", "cpu", "--engine", "nanotron", *(f"--model.experts.{name}=2" for name in EXPERTS)),
             "model.experts: nanotron has no mixture of experts; use a model without, or another engine",
@@ -147,6 +161,10 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (
             ("--gpu", "cpu", *(f"--model.latent_attention.{name}=2" for name in LATENT)),
             "model.latent_attention can be predicted, not trained; use a model without it",
+        ),
+        (
+            ("--gpu", "cpu", "--model.window=8"),
+            "model.window=8 can be predicted, not trained; use window=0",
         ),
         (
             ("--gpu", "h100-80g-sxm", "--kernels.attention=sdpa-flash"),

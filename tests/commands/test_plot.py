@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from browser import check_readable, needs_browser
 from tiny import write_tiny
 
 from dtlayout.cli import main
@@ -84,6 +85,13 @@ def test_a_quantity_that_nobody_measured_has_no_picture_and_no_column(tmp_path, 
     found = answer(capsys, write_run(tmp_path / "run", 1), "--png", "pictures")
     assert found["files"] == ["pictures/loss.png", "pictures/speed.png"]
     assert found["runs"][0].keys() == {"run", "outcome", "steps", "loss", "tokens/s"}
+
+
+@needs_browser
+def test_the_page_can_be_read_on_a_desk_and_on_a_phone(tmp_path, capsys):
+    runs = [write_run(tmp_path / f"a-run-with-a-long-name-{i}", 30 * i, mfu=0.4) for i in (1, 2, 3)]
+    answer(capsys, *runs, "--page", "all.html")
+    check_readable(tmp_path / "all.html")
 
 
 def test_a_run_without_a_step_is_named_beside_others_and_refused_alone(tmp_path, capsys):

@@ -103,7 +103,7 @@ def test_json_has_the_scores_of_each_table_and_of_all(measured, capsys):
         assert scores["median_ape"] == pytest.approx(0.25)
         assert scores["tau"] == pytest.approx(1.0)
         assert (scores["fit"], scores["top1"], scores["false_oom"]) == (None, 1.0, 0.0)
-        assert scores["memory"] == pytest.approx(0.0, abs=1e-12)
+        assert scores["memory"] == pytest.approx(0.0, abs=1e-10)  # a measured peak is whole bytes
     assert [scores["rows"] for scores in document["tables"].values()] == [12, 12]
     assert document["pooled"]["rows"] == 24
 

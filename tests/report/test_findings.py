@@ -79,18 +79,21 @@ def answer(question: Question, runs: Sequence[Run]) -> Finding:
 def test_what_rows_carry_is_said_with_its_numbers():
     runs = sweep(like_the_study, fits=lambda layout: layout.recompute == "full" or layout.tp > 1)
     says = {found.question.name: found.describe() for found in find(runs)}
-    assert says["A fused RMSNorm"].startswith("a fused one instead of an eager norm: speed ×1.15 (median of 84 ")
+    assert says["A fused RMSNorm"].startswith(
+        "the speed with a fused norm is 1.15 times that with an eager norm (median of 84 pairs, half of them 1.1"
+    )
+    assert says["A fused RMSNorm"].endswith(" and higher in every pair")
     recomputed = says["Full recomputation"]
-    assert "speed ×0.76" in recomputed and "faster in 0% of them" in recomputed
-    assert recomputed.endswith("24 layouts fit only with full recomputation, and 0 only with no recomputation")
-    assert "less tp and as much more pp instead of more tp: speed ×1.1" in says["Less tp and more pp"]
-    assert "speed ×0.90" in says["Tensor parallelism from 2 to 4"]
-    assert says["Larger micro-batches"].startswith("not supported: speed ×1.00, ×1.00 to ×1.00 between the quartiles")
-    assert says["Pipeline parallelism from 1 to 2"].startswith("not supported: speed ×1.00")
-    assert says["Sequence parallelism"].startswith("not supported: no two rows")
+    assert "is 0.76 times that with no recomputation" in recomputed and "higher in no pair" in recomputed
+    assert recomputed.endswith("24 layouts fit only with full recomputation")
+    assert "less tp and as much more pp is 1.1" in says["Less tp and more pp"]
+    assert "is 0.90 times that with tp=2" in says["Tensor parallelism from 2 to 4"]
+    assert says["Larger micro-batches"].startswith("not supported: 1.00 times as fast (median of ")
+    assert says["Pipeline parallelism from 1 to 2"].startswith("not supported: 1.00 times as fast")
+    assert says["Sequence parallelism"].startswith("not supported: no two layouts that ran")
     common = {each.name: each.describe() for each in find_common(runs)}
-    assert common["recompute"].startswith("recompute=none in 100% of them")
-    assert common["norm"].startswith("norm=fused in")
+    assert common["recompute"].startswith("100% have recompute=none")
+    assert "have norm=fused, and " in common["norm"]
     assert common["pp"].startswith("not supported")
 
 
@@ -119,8 +122,8 @@ def test_more_gpus_are_held_to_what_the_bubble_explains():
     question = next(q for q in QUESTIONS if q.name.startswith("Twice the GPUs"))
     found = answer(question, sweep_gpus(lost=0.1))
     assert found.num_pairs == 36 and found.beyond == pytest.approx(0.9, abs=0.003)
-    assert f"twice as many instead of a number of GPUs: speed ×{found.factor:.2f}" in found.describe()
-    assert found.describe().endswith(f"faster in 0% of them, where the bubble explains ×{found.explained:.2f}")
+    assert f"the speed with twice the GPUs is {found.factor:.2f} times that with half as many" in found.describe()
+    assert found.describe().endswith(f"higher in no pair; the bubble alone explains {found.explained:.2f}")
     only_bubble = answer(question, sweep_gpus(lost=0.0))
     assert only_bubble.factor < 0.95 and only_bubble.describe().startswith("not supported")
     runs = sweep_gpus(lost=0.1)
@@ -136,7 +139,7 @@ def test_few_pairs_carry_nothing():
     runs = [run for run in sweep(like_the_study) if run.layout.tp == run.layout.pp == 1 and run.table == "one"]
     found = answer(next(q for q in QUESTIONS if q.name == "A fused RMSNorm"), runs)
     assert found.num_pairs == 4 and found.share_faster == 1.0
-    assert not found.speaks_of_speed and found.describe().startswith("not supported: speed ×1.1")
+    assert not found.speaks_of_speed and found.describe().startswith("not supported: only 4 pairs, and fewer than 6 ")
 
 
 def test_a_small_sweep_says_what_all_its_pairs_agree_on():
@@ -151,7 +154,7 @@ def test_effects_that_cancel_are_none():
     up = {1: 1.3, 2: 0.77, 4: 1.3, 8: 0.77}
     runs = sweep(lambda layout, _: 1000 * up[layout.tp] ** (layout.micro_batch - 1))
     found = answer(next(q for q in QUESTIONS if q.name == "Larger micro-batches"), runs)
-    assert not found.speaks_of_speed and "×0.77 to ×1.30 between the quartiles" in found.describe()
+    assert not found.speaks_of_speed and "half of them 0.77 to 1.30" in found.describe()
 
 
 def test_only_rows_that_share_everything_else_are_a_pair():

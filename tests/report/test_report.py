@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from browser import check_readable, needs_browser
 from tiny import write_tiny
 
 from dtlayout.cli import main
@@ -64,13 +65,21 @@ def test_the_page_has_findings_plots_and_every_row_and_loads_nothing(table, tmp_
     assert main(["report", str(table), "--page", str(page), "--markdown", str(markdown)]) == 0
     text = page.read_text()
     assert "12 layouts in 1 sweep, of which 10 ran" in text
-    rows = re.search(r'<table id="rows">.*?</table>', text, re.S)
+    rows = re.search(r'<table id="all-layouts">.*?</table>', text, re.S)
     assert rows is not None and rows[0].count("<tr>") == 13
-    assert text.count("<svg") == 4  # micro_batch, heat map, predictions, memory: the rest has one value
+    shown = [float(cell) for cell in re.findall(r"<td class=t>ok</td><td>([\d.]+)</td>", rows[0])]
+    assert shown == sorted(shown, reverse=True) and len(shown) == 10  # MFU, the best first
+    assert text.count("<svg") == 1  # predictions: all else is drawn by HTML alone
     assert not re.search(r'(?:src|href)="(?!#|data:)', text)
     out = capsys.readouterr().out
     assert out == markdown.read_text()
     assert "| Larger micro-batches |" in out and "## Fastest" in out
+
+
+@needs_browser
+def test_the_page_can_be_read_on_a_desk_and_on_a_phone(table, tmp_path, capsys):
+    assert main(["report", str(table), "--page", str(tmp_path / "report.html")]) == 0
+    check_readable(tmp_path / "report.html")
 
 
 def test_a_program_reads_numbers_and_what_is_supported(table, capsys):
@@ -149,12 +158,12 @@ def test_of_the_rounds_of_successive_halving_the_longest_counts(sweep):
 def test_a_page_of_a_sweep_without_mfu_shows_tokens(sweep, tmp_path, capsys):
     page = tmp_path / "report.html"
     assert main(["report", str(sweep), "--page", str(page)]) == 0
-    assert "tokens/s of a rank" in page.read_text()
+    assert "Best tokens/s/GPU by tp and pp" in page.read_text()
 
 
 def test_beside_rows_of_a_cpu_there_is_no_mfu(table, sweep):
     assert Report(read_rows([table]).runs)._unit == "MFU, %"
-    assert Report(read_rows([table, sweep]).runs)._unit == "tokens/s of a rank"
+    assert Report(read_rows([table, sweep]).runs)._unit == "tokens/s/GPU"
 
 
 @pytest.mark.parametrize("end", ["oom,,,79", "error,,0.9,79", "oom,,,", "ok,0.1,,"])

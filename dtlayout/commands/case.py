@@ -1,0 +1,57 @@
+"""A case: a config as an engine is predicted to run it, for commands that explain or compare."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dtlayout.commands.arguments import choose_gpu
+from dtlayout.config import Config, check_layout, load_plan
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
+from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_lacks
+from dtlayout.errors import InvalidLayout
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.planner.prediction import own_scenario, predicted_kernels
+
+
+class Case(NamedTuple):
+    """What is predicted."""
+
+    scenario: Scenario
+    layout: Layout
+    kernels: Kernels
+
+
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """Add the GPUs and the engine that a config is predicted for."""
+    parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
+    parser.add_argument(
+        "--gpus", "--world", type=int, dest="world", metavar="N", help="the fewest that the layout needs by default"
+    )
+    parser.add_argument("--engine", default=OWN_ENGINE, metavar="NAME", help="training program; %(default)s by default")
+
+
+def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace) -> Case:
+    """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
+    config = load_plan(path, overrides)
+    gpu = choose_gpu(config, options.gpu)
+    engine = find_engine_on(options.engine, gpu)
+    world_size = config.layout.smallest_world_size if options.world is None else options.world
+    scenario = replace(own_scenario(config, world_size, gpu), engine=engine)
+    layout = _check(config, scenario)
+    if engine.name == OWN_ENGINE:
+        return Case(scenario, layout, predicted_kernels(config, layout, gpu))
+    return Case(scenario, layout, engine_kernels(scenario, config.kernels, layout))
+
+
+def _check(config: Config, scenario: Scenario) -> Layout:
+    """The layout on so many ranks; what only our trainer lacks is no problem of another engine."""
+    if scenario.engine.name == OWN_ENGINE:
+        return check_layout(config, scenario.cluster.num_gpus, scenario.device)
+    layout = config.layout.resolve(scenario.cluster.num_gpus)
+    layout.check(config.model, config.batch)
+    if problems := find_lacks(scenario, layout):
+        raise InvalidLayout(problems)
+    return layout

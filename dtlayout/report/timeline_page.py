@@ -1,0 +1,53 @@
+"""A pipeline's timeline as one page: what is predicted above what was measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dtlayout.pipelining.actions import Kind
+from dtlayout.pipelining.placement import Placement
+from dtlayout.pipelining.timeline import Timeline, find_scales
+from dtlayout.pipelining.timing import Span
+from dtlayout.report import html
+from dtlayout.report.charts import Piece, draw_tracks
+
+_COLOURS = {Kind.FORWARD: 0, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 2, Kind.BACKWARD_WEIGHT: 3}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, its input's part",
+    Kind.BACKWARD_WEIGHT: "backward, its weights' part",
+}
+_NOTATION = (
+    "An action is named as 3F0: stage 3, forward (B backward, I and W its input's and weights' part), microbatch 0. "
+    "A rank's second and further stages are pale, and what is empty is waiting."
+)
+
+
+def write_page(
+    path: Path, title: str, timelines: Mapping[str, Timeline], placement: Placement, findings: Sequence[str]
+) -> None:
+    """Write the page of one step's timelines by name; DtlayoutError if it cannot be."""
+    html.write_page(path, title, _parts(timelines, placement, findings))
+
+
+def _parts(timelines: Mapping[str, Timeline], placement: Placement, findings: Sequence[str]) -> Iterator[str]:
+    yield from (html.paragraph(finding.capitalize() + ".", "lead") for finding in findings)
+    scales = find_scales(timelines)
+    for name, timeline in timelines.items():
+        yield html.heading(name.capitalize())
+        yield html.paragraph(f"{timeline.describe()}.")
+        kinds = dict.fromkeys(span.action.kind for rank in timeline.spans for span in rank)
+        tracks = [
+            (f"rank {rank}", [_to_piece(span, placement) for span in spans], f"{waits / timeline.total_s:.1%} waiting")
+            for rank, (spans, waits) in enumerate(zip(timeline.spans, timeline.waits_s, strict=True))
+        ]
+        yield draw_tracks(tracks, {_NAMES[kind]: _COLOURS[kind] for kind in kinds}, scales[name])
+    yield html.paragraph(_NOTATION, "note")
+
+
+def _to_piece(span: Span, placement: Placement) -> Piece:
+    action = span.action
+    is_later = placement.chunk_of(action.stage) > 0
+    return Piece(
+        span.start, span.end, _COLOURS[action.kind], is_later, f"{action}: {span.start:.4f} to {span.end:.4f} s"
+    )
