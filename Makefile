@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-findings bench-questions bench-convert bench-saving bench-faults docs-config clean
+.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -54,6 +54,10 @@ bench-validate: .venv/.installed
 bench-calibrate: .venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.calibration --out benchmarks/calibration.md
 
+# Bubbles of every schedule on four ranks whose stages sleep, measured beside predicted: seven minutes.
+bench-bubbles: .venv/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.bubbles > benchmarks/bubbles.md
+
 # Two hosts on one machine, as root: tp across the slow link and inside a host, and what `recommend` says beforehand.
 bench-two-hosts: .venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.two_hosts --out benchmarks/two_hosts.md
@@ -78,6 +82,10 @@ bench-convert: .venv/.installed
 bench-saving: .venv/.installed
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.saving > benchmarks/saving.md
 
+# Ring, gather and all-to-all on 4 CPU ranks, 2k to 32k tokens, after a calibration: ten minutes of nothing else.
+bench-context: .venv/.installed
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.context --out benchmarks/context.md
+
 # Kills, changed bytes, failing writes, a full disk, signals: an hour of nothing else, and again, it goes on.
 bench-faults: .venv/.installed-test
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --page benchmarks/faults.md $(ARGS)
@@ -85,6 +93,10 @@ bench-faults: .venv/.installed-test
 # What docs/config.md says of each key, out of the sentences below the fields of the sections.
 docs-config: .venv/.installed
 	$(BIN)/dtlayout config > docs/config.md
+
+# What docs/choosing.md shows of each of its commands.
+docs-choosing: .venv/.installed-test
+	PYTHONPATH=. $(BIN)/python tests/support/walkthrough.py docs/choosing.md docs/long-context.md
 
 format: .venv/.installed-test
 	$(BIN)/ruff format .

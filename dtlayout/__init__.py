@@ -17,7 +17,7 @@ _PUBLIC = {
     "models.presets": ["find_preset"], "models.families": ["Family", "register_family"], "config": ["load_config"],
     "kernel": ["register_kernel"], "cluster": ["register_gpu"], "costmodel.engine": ["register_engine"],
     "plans.plan": ["Plan", "make_plan"], "pipelining.schedule": ["make_schedule"],
-    "pipelining.schedules": ["PipelineSchedule", "register_schedule"],
+    "pipelining.schedules": ["PipelineSchedule", "register_schedule"], "pipelining.schedule_file": ["write_schedule"],
     "pipelining.partition": ["layer_costs", "partition"], "models.llama": ["Llama"], "mesh.build": ["build_mesh"],
     "plans.apply": ["apply_plan"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],

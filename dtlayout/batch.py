@@ -21,3 +21,7 @@ class Batch(Ranged, section="batch"):
     def num_tokens(self) -> int:
         """Tokens of a step."""
         return self.global_batch * self.seq_len
+
+    def tokens_per_s_per_gpu(self, step_time_s: float, num_gpus: int) -> float:
+        """Tokens that each of so many GPUs trains on in a second of such steps."""
+        return self.num_tokens / step_time_s / num_gpus

@@ -13,30 +13,66 @@ from importlib import import_module
 
 from dtlayout.errors import DtlayoutError
 
-COMMANDS = {
-    "calibrate": "Measure these machines, and write the cluster file that predictions for them take.",
-    "check": "Say whether a config can train on so many ranks, and what it would do.",
-    "checkpoint": "List what a run has saved, show what wrote it, and verify that it is what was written.",
-    "config": "Show every key of a config, with its type, its default and what it means.",
-    "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder, or of one as a checkpoint.",
-    "data": "Show as text the samples of a step whose loss was not finite.",
-    "dryrun": "Build and step the trainer as ranks of a cluster that is not there, and show what they hold and send.",
-    "explain": "Show a layout's memory and time by component, what binds it and what would help.",
-    "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",
-    "plot": "Draw loss, validation, speed and memory of runs as one page and as PNG files.",
-    "prepare": "Tokenize the data of a config once, as training would.",
-    "recommend": "Find the fastest layouts of a model that fit on a cluster, and say what stands against the others.",
-    "refit": "Fit a calibrated cluster file to sweeps that ran with it, and keep how right their predictions were.",
-    "report": "Say what measured layouts teach about each choice, with plots.",
-    "sweep": "Run many configs for real, and keep how each of them ended.",
-    "validate": "Score predictions against tables of measured runs, and fit the constants to them.",
+STAGES = {
+    "What do I have?": {
+        "calibrate": "Measure these machines, and write the cluster file that predictions for them take.",
+    },
+    "Which layout?": {
+        "recommend": "Find the fastest layouts of a model that fit on a cluster, with what stands against the others.",
+        "explain": "Show a layout's memory and time by component, what binds it and what would help.",
+        "timeline": "Draw when each pipeline rank is predicted to do what, and where it waits.",
+        "compare": "Show layouts side by side, and where their time and their memory differ.",
+    },
+    "Does it fit?": {
+        "check": "Say whether a config can train on so many ranks, and what it would do and need.",
+        "dryrun": "Build and step the trainer as ranks of a cluster that is not there: what they hold and send.",
+    },
+    "Train": {
+        "config": "Show every key of a config, with its type, its default and what it means.",
+        "prepare": "Tokenize the data of a config once, as training would.",
+        "plot": "Draw loss, validation, speed and memory of runs as one page and as PNG files.",
+        "data": "Show as text the samples of a step whose loss was not finite.",
+        "checkpoint": "List what a run has saved, show what wrote it, and verify that it is what was written.",
+        "convert": "Write the weights of a run or a checkpoint as a Hugging Face folder, or of one as a checkpoint.",
+        "generate": "Write text with the weights of a run, a checkpoint or a Hugging Face folder.",
+    },
+    "Measure": {
+        "sweep": "Run many configs for real, and keep how each of them ended.",
+    },
+    "Learn": {
+        "report": "Say what measured layouts teach about each choice, with plots.",
+        "validate": "Score predictions against tables of measured runs, and fit the constants to them.",
+        "refit": "Fit a calibrated cluster file to sweeps that ran with it, and keep how right their predictions were.",
+    },
 }
+"""Question, in the order of the work → commands that answer it, with a sentence each."""
+COMMANDS = {name: text for commands in STAGES.values() for name, text in commands.items()}
+
+
+def list_stages() -> list[str]:
+    """Where somebody starts who has typed no command."""
+    width = max(map(len, COMMANDS))
+    lines = ["Parallel layouts for training Llama and Qwen, in the order of the work:"]
+    for stage, commands in STAGES.items():
+        lines += ["", stage, *(f"  {name:<{width}}  {text}" for name, text in commands.items())]
+        lines += ["  torchrun train.py CONFIG.toml trains."] * (stage == "Train")
+    start = import_module("dtlayout.commands.recommend").EXAMPLE
+    return [*lines, "", f"Start with: {start}", "dtlayout COMMAND --help has an example of each."]
+
+
+def _is_override(text: str) -> bool:
+    """Whether it sets a key of a config, or the layout as it is printed."""
+    key = text.partition("=")[0]
+    return "." in key or key == "--layout"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    name = arguments[0] if arguments else ""
+    if not arguments:
+        print("\n".join(list_stages()))
+        return 0
+    name = arguments[0]
     if name not in COMMANDS:
         overview = argparse.ArgumentParser(prog="dtlayout", description="Parallel layouts for Llama training.")
         commands = overview.add_subparsers(required=True, metavar="COMMAND")
@@ -50,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     command.add_arguments(parser)
     options, rest = parser.parse_known_args(arguments[1:])
-    options.overrides = [text for text in rest if "." in text.partition("=")[0]] if "config" in options else []
+    options.overrides = list(filter(_is_override, rest)) if "config" in options else []
     if unknown := [text for text in rest if text not in options.overrides]:
         hint = "; an override is written --section.key=value" if "config" in options else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

@@ -7,7 +7,7 @@ one direction.
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,9 @@ _OPTIONAL = {  # of a GPU type that has it
     "peak_fp4": ("peak_fp4_flops_per_s", "FLOP/s, dense"),
     "board_power": ("board_power_w", "W"),
     "gpus_linked": ("gpus_linked", "GPU"),
+    "host_link": ("host_link_bytes_per_s", "byte/s"),
+    "host_memory": ("host_memory_bytes", "byte"),
+    "host_memory_bandwidth": ("host_memory_bytes_per_s", "byte/s"),
 }
 UNITS = (
     _NUMBERS
@@ -76,6 +79,12 @@ class Gpu:
     """Power that the board is sold with, and where its clock falls; None where it is not known."""
     gpus_linked: int = 1
     """GPUs that the fast links join, where these reach beyond a node, as in a rack; 1 where they end with it."""
+    host_link_bytes_per_s: float | None = None
+    """What it copies to its host's memory or from there while all GPUs of the node do; None where it is not known."""
+    host_memory_bytes: int | None = None
+    """Its share of its host's memory; None where that is not known, as of cards, which go into any server."""
+    host_memory_bytes_per_s: float | None = None
+    """Its share of the bandwidth between the host's processors and their memory; None where that is not known."""
     capability: tuple[int, ...] = ()
     """CUDA's compute capability, major and minor; empty where there is none."""
     peak_fp32_flops_per_s: float | None = None
@@ -160,7 +169,7 @@ class Cluster:
         """Ranks of all nodes that have their full speed at the same time."""
         return self.gpu.ranks_at_once * -(-self.num_gpus // self.gpus_per_node)
 
-    @property
+    @cached_property
     def contention(self) -> float:
         """How much longer everything takes that all ranks do at the same time, where they share cores."""
         return max(1.0, self.num_gpus / self.ranks_at_once)

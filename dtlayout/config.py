@@ -25,7 +25,6 @@ from dtlayout.models.files import find_model
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.weights import check_init_from
 from dtlayout.optimizers import AdamW, Optimizer
-from dtlayout.pipelining.schedules import schedule_problems
 from dtlayout.precision import Precision
 from dtlayout.ranges import Ranged, one_of, ranged
 from dtlayout.trackers import TRACKERS, name_problems, package_problems
@@ -107,6 +106,10 @@ class ValidationConfig(Ranged, section="validation"):
     """Steps between measurements; 0 measures at the end alone."""
     batches: int = ranged("must be at least 1", 8)
     """Global batches to measure, the same ones each time; fewer where the source has no more."""
+
+
+PLANNED_STEPS = 1_000_000_000
+"""Steps of a plan that says none: more than any warm-up has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +194,9 @@ class MetricsConfig(Ranged, section="metrics"):
     """Steps between memory measurements, which slow a step; the second and the last are measured too."""
     memory: bool = False
     """Write the curve of memory over the first steps to memory.json in the run folder."""
+    timeline: bool = False
+    """Write when each pipeline rank did what to timeline.json in the run folder, of the third step and of every
+    `memory_every`-th after it the last eight; dtlayout timeline RUN draws them."""
     to: tuple[str, ...] = one_of(TRACKERS, ())
     """Where else every number of a step goes; their files lie in the run folder."""
 
@@ -277,8 +283,8 @@ class Config:
     def choose_kernels(self, device: Device, layout: Layout) -> Chosen:
         """The kernels of a run there, each auto replaced."""
         need = Need(
-            device=device, compute=self.precision.compute, head_width=self.model.head_width, tp=layout.tp,
-            recompute=layout.recompute, deterministic=self.train.deterministic, document_mask=self.data.document_mask,
+            device=device, compute=self.precision.compute, head_width=self.model.head_width,
+            deterministic=self.train.deterministic, document_mask=self.data.document_mask, **layout.asked_of_kernels,
         )  # fmt: skip
         return self.kernels.resolve(need)
 
@@ -294,11 +300,24 @@ class Config:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a TOML file with `--section.key=value` overrides; InvalidConfig with every problem."""
+    return parse_config(_read_tables(path, overrides))
+
+
+def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a file that may leave out [train], for those who only predict; its steps are PLANNED_STEPS then."""
+    tables = _read_tables(path, overrides)
+    tables.setdefault("train", {})
+    if isinstance(train := tables["train"], dict):
+        train.setdefault("steps", PLANNED_STEPS)
+    return parse_config(tables)
+
+
+def _read_tables(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     tables = toml.read(path, "config")
     _override(tables, overrides)
     if isinstance(train := tables.get("train"), dict):
         train.setdefault("run_folder", f"runs/{Path(path).stem}")
-    return parse_config(tables)
+    return tables
 
 
 def parse_config(tables: dict[str, Any]) -> Config:
@@ -342,7 +361,6 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         find_family(config.model.family)
     except InvalidConfig as error:
         problems += error.problems
-    problems += layout.training_problems + schedule_problems(layout.schedule)
     has_begun = any(Path(config.train.run_folder, "checkpoints").glob("step-*"))  # with what it goes on
     if config.train.init_from and not has_begun:
         problems += check_init_from(config.train.init_from, config.model)
@@ -360,12 +378,16 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
     problems += config.precision.training_problems
     if not config.model.gated_ffn:
         problems.append("model.gated_ffn=false can be predicted, not trained; use gated_ffn=true")
+    if config.model.window:
+        problems.append(f"model.window={config.model.window} can be predicted, not trained; use window=0")
     if config.model.experts is not None:
         problems.append("model.experts: a mixture of experts can be predicted, not trained; use a model without them")
     if config.model.latent_attention is not None:
         problems.append("model.latent_attention can be predicted, not trained; use a model without it")
     kernels = config.choose_kernels(device, layout).kernels
-    problems += kernels.problems(config.precision, device, tp=layout.tp, recompute=layout.recompute)
+    problems += kernels.problems(
+        config.precision, device, document_mask=config.data.document_mask, **layout.asked_of_kernels
+    )
     problems += kernels.unrepeatable(device) if config.train.deterministic else []
     if problems:
         raise InvalidLayout(problems)
@@ -373,9 +395,16 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
 
 
 def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Put each `--section.key=value` into the tables; a value is TOML, or a string where it is not."""
+    """Put each `--section.key=value` into the tables; a value is TOML, or a string where it is not.
+
+    `--layout=NAME` has all that a printed layout says.
+    """
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
+        if key == "layout" and equals:
+            table = tables.get("layout", {})
+            tables["layout"] = (table if isinstance(table, dict) else {}) | Layout.read(value)
+            continue
         section, dot, name = key.partition(".")
         if not (text.startswith("--") and equals and dot and section and name):
             raise InvalidConfig(f"{text!r} is not an override; write --section.key=value, such as --layout.tp=2")

@@ -16,9 +16,11 @@ ROOT = Path(dtlayout.__file__).parent
 LAYERS = {  # lowest first; a module may import its own layer and those above it in this table
     "errors": ["errors"],
     "values": [
-        "model_shape", "batch", "device", "kernel", "kernels", "precision", "recompute", "layout", "toml", "cluster",
-        "signals", "files", "process", "ranges", "optimizers", "text", "trackers",
-        "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.schedules",
+        "model_shape", "batch", "device", "kernel", "kernels", "precision", "recompute", "context_parallel", "layout",
+        "layout_names",
+        "toml", "cluster", "signals", "files", "process", "ranges", "optimizers", "text", "trackers",
+        "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.orders",
+        "pipelining.split_orders", "pipelining.record", "pipelining.schedule_file", "pipelining.schedules",
     ],
     "models": [
         "models.presets", "models.description", "models.families", "models.counting", "models.files",
@@ -26,15 +28,16 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     ],
     "planning": [
         "mesh.axes", "plans.plan", "pipelining.partition", "pipelining.schedule",
-        "pipelining.timing",
+        "pipelining.timing", "pipelining.timeline", "pipelining.drawing",
     ],
     "configuration": ["config", "keys"],
     "cost model": ["costmodel.*"],
-    "planner": ["planner.*"],
+    "planner": ["planner.*", "programs.*"],
     "one device": ["ops.*", "models.llama", "measure.*"],
     "many devices": [
-        "mesh.build", "plans.apply", "plans.collectives", "plans.fsdp", "plans.init", "plans.overlap", "plans.styles",
-        "pipelining.stage", "pipelining.runtime", "pipelining.tied",
+        "mesh.build", "plans.apply", "plans.collectives", "plans.context", "plans.context_pieces", "plans.fsdp",
+        "plans.init", "plans.offload", "plans.overlap", "plans.styles", "pipelining.stage",
+        "pipelining.split_backward", "pipelining.runtime", "pipelining.tied",
     ],
     "training": ["training.*", "data.*", "checkpoint.*"],
     "calibration": ["calibrate.*"],

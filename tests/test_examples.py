@@ -13,10 +13,12 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "compile_experiment": "debug on 2 x cpu: dp2 mb1 zero1",
     "finetune_a_llama": "What colour has snow? white",
+    "long_context_on_your_module": "each of 4 ranks has 16 of 64 tokens: ring, gather, all-to-all as on one",
     "mesh_in_three_lines": "rank 3 is at {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}; "
     "the ranks of its tp group add up to 5",
     "plan_on_your_module": "0.*.widen   tp colwise",
     "pipeline_your_module": "rank 0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3",
+    "stages_in_torchs_pipeline": "loss and gradients as on one process",
     "train_llama_step": "pp2·tp2+sp mb1 1f1b zero1",
 }
 """Example → a line that it prints."""

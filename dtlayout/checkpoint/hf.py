@@ -90,8 +90,12 @@ def _fill(parameter: Tensor, stored: StoredTensor, name: str, files: _Files) -> 
         for first in range(0, local.shape[0], rows):
             part = local[first : first + rows]
             part.copy_(source[(slice(offset[0] + first, offset[0] + first + part.shape[0]), *rest)])
-    for group in groups:
-        dist.broadcast(local, group=group, group_src=0)
+    if isinstance(parameter, DTensor) and groups:
+        sent = local.to(parameter.device_mesh.device_type)  # from where the groups send, wherever the state lies
+        for group in groups:
+            dist.broadcast(sent, group=group, group_src=0)
+        if sent is not local:
+            local.copy_(sent)
 
 
 def _find_copies(parameter: Tensor) -> list[dist.ProcessGroup]:

@@ -45,9 +45,9 @@ def started(
             process.wait()
 
 
-def launch(num_ranks: int, *arguments: str | Path, log: Path) -> int:
-    """Run train.py to its end; the exit code of the process or of torchrun."""
-    with started(num_ranks, *arguments, log=log) as process:
+def launch(num_ranks: int, *arguments: str | Path, log: Path, **more: str) -> int:
+    """Run train.py to its end; the exit code of the process or of torchrun. `more` goes into its environment."""
+    with started(num_ranks, *arguments, log=log, **more) as process:
         return finish(process, log)
 
 

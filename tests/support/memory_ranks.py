@@ -1,7 +1,7 @@
 """Peak memory on ranks as training reports it, and what the cost model says of the same step."""
 
 import torch
-from parity import MAX_NORM, SEED, Case, local_rows, make_starts
+from parity import MAX_NORM, SEED, Case, local_rows, local_starts
 
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
@@ -24,9 +24,9 @@ def measure_peaks(case: Case) -> list[int]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    meter = MemoryMeter("cpu", assembly.modules, optimizer)
+    meter = MemoryMeter("cpu", assembly.modules, optimizer, state_on_host=case.layout.offloads_state)
     with meter.watch():
-        step(tokens, targets, make_starts(case, tokens))
+        step(tokens, targets, local_starts(case))
     return meter.gather_peaks(case.layout)
 
 

@@ -17,7 +17,7 @@ def order_v_gpipe(placement: Placement, rank: int, m: int) -> list[Action]:
     return forwards + [Action(Kind.BACKWARD, stage, i) for stage in reversed(stages) for i in range(m)]
 
 
-def order_zb_h1(placement: Placement, rank: int, m: int) -> list[Action]:
+def order_late_weights(placement: Placement, rank: int, m: int) -> list[Action]:
     """1F1B with gradients of weights put off by as many microbatches as there are ranks before (arXiv:2401.10241)."""
     forwards = [Action(Kind.FORWARD, rank, i) for i in range(m)]
     warm_up = min(placement.num_ranks - 1 - rank, m)
@@ -32,7 +32,7 @@ V_GPIPE = PipelineSchedule(
     name="v-gpipe", order=order_v_gpipe, place=VShaped, least_virtual_stages=2, most_virtual_stages=2,
     is_breadth_first=True,
 )  # fmt: skip
-ZB_H1 = PipelineSchedule(name="zb-h1", order=order_zb_h1, least_rounds=1)
+LATE_WEIGHTS = PipelineSchedule(name="late-weights", order=order_late_weights, least_rounds=1)
 
 
 @contextmanager

@@ -26,10 +26,12 @@ from dtlayout.mesh.axes import dp_rank
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
+from dtlayout.ops.offload import copy_to_host
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.plans.collectives import Group
 from dtlayout.plans.init import initialize
 from dtlayout.precision import Precision
+from dtlayout.training.batches import take_own
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 from dtlayout.training.step import TrainStep
@@ -89,8 +91,10 @@ def make_tokens(batch: Batch, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def make_starts(case: Case, tokens: Tensor) -> Tensor | None:
-    """Where documents start, if the case has any: a quarter of the tokens end one."""
-    return find_starts(tokens % 4 == 0) if case.documents else None
+    """Where documents start, if the case has any: a quarter of the tokens end one, but none early in every second."""
+    ends = tokens % 4 == 0
+    ends[::2, : case.seq_len * 2 // 3] = False
+    return find_starts(ends) if case.documents else None
 
 
 def run_reference(case: Case) -> Outcome:
@@ -128,7 +132,7 @@ def run_layout(case: Case) -> Outcome | None:
     step.optimizer.register_step_pre_hook(keep_gradients)
     tokens, targets = local_rows(case)
     for _ in range(case.num_steps):
-        result = step(tokens, targets, make_starts(case, tokens))
+        result = step(tokens, targets, local_starts(case))
     scale = min(1.0, MAX_NORM / (result.grad_norm + 1e-6))  # what clipping did to them
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     parameters = {name: parameter.full_tensor() for name, parameter in named_parameters(assembly, case)}
@@ -143,10 +147,10 @@ def evaluate_around_steps(case: Case) -> list[float]:
     rows, targets = local_rows(case)
     losses = []
     for _ in range(2):
-        loss, count, is_stopped = step.evaluate(rows, targets, make_starts(case, rows))
+        loss, count, is_stopped = step.evaluate(rows, targets, local_starts(case))
         assert not is_stopped and count == (make_tokens(case.batch, case.model.vocab_size)[1] != IGNORED).sum()
         losses.append(loss)
-        losses.append(step(rows, targets, make_starts(case, rows)).loss)
+        losses.append(step(rows, targets, local_starts(case)).loss)
     return losses
 
 
@@ -202,11 +206,21 @@ def named_parameters(assembly: Assembly, case: Case) -> list[tuple[str, torch.nn
 
 
 def local_rows(case: Case) -> tuple[Tensor, Tensor]:
-    """This rank's share of the global batch."""
-    tokens, targets = make_tokens(case.batch, case.model.vocab_size)
+    """This rank's share of the global batch: rows, and of each the tokens of its cp rank."""
+    rank = dist.get_rank()
     size = case.global_batch // case.layout.dp
-    first = dp_rank(torch.distributed.get_rank(), case.layout) * size
-    return tokens[first : first + size], targets[first : first + size]
+    first = dp_rank(rank, case.layout) * size
+    whole = [each[first : first + size] for each in make_tokens(case.batch, case.model.vocab_size)]
+    tokens, targets = take_own(whole, local_starts(case), case.layout, rank)
+    return tokens, targets
+
+
+def local_starts(case: Case) -> Tensor | None:
+    """Where documents start in this rank's rows, all of them."""
+    tokens, _ = make_tokens(case.batch, case.model.vocab_size)
+    size = case.global_batch // case.layout.dp
+    first = dp_rank(dist.get_rank(), case.layout) * size
+    return make_starts(case, tokens[first : first + size])
 
 
 def make_optimizer(settings: Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -279,6 +293,31 @@ def skip_between_steps(case: Case) -> bool:
         step(tokens, targets)
         ends.append(_read_bits(weights, step))
     return all(map(torch.equal, *ends))
+
+
+def offload_without_a_bit(case: Case) -> int:
+    """Bytes of activations that go to the host in the second of two steps.
+
+    AssertionError if a bit of anything on this rank is another one than in the same layout without offload.
+    """
+    ends, sent = [], []
+
+    def count_bytes(tensor: Tensor) -> Tensor:
+        sent.append(tensor.nbytes)
+        return copy_to_host(tensor)
+
+    for offload in ("none", case.layout.offload):
+        assembly, step = build_step(replace(case, layout=replace(case.layout, offload=offload)))
+        numbers = [step(*local_rows(case), local_starts(case))]
+        sent.clear()
+        with mock.patch("dtlayout.plans.offload.copy_to_host", count_bytes):
+            numbers.append(step(*local_rows(case), local_starts(case)))
+        weights = [_to_local(parameter) for _, parameter in named_parameters(assembly, case)]
+        ends.append((numbers, _read_bits(weights, step)))
+    (numbers, bits), (others, offloaded) = ends
+    assert numbers == others
+    assert len(bits) == len(offloaded) and all(map(torch.equal, bits, offloaded))
+    return sum(sent)
 
 
 def _read_bits(weights: list[Tensor], step: TrainStep) -> list[Tensor]:

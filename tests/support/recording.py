@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.dryrun.collectives import Collective, observe_collective
 from dtlayout.measure.storages import any_wraps
+from dtlayout.ops.composite import call_seen
 
 
 class CollectiveRecorder(TorchDispatchMode):
@@ -28,7 +29,7 @@ class CollectiveRecorder(TorchDispatchMode):
         if any_wraps(types):
             return NotImplemented
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = call_seen(self, func, args, kwargs)
         event = observe_collective(func, args, kwargs, result)
         if event is not None:
             self.events.append(event)

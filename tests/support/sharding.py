@@ -104,5 +104,6 @@ SABOTAGE = {
     "gradients over dp": lambda: mock.patch.object(dist, _REDUCE_SCATTER, _keep_own_chunk),
     "activations over tp": lambda: mock.patch("dtlayout.plans.collectives._all_reduce", _keep_local_sum),
     "loss over tp": lambda: mock.patch("dtlayout.plans.styles.dist.all_reduce"),
+    "keys and values over cp": lambda: mock.patch("dtlayout.plans.context._begin_pass", _keep_local_sum),
     "tied gradients over pp": lambda: mock.patch("dtlayout.training.step.sum_tied_gradients"),
 }

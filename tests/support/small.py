@@ -45,6 +45,8 @@ ROUND = Constants(
     message_efficiency=0.5,
     experts_efficiency=1.0,
     routing_wait_s=0.0,
+    expert_wait_s=0.0,
+    expert_bias_traffic_bytes=100.0,
     exchange_efficiency=0.5,
 )
 MODEL = ModelShape(
