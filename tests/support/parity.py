@@ -55,7 +55,8 @@ class Case:
     """Steps on one batch to compare; the last one's numbers count."""
 
     layout: Layout
-    global_batch: int = 8
+    global_batch: int = 0
+    """0: eight sequences, or as few as make a first, a middle and a last microbatch and fill a pipeline twice."""
     model: ModelShape = SHAPE
     precision: Precision = EXACT
     kernels: Kernels = field(default_factory=Kernels)
@@ -66,7 +67,8 @@ class Case:
 
     @property
     def batch(self) -> Batch:
-        return Batch(global_batch=self.global_batch, seq_len=self.seq_len)
+        enough = self.layout.dp * self.layout.micro_batch * max(3, 2 * self.layout.pp * (self.layout.pp > 1))
+        return Batch(global_batch=self.global_batch or min(8, enough), seq_len=self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def named_parameters(assembly: Assembly, case: Case) -> list[tuple[str, torch.nn
 def local_rows(case: Case) -> tuple[Tensor, Tensor]:
     """This rank's share of the global batch: rows, and of each the tokens of its cp rank."""
     rank = dist.get_rank()
-    size = case.global_batch // case.layout.dp
+    size = case.batch.global_batch // case.layout.dp
     first = dp_rank(rank, case.layout) * size
     whole = [each[first : first + size] for each in make_tokens(case.batch, case.model.vocab_size)]
     tokens, targets = take_own(whole, local_starts(case), case.layout, rank)
@@ -218,7 +220,7 @@ def local_rows(case: Case) -> tuple[Tensor, Tensor]:
 def local_starts(case: Case) -> Tensor | None:
     """Where documents start in this rank's rows, all of them."""
     tokens, _ = make_tokens(case.batch, case.model.vocab_size)
-    size = case.global_batch // case.layout.dp
+    size = case.batch.global_batch // case.layout.dp
     first = dp_rank(dist.get_rank(), case.layout) * size
     return make_starts(case, tokens[first : first + size])
 
