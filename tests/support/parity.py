@@ -209,20 +209,22 @@ def named_parameters(assembly: Assembly, case: Case) -> list[tuple[str, torch.nn
 
 def local_rows(case: Case) -> tuple[Tensor, Tensor]:
     """This rank's share of the global batch: rows, and of each the tokens of its cp rank."""
-    rank = dist.get_rank()
-    size = case.batch.global_batch // case.layout.dp
-    first = dp_rank(rank, case.layout) * size
-    whole = [each[first : first + size] for each in make_tokens(case.batch, case.model.vocab_size)]
-    tokens, targets = take_own(whole, local_starts(case), case.layout, rank)
+    rows = [each[_own_rows(case)] for each in make_tokens(case.batch, case.model.vocab_size)]
+    tokens, targets = take_own(rows, local_starts(case), case.layout, dist.get_rank())
     return tokens, targets
 
 
 def local_starts(case: Case) -> Tensor | None:
     """Where documents start in this rank's rows, all of them."""
-    tokens, _ = make_tokens(case.batch, case.model.vocab_size)
+    starts = make_starts(case, make_tokens(case.batch, case.model.vocab_size)[0])
+    return starts if starts is None else starts[_own_rows(case)]
+
+
+def _own_rows(case: Case) -> slice:
+    """Those of the global batch that are this rank's."""
     size = case.batch.global_batch // case.layout.dp
     first = dp_rank(dist.get_rank(), case.layout) * size
-    return make_starts(case, tokens[first : first + size])
+    return slice(first, first + size)
 
 
 def make_optimizer(settings: Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
