@@ -76,14 +76,15 @@ def prepare_tokens(data: DataConfig) -> Path:
         info = _join(found, own, tokenizer, data)
         (own / INFO_NAME).write_text(json.dumps(info | provenance, indent=2) + "\n", encoding="utf-8")
         _publish(own, target)
-        shutil.rmtree(parts, ignore_errors=True)
     except OSError as error:
         if (target / INFO_NAME).exists():  # another one was done, and has taken the parts away
             return target
         raise DataError(f"cannot write tokens to {str(target)!r}: {error}") from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
-        with suppress(OSError):  # parts are in it, or another process has taken it away
+        if (target / INFO_NAME).exists():  # whoever ends last, so that nothing is left that another one still wrote
+            shutil.rmtree(parts, ignore_errors=True)
+        with suppress(OSError):  # parts are in it, or it is taken away
             parts.rmdir()
     return target
 
