@@ -54,7 +54,7 @@ bench-validate: .venv/.installed
 bench-calibrate: .venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.calibration --out benchmarks/calibration.md
 
-# Bubbles of every schedule on four ranks whose stages sleep, measured beside predicted: seven minutes.
+# Bubbles of every schedule on four ranks whose stages sleep, measured beside predicted: twelve minutes of nothing else.
 bench-bubbles: .venv/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.bubbles > benchmarks/bubbles.md
 

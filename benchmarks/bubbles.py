@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,9 +98,9 @@ class _Sleeping(Function):
 class SlowStage(nn.Module):
     """A linear layer whose forward, gradient of the input and gradient of the weight each take so long."""
 
-    def __init__(self, seconds: float, *, is_last: bool):
+    def __init__(self, *, is_last: bool):
         super().__init__()
-        self.linear, self.seconds, self.is_last = nn.Linear(WIDTH, WIDTH, bias=False), seconds, is_last
+        self.linear, self.seconds, self.is_last = nn.Linear(WIDTH, WIDTH, bias=False), 0.0, is_last
         self.linear.weight.register_hook(self._sleep)
 
     def _sleep(self, gradient: Tensor | None) -> None:
@@ -112,47 +112,52 @@ class SlowStage(nn.Module):
         return y.sum() if self.is_last else y
 
 
-def measure(case: Case, mesh: DeviceMesh, rounds: int) -> float:
-    """The share of a step in which the busiest rank waits, the median of rounds after a first one."""
+def measure(case: Case, mesh: DeviceMesh) -> float:
+    """The share of a step in which the busiest rank waits, after a step that does not sleep."""
     batch = Batch(global_batch=case.num_microbatches, seq_len=1)
     schedule = make_schedule(case.layout, batch)
     stages = schedule.placement.stages_of(dist.get_rank())
-    modules = [SlowStage(case.part_s[stage], is_last=stage == case.num_stages - 1) for stage in stages]
+    modules = [SlowStage(is_last=stage == case.num_stages - 1) for stage in stages]
     runtime = build_runtime(modules, schedule, [], mesh, Boundary((1, WIDTH), torch.float32))
-    inputs, shares = torch.ones(case.num_microbatches, WIDTH), []
-    for _ in range(rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        runtime.step(inputs)
-        ends: list[float] = [0.0] * RANKS
-        dist.all_gather_object(ends, time.perf_counter() - start)
-        shares.append(1 - case.busy_s / max(ends))
-    return statistics.median(shares[1:])
+    inputs = torch.ones(case.num_microbatches, WIDTH)
+    runtime.step(inputs)
+    for stage, module in zip(stages, modules, strict=True):
+        module.seconds = case.part_s[stage]
+    dist.barrier()
+    start = time.perf_counter()
+    runtime.step(inputs)
+    ends: list[float] = [0.0] * RANKS
+    dist.all_gather_object(ends, time.perf_counter() - start)
+    return 1 - case.busy_s / max(ends)
 
 
 def work(rank: int, rendezvous: str, rounds: int) -> None:
-    """One rank; the first one prints."""
+    """One rank; the first one prints. Each round has a step of every case: what disturbs some spares them in others."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    mesh, worst = build_mesh(Layout(pp=RANKS), "cpu"), 0.0
-    for case in list_cases():
-        measured, predicted = measure(case, mesh, rounds), case.predict()
-        worst = max(worst, abs(measured - predicted))
-        if rank == 0:
-            stages = "every second one twice" if case.uneven else "alike"
-            row = f"{predicted:.3f} | {measured:.3f} | {measured - predicted:+.3f}"
-            print(
-                f"| {case.schedule} | {case.virtual_stages} | {case.num_microbatches} | {stages} | {row} |", flush=True
-            )
+    mesh, cases = build_mesh(Layout(pp=RANKS), "cpu"), list(list_cases())
+    measured = [[measure(case, mesh) for case in cases] for _ in range(rounds)]
     if rank == 0:
-        print(f"\nLargest difference: {worst:.3f}.")
+        print_rows(cases, [statistics.median(shares) for shares in zip(*measured, strict=True)])
     dist.destroy_process_group()
+
+
+def print_rows(cases: Sequence[Case], measured: Sequence[float]) -> None:
+    """A row of each case, and by how much the worst is off."""
+    worst = 0.0
+    for case, share in zip(cases, measured, strict=True):
+        predicted = case.predict()
+        worst = max(worst, abs(share - predicted))
+        stages = "every second one twice" if case.uneven else "alike"
+        row = f"{predicted:.3f} | {share:.3f} | {share - predicted:+.3f}"
+        print(f"| {case.schedule} | {case.virtual_stages} | {case.num_microbatches} | {stages} | {row} |")
+    print(f"\nLargest difference: {worst:.3f}.")
 
 
 def main() -> None:
     """Print the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     print("# Bubbles of pipeline schedules\n")
     print(f"`make bench-bubbles`: {RANKS} ranks over gloo on {os.cpu_count()} CPU cores.")

@@ -21,7 +21,7 @@ _WIDTHS = {
     "cuda": ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336)),
 }
 """n and k of matmuls."""
-_ATTENTION = {"cpu": ((2, 4, 128, 32), (1, 8, 512, 64)), "cuda": ((1, 32, 2048, 128), (1, 32, 8192, 128))}
+_ATTENTION = {"cpu": ((2, 4, 128, 32), (1, 2, 2048, 64)), "cuda": ((1, 32, 2048, 128), (1, 32, 8192, 128))}
 """batch, heads, length and head width."""
 _STREAMED_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _SMALL_OPERATIONS = 200
