@@ -2,13 +2,14 @@
 
 import argparse
 import json
+from itertools import zip_longest
 from pathlib import Path
 
 from dtlayout.commands.arguments import show
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimator, stage_times
 from dtlayout.errors import InvalidConfig
-from dtlayout.pipelining.drawing import WAITS, draw, to_trace
+from dtlayout.pipelining.drawing import WAITS, draw, draw_transfers, to_trace
 from dtlayout.pipelining.schedule_file import write_schedule
 from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timeline import SlowStage, Timeline, find_scales
@@ -22,6 +23,7 @@ PREDICTED, MEASURED = "predicted", "measured"
 _LETTERS = (
     f"F forward, B backward, I and W its input's and weights' parts, small on further stages; {WAITS} and % waits"
 )
+_TRANSFERS = "; below a rank g gathers parameters, r reduces gradients, m has asked for a message"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +77,11 @@ def run(options: argparse.Namespace) -> int:
         column_s = scales[name] / options.width
         lines.append(f"{name}: {timeline.describe()}; a column is {column_s * 1e3:.3g} ms")
         rows = zip(draw(timeline, layout.placement, column_s), timeline.waits_s, strict=True)
-        lines += [f"rank {i:<3} {row}  {waits / timeline.total_s:5.1%}" for i, (row, waits) in enumerate(rows)]
+        drawn = [f"rank {i:<3} {row}  {waits / timeline.total_s:5.1%}" for i, (row, waits) in enumerate(rows)]
+        below = [f"         {row}" for row in draw_transfers(timeline, column_s)]
+        lines += [line for pair in zip_longest(drawn, below) for line in pair if line]
         lines.append("")
-    lines += [*findings, _LETTERS]
+    lines += [*findings, _LETTERS + _TRANSFERS * (measured is not None)]
     lines += [f"written: {path}" for path in (options.page, options.trace, options.csv) if path]
     return show(options, document, lines)
 
@@ -118,4 +122,5 @@ def _to_document(timeline: Timeline) -> dict[str, object]:
         "pipeline_s": timeline.total_s,
         "bubble": timeline.bubble,
         "ranks": [{"rank": rank, "waits_s": waits, "actions": own} for rank, (own, waits) in enumerate(ranks)],
+        "transfers": timeline.transfers,
     }

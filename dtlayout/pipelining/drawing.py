@@ -2,7 +2,8 @@
 
 As text a rank is a row and a column some time: what a rank does most of it is `F`, `B`, `I` or `W`, torch's letters for
 forward, backward and the two parts of a backward, small ones on the rank's second and every further stage, and `.`
-where it waits. The trace is the JSON of Chrome's trace event format, which Perfetto (https://ui.perfetto.dev) opens.
+where it waits; below it, where they were recorded, what it gathers, reduces and has asked for as `g`, `r` and `m`. The
+trace is the JSON of Chrome's trace event format, which Perfetto (https://ui.perfetto.dev) opens.
 """
 
 from collections import defaultdict
@@ -10,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
+from dtlayout.pipelining.actions import Action
 from dtlayout.pipelining.placement import Placement
-from dtlayout.pipelining.timeline import Timeline
+from dtlayout.pipelining.timeline import Timeline, Transfer
 from dtlayout.pipelining.timing import Span
 
 WAITS = "."
@@ -22,18 +24,32 @@ _ROUNDED = 1e-6
 
 def draw(timeline: Timeline, placement: Placement, column_s: float) -> list[str]:
     """A row for each rank, with a character for each `column_s` seconds of the whole."""
-    width = ceil(timeline.total_s / column_s - _ROUNDED)
-    return ["".join(_draw_rank(rank, placement, column_s, width)) for rank in timeline.spans]
+
+    def letter_of(action: Action) -> str:
+        return action.kind.value.lower() if placement.chunk_of(action.stage) else action.kind.value
+
+    rows = [[(letter_of(span.action), span.start, span.end) for span in rank] for rank in timeline.spans]
+    return _draw_rows(rows, timeline.total_s, column_s)
 
 
-def _draw_rank(spans: Sequence[Span], placement: Placement, column_s: float, width: int) -> Iterator[str]:
+def draw_transfers(timeline: Timeline, column_s: float) -> list[str]:
+    """As `draw`, what each rank gathers, reduces and has asked for; none where nobody has recorded it."""
+    rows = [[(each.name[0], each.start, each.end) for each in rank] for rank in timeline.transfers]
+    return _draw_rows(rows, timeline.total_s, column_s)
+
+
+def _draw_rows(rows: Sequence[Sequence[tuple[str, float, float]]], total_s: float, column_s: float) -> list[str]:
+    width = ceil(total_s / column_s - _ROUNDED)
+    return ["".join(_draw_row(row, column_s, width)) for row in rows]
+
+
+def _draw_row(pieces: Sequence[tuple[str, float, float]], column_s: float, width: int) -> Iterator[str]:
+    """The letter of what takes most of each column."""
     shown_s = [defaultdict[str, float](float) for _ in range(width)]
-    for span in spans:
-        letter = span.action.kind.value
-        letter = letter.lower() if placement.chunk_of(span.action.stage) else letter
-        for column in range(int(span.start / column_s), min(width, ceil(span.end / column_s))):
+    for letter, start, end in pieces:
+        for column in range(max(0, int(start / column_s)), min(width, ceil(end / column_s))):
             start_s, end_s = column * column_s, (column + 1) * column_s
-            shown_s[column][letter] += min(end_s, span.end) - max(start_s, span.start)
+            shown_s[column][letter] += min(end_s, end) - max(start_s, start)
     for shown in shown_s:
         shown[WAITS] = column_s - sum(shown.values())
         yield max(shown, key=shown.__getitem__)
@@ -41,12 +57,15 @@ def _draw_rank(spans: Sequence[Span], placement: Placement, column_s: float, wid
 
 def to_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """A trace with a process for each pipeline rank of each timeline, which has its name; times in microseconds."""
-    names, actions = list[dict[str, Any]](), list[dict[str, Any]]()
-    for name, rank in ((name, rank) for name, timeline in timelines.items() for rank in timeline.spans):
-        process, title = len(names), {"name": f"pipeline rank {rank[0].rank}, {name}"}
-        names.append({"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": title})
-        actions += [_to_event(span, process) for span in rank]
-    return {"traceEvents": [*names, *actions], "displayTimeUnit": "ms"}
+    names, events = list[dict[str, Any]](), list[dict[str, Any]]()
+    for name, timeline in timelines.items():
+        for rank, spans in enumerate(timeline.spans):
+            process, title = len(names), {"name": f"pipeline rank {rank}, {name}"}
+            names.append({"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": title})
+            events += [_to_event(span, process) for span in spans]
+            for number, transfer in enumerate(timeline.transfers[rank] if timeline.transfers else ()):
+                events += _to_async_events(transfer, process, number)
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
 
 def _to_event(span: Span, process: int) -> dict[str, Any]:
@@ -55,3 +74,12 @@ def _to_event(span: Span, process: int) -> dict[str, Any]:
         "ts": span.start * _MICROSECONDS, "dur": (span.end - span.start) * _MICROSECONDS,
         "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
     }  # fmt: skip
+
+
+def _to_async_events(transfer: Transfer, process: int, number: int) -> Iterator[dict[str, Any]]:
+    """Its beginning and its end: unlike actions, transfers overlap."""
+    for phase, seconds in (("b", transfer.start), ("e", transfer.end)):
+        yield {
+            "name": transfer.name, "cat": "transfer", "ph": phase, "id": number, "pid": process, "tid": 0,
+            "ts": seconds * _MICROSECONDS,
+        }  # fmt: skip

@@ -15,6 +15,15 @@ _LEGIBLE = 1 / 3
 """Of the longest timeline's time, from which on a shorter one is drawn on the same scale."""
 
 
+class Transfer(NamedTuple):
+    """What comes to a rank or goes through it beside its actions."""
+
+    name: str
+    """gather, of parameters, or reduce, of gradients, or message, from another stage."""
+    start: float
+    end: float
+
+
 class SlowStage(NamedTuple):
     """A stage that takes longer than the others let expect."""
 
@@ -41,6 +50,8 @@ class Timeline:
 
     spans: Sequence[Sequence[Span]]
     """Of each pipeline rank, in their order."""
+    transfers: Sequence[Sequence[Transfer]] = ()
+    """Of each pipeline rank, where they were recorded."""
 
     @property
     def total_s(self) -> float:
@@ -91,8 +102,10 @@ class Timeline:
         return [[[str(span.action), span.start, span.end] for span in rank] for rank in self.spans]
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Sequence[Sequence[Any]]]) -> "Timeline":
-        """What `to_rows` has made, from any beginning on; ValueError or TypeError for anything else."""
+    def of_rows(
+        cls, rows: Sequence[Sequence[Sequence[Any]]], transfers: Sequence[Sequence[Sequence[Any]]] = ()
+    ) -> "Timeline":
+        """What `to_rows` has made, and transfers alike, from any beginning on; ValueError or TypeError for others."""
         spans = [
             [Span(rank, Action.parse(name), float(start), float(end)) for name, start, end in row]
             for rank, row in enumerate(rows)
@@ -100,4 +113,7 @@ class Timeline:
         if not spans or not all(spans):
             raise ValueError("each rank has actions")
         first = min(rank[0].start for rank in spans)
-        return cls([[span._replace(start=span.start - first, end=span.end - first) for span in rank] for rank in spans])
+        return cls(
+            [[span._replace(start=span.start - first, end=span.end - first) for span in rank] for rank in spans],
+            tuple([Transfer(str(name), start - first, end - first) for name, start, end in row] for row in transfers),
+        )

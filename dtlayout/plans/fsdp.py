@@ -19,15 +19,18 @@ Where the host has the state (ZeRO-Offload, arXiv:2101.06840), a unit's shards a
 and its summed gradients back from there; the optimizer works on the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from dtlayout.mesh.axes import DP_REPLICATE
 from dtlayout.mesh.build import data_mesh
@@ -47,6 +50,8 @@ class GradientSync:
     """Keep parameters gathered until the last backward (zero 1 and 2), or until each backward is over (zero 3)."""
     is_replicated: bool
     """Whether there are several copies of the shards (HSDP)."""
+    reduce_scatter: DefaultReduceScatter
+    """What sums gradients over dp_shard."""
 
     def expect_split_backwards(self) -> None:
         """Call once where backwards come in two parts.
@@ -87,6 +92,15 @@ class GradientSync:
     def _end_backward(self) -> None:
         fully_shard.state(self.units[-1])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
+    def observe(self, around: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Do each all-gather and reduce-scatter from now on inside of what `around` makes of "gather" or "reduce".
+
+        On CUDA that is on the stream on which it runs; sums over copies (HSDP) are not observed.
+        """
+        for unit in self.units:
+            unit.set_custom_all_gather(_Observed(DefaultAllGather(), lambda: around("gather")))
+            unit.set_custom_reduce_scatter(_Observed(self.reduce_scatter, lambda: around("reduce")))
+
     def after_evaluation(self) -> None:
         """Call after forwards that no backward follows, which would have let go of gathered parameters."""
         for unit in self.units:
@@ -101,6 +115,20 @@ class _ReduceScatter(DefaultReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
         return super().__call__(output_tensor, input_tensor, self.group, op, async_op)
+
+
+class _Observed(AllGather, ReduceScatter):
+    """A collective of FSDP2's, done inside of what `around` makes."""
+
+    def __init__(self, collective: AllGather | ReduceScatter, around: Callable[[], AbstractContextManager[None]]):
+        self._collective, self._around = collective, around
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._collective.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with self._around():
+            return self._collective(*args, **kwargs)
 
 
 def shard(
@@ -125,6 +153,7 @@ def shard(
         fully_shard(
             modules, mesh=data_mesh(mesh), reshard_after_forward=reshards, mp_policy=policy, offload_policy=offload
         )
+    reduce_scatter = DefaultReduceScatter() if reduction_group is None else _ReduceScatter(reduction_group)
     in_order = sorted((members[0] for members in groups), key=names.index)
     units = tuple(_as_unit(module.get_submodule(name)) for name in [*in_order, ""])
     for unit in units:
@@ -132,11 +161,13 @@ def shard(
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
         if reduction_group is not None:
-            unit.set_custom_reduce_scatter(_ReduceScatter(reduction_group))
+            unit.set_custom_reduce_scatter(reduce_scatter)
     _prefetch_backward(units)
     is_replicated = mesh[DP_REPLICATE].size() > 1
     sums, keeps = plan.zero > 1, plan.zero < 3
-    return GradientSync(units=units, each_backward=sums, keep_gathered=keeps, is_replicated=is_replicated)
+    return GradientSync(
+        units=units, each_backward=sums, keep_gathered=keeps, is_replicated=is_replicated, reduce_scatter=reduce_scatter
+    )
 
 
 def _prefetch_backward(units: Sequence[FSDPModule]) -> None:

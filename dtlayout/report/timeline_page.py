@@ -1,11 +1,12 @@
 """A pipeline's timeline as one page: what is predicted above what was measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from dtlayout.pipelining.actions import Kind
 from dtlayout.pipelining.placement import Placement
-from dtlayout.pipelining.timeline import Timeline, find_scales
+from dtlayout.pipelining.timeline import Timeline, Transfer, find_scales
 from dtlayout.pipelining.timing import Span
 from dtlayout.report import html
 from dtlayout.report.charts import Piece, draw_tracks
@@ -17,9 +18,12 @@ _NAMES = {
     Kind.BACKWARD_INPUT: "backward, its input's part",
     Kind.BACKWARD_WEIGHT: "backward, its weights' part",
 }
+_TRANSFERS = {"gather": 5, "reduce": 7, "message": 1}
 _NOTATION = (
     "An action is named as 3F0: stage 3, forward (B backward, I and W its input's and weights' part), microbatch 0. "
-    "A rank's second and further stages are pale, and what is empty is waiting."
+    "A rank's second and further stages are pale, and what is empty is waiting. Of transfers, gathers of parameters "
+    "and reductions of gradients last as long as they run, and messages from when they are asked for to when they are "
+    "used."
 )
 
 
@@ -41,7 +45,12 @@ def _parts(timelines: Mapping[str, Timeline], placement: Placement, findings: Se
             (f"rank {rank}", [_to_piece(span, placement) for span in spans], f"{waits / timeline.total_s:.1%} waiting")
             for rank, (spans, waits) in enumerate(zip(timeline.spans, timeline.waits_s, strict=True))
         ]
-        yield draw_tracks(tracks, {_NAMES[kind]: _COLOURS[kind] for kind in kinds}, scales[name])
+        below = [("its transfers", [*map(_to_transfer, rank)], "") for rank in timeline.transfers]
+        tracks = [track for pair in zip_longest(tracks, below) for track in pair if track]
+        transfers = {each.name for rank in timeline.transfers for each in rank}
+        legend = {_NAMES[kind]: _COLOURS[kind] for kind in kinds}
+        legend |= {name: colour for name, colour in _TRANSFERS.items() if name in transfers}
+        yield draw_tracks(tracks, legend, scales[name])
     yield html.paragraph(_NOTATION, "note")
 
 
@@ -51,3 +60,8 @@ def _to_piece(span: Span, placement: Placement) -> Piece:
     return Piece(
         span.start, span.end, _COLOURS[action.kind], is_later, f"{action}: {span.start:.4f} to {span.end:.4f} s"
     )
+
+
+def _to_transfer(transfer: Transfer) -> Piece:
+    name, start, end = transfer
+    return Piece(start, end, _TRANSFERS[name], name == "message", f"{name}: {start:.4f} to {end:.4f} s")

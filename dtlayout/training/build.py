@@ -17,6 +17,7 @@ from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.pipelining.stage import build_stage, stage_boundary
 from dtlayout.plans.apply import apply_plan
+from dtlayout.plans.fsdp import GradientSync
 from dtlayout.plans.init import initialize, move_tables
 from dtlayout.plans.offload import KeptOnHost
 from dtlayout.plans.plan import make_plan
@@ -32,6 +33,8 @@ class Assembly:
     slices: list[StageSlice]
     modules: list[nn.Module]
     runtime: Runtime
+    sync: list[GradientSync]
+    """Of each of the modules."""
 
 
 def assemble(
@@ -70,4 +73,4 @@ def assemble(
     runtime = build_runtime(modules, schedule, sync, mesh, stage_boundary(model, layout, batch, precision))
     if kept is not None:
         runtime.before_work = kept.before_work
-    return Assembly(mesh, schedule, slices, modules, runtime)
+    return Assembly(mesh, schedule, slices, modules, runtime, sync)

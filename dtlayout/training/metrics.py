@@ -186,7 +186,10 @@ class RecordedTimelines:
 
     def write(self, folder: Path) -> None:
         """Write RUN/timeline.json."""
-        steps = [{"step": step, "by_pp_rank": timeline.to_rows()} for step, timeline in self.steps.items()]
+        steps = [
+            {"step": step, "by_pp_rank": timeline.to_rows(), "transfers": timeline.transfers}
+            for step, timeline in self.steps.items()
+        ]
         write_whole(folder / TIMELINE_NAME, json.dumps({"steps": steps, "run": self.run.to_dict()}) + "\n")
 
     @classmethod
@@ -196,7 +199,7 @@ class RecordedTimelines:
 
     @classmethod
     def _of(cls, found: Any) -> "RecordedTimelines":
-        steps = {int(each["step"]): Timeline.of_rows(each["by_pp_rank"]) for each in found["steps"]}
+        steps = {int(each["step"]): Timeline.of_rows(each["by_pp_rank"], each["transfers"]) for each in found["steps"]}
         return cls(steps=steps, run=Run.from_dict(found["run"]))
 
 

@@ -173,6 +173,8 @@ class _Run:
         if config.metrics.timeline:
             self.timeline = TimelineRecorder(device.type, layout, config.train.timeout_s + SPARE_S)
             self.assembly.runtime.after_input = self.timeline.after_input
+            for sync in self.assembly.sync:
+                sync.observe(self.timeline.transfer)
         self.step = TrainStep(self.assembly.runtime, self.optimizer, max_norm=max_norm, mesh=mesh, aliases=aliases)
         self.memory = MemoryMeter(
             device.type, self.assembly.modules, self.optimizer, state_on_host=layout.offloads_state

@@ -2,12 +2,16 @@
 
 On a CPU by the host's clock, on CUDA by events of the stream that computes, so that nothing waits for them. An action
 begins when its input is there and ends where the next one is launched, messages not counted. What FSDP2 gathers and
-reduces within it is part of it as far as it is waited for.
+reduces within it is part of it as far as it is waited for, and has times of its own, on the stream on which it runs. A
+message is on its way from when it is asked for to when it is taken.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -15,13 +19,21 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtlayout.layout import Layout
-from dtlayout.pipelining.actions import COMPUTE, Action
+from dtlayout.pipelining.actions import COMPUTE, RECEIVE, Action, Kind
 from dtlayout.pipelining.timeline import Timeline
 
 _PINGS = 8
 """Times that a rank asks another host's for its clock; the answer that came fastest counts."""
 
 _Mark = float | torch.cuda.Event
+
+
+class _Marked(NamedTuple):
+    """What began and ended."""
+
+    name: str
+    start: _Mark
+    end: _Mark
 
 
 class TimelineRecorder:
@@ -35,7 +47,9 @@ class TimelineRecorder:
         self._pp_rank = recorded.index(dist.get_rank()) if dist.get_rank() in recorded else None
         self._num_ranks, self._on_cuda = len(recorded), device_type == "cuda"
         self._is_on = False
-        self._marks: list[tuple[Action, _Mark, _Mark]] = []
+        self._actions: list[_Marked] = []
+        self._transfers: list[_Marked] = []
+        self._asked_for: dict[Action, _Mark] = {}
         self._running: Action | None = None
         self._began: _Mark = 0.0
         self._origin: tuple[float, _Mark] = (0.0, 0.0)
@@ -44,7 +58,7 @@ class TimelineRecorder:
         """A step that is recorded begins."""
         if self._pp_rank is None:
             return
-        self._is_on, self._marks, self._running = True, [], None
+        self._is_on, self._actions, self._transfers, self._running = True, [], [], None
         if self._on_cuda:
             torch.cuda.synchronize()  # so that host and device are at the same moment
             self._origin = time.perf_counter(), self._now()
@@ -55,14 +69,31 @@ class TimelineRecorder:
             return
         now = self._now()
         if self._running is not None:
-            self._marks.append((self._running, self._began, now))
+            self._actions.append(_Marked(str(self._running), self._began, now))
+        if action and action.kind in RECEIVE.values():
+            self._asked_for[action] = now
         self._running, self._began = (action if action and action.kind in COMPUTE else None), now
         self._is_on = action is not None
 
     def after_input(self) -> None:
         """What the action waits for is there."""
-        if self._is_on:
-            self._began = self._now()
+        if not self._is_on:
+            return
+        self._began = self._now()
+        assert self._running is not None, "it is an action that computes which waits"
+        message = self._running._replace(kind=RECEIVE[self._running.kind is not Kind.FORWARD])
+        if message in self._asked_for:
+            self._transfers.append(_Marked("message", self._asked_for.pop(message), self._began))
+
+    @contextmanager
+    def transfer(self, name: str) -> Iterator[None]:
+        """Something is sent or gathered inside."""
+        if not self._is_on:
+            yield
+            return
+        start = self._now()
+        yield
+        self._transfers.append(_Marked(name, start, self._now()))
 
     def gather(self) -> Timeline | None:
         """The last step that was recorded, on rank 0; None elsewhere. A collective of the ranks that are recorded."""
@@ -72,14 +103,14 @@ class TimelineRecorder:
             torch.cuda.synchronize()
         offset_s = _find_offset(self._group)
         own = [
-            (str(action), offset_s + self._to_seconds(start), offset_s + self._to_seconds(end))
-            for action, start, end in self._marks
+            [(name, *(offset_s + self._to_seconds(mark) for mark in marks)) for name, *marks in several]
+            for several in (self._actions, self._transfers)
         ]
-        rows: list[list[tuple[str, float, float]]] | None = None
+        found: list[list[list[tuple[str, float, float]]]] | None = None
         if self._pp_rank == 0:
-            rows = [[] for _ in range(self._num_ranks)]
-        dist.gather_object(own, rows, group_dst=0, group=self._group)
-        return Timeline.of_rows(rows) if rows else None
+            found = [[] for _ in range(self._num_ranks)]
+        dist.gather_object(own, found, group_dst=0, group=self._group)
+        return Timeline.of_rows(*zip(*found, strict=True)) if found else None
 
     def _now(self) -> _Mark:
         if not self._on_cuda:

@@ -1,15 +1,20 @@
 """A recorded step of four ranks: its order, its bubble, and the stage that was made slow."""
 
 import json
+import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
 from launching import launch
+from parity import FP32, Case, build_step, local_rows
 from tiny import ROOT, write_tiny
 
 from dtlayout.cli import main
+from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.training.metrics import RecordedTimelines
+from dtlayout.training.timeline import TimelineRecorder
 
 PLANTED_S, USUAL_S = 0.05, 0.02
 SLOW = f"""
@@ -60,6 +65,61 @@ def test_recorded_are_the_schedules_actions_on_one_clock(recorded):
             assert all(a.start < a.end <= b.start < b.end for a, b in pairwise(rank))
         assert timeline.waits_s[2] == min(timeline.waits_s)
         assert timeline.stage_s()[2] > 2 * PLANTED_S
+
+
+def test_a_message_is_on_its_way_until_it_is_used(recorded):
+    """In the middle of the pipeline some are asked for before what the rank does before their use."""
+    for timeline in RecordedTimelines.read(recorded).steps.values():
+        for rank, (spans, transfers) in enumerate(zip(timeline.spans, timeline.transfers, strict=True)):
+            with_input = "FI".replace({0: "F", 3: "I"}.get(rank, " "), "")
+            before = {b.start: a for a, b in pairwise([None, *spans]) if b.action.kind.value in with_input}
+            assert [(each.name, each.end) for each in transfers] == [("message", start) for start in before]
+            assert all(each.start <= each.end for each in transfers)
+            early = [last for each in transfers if (last := before[each.end]) and each.start <= last.start]
+            assert early or rank in (0, 3)
+
+
+def record(layout):
+    """A step's timeline, None but on the first rank of all, and the part of its time that recording took."""
+    case = Case(layout, precision=FP32)
+    assembly, step = build_step(case)
+    recorder = TimelineRecorder("cpu", layout, timeout_s=60)
+    spent_s = []
+
+    def timed(function, *arguments):
+        started = time.perf_counter()
+        function(*arguments)
+        spent_s.append(time.perf_counter() - started)
+
+    assembly.runtime.before_action = partial(timed, recorder.before_action)
+    assembly.runtime.after_input = partial(timed, recorder.after_input)
+    for sync in assembly.sync:
+        sync.observe(recorder.transfer)
+    for _ in range(2):
+        spent_s.clear()
+        timed(recorder.begin)
+        started = time.perf_counter()
+        step(*local_rows(case))
+    return recorder.gather(), sum(spent_s) / (time.perf_counter() - started)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gathers_and_reductions_are_recorded_where_they_run(ranks4, zero):
+    """Of four units of each stage, three blocks and its rest."""
+    timeline, part = ranks4.run(record, Layout(pp=2, dp_shard=2, zero=zero))[0]
+    assert 0 < part < 0.01
+    for spans, transfers in zip(timeline.spans, timeline.transfers, strict=True):
+        during = {"gather": [], "reduce": []}
+        for name, start, end in transfers:
+            if name in during:
+                during[name] += [str(span.action)[1:] for span in spans if span.start <= start <= end <= span.end]
+        backwards = ["B3"] if zero == 1 else ["B0", "B1", "B2", "B3"]
+        assert during["reduce"] == sorted(backwards * 4)
+        if zero < 3:
+            assert during["gather"] == ["F0"] * 4
+        else:  # the last block is still there when its backward follows at once
+            assert {*during["gather"]} == {f"{kind}{i}" for kind in "FB" for i in range(4)}
+            assert [during["gather"].count(f"F{i}") for i in range(4)] == [4] * 4
 
 
 def test_the_slow_stage_is_named_beside_the_prediction(recorded, capsys, tmp_path):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtlayout.pipelining.drawing import draw, to_trace
+from dtlayout.pipelining.drawing import draw, draw_transfers, to_trace
 from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.pipelining.timeline import Timeline
+from dtlayout.pipelining.timeline import Timeline, Transfer
 from dtlayout.pipelining.timing import play_spans
 from dtlayout.pipelining.waves import StageTimes
 
@@ -34,6 +34,17 @@ def test_a_column_shows_what_fills_most_of_it() -> None:
         rows = draw(timeline, find_schedule("1f1b").place(2, 1), timeline.total_s / width)
         assert [len(row) for row in rows] == [width, width]
     assert draw(timeline, find_schedule("1f1b").place(2, 1), timeline.total_s) == ["B", "B"]
+
+
+def test_transfers_have_rows_of_their_own_and_may_overlap_in_a_trace() -> None:
+    timeline = Timeline(
+        play("1f1b", 1, 2).spans,
+        ([Transfer("gather", -1.0, 2.0), Transfer("message", 1.0, 5.0)], [Transfer("reduce", 7.0, 9.0)]),
+    )
+    assert draw_transfers(timeline, 1.0) == ["ggmmm....", ".......rr"] and draw_transfers(play("1f1b", 1, 2), 1.0) == []
+    events = [each for each in to_trace({"measured": timeline})["traceEvents"] if each.get("cat") == "transfer"]
+    begun, ended = ([(e["pid"], e["id"], e["ts"]) for e in events if e["ph"] == phase] for phase in "be")
+    assert begun == [(0, 0, -1e6), (0, 1, 1e6), (1, 0, 7e6)] and ended == [(0, 0, 2e6), (0, 1, 5e6), (1, 0, 9e6)]
 
 
 def test_a_trace_has_each_action_once_in_microseconds() -> None:

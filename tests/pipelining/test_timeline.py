@@ -6,7 +6,7 @@ import pytest
 
 from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.pipelining.timeline import Timeline, find_scales
+from dtlayout.pipelining.timeline import Timeline, Transfer, find_scales
 from dtlayout.pipelining.timing import simulate
 
 
@@ -31,6 +31,10 @@ def test_json_keeps_all_and_begins_at_zero() -> None:
     assert Timeline.of_rows(timeline.to_rows()) == timeline
     later = [[[name, start + 5, end + 5] for name, start, end in rank] for rank in timeline.to_rows()]
     assert Timeline.of_rows(later) == timeline
+    transfers = [("gather", -0.5, 1.0)], []
+    own = Timeline(timeline.spans, tuple([Transfer(*each) for each in rank] for rank in transfers))
+    later_too = [[(name, start + 5, end + 5) for name, start, end in rank] for rank in transfers]
+    assert Timeline.of_rows(own.to_rows(), own.transfers) == Timeline.of_rows(later, later_too) == own
 
 
 @pytest.mark.parametrize(
