@@ -7,6 +7,7 @@ the pool is taken down, since the others may wait in a collective for ever, and 
 import datetime
 import faulthandler
 import multiprocessing
+import multiprocessing.context
 import os
 import tempfile
 import time
@@ -15,6 +16,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+
+def find_processes() -> multiprocessing.context.ForkServerContext:
+    """What starts processes that have imported torch and the trainer already, which takes seconds of each rank's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dtlayout.training.run", "dtlayout.dryrun.rank", "torch._dynamo"])
+    return context
 
 
 class RankFailure(AssertionError):
@@ -57,8 +65,7 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.tensor.parallel", "torch.distributed.fsdp"])
+        context = find_processes()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = Path(self._folder.name) / "store"
         for rank in range(self.world_size):
