@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
+.PHONY: train sweep test test-all test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -14,6 +14,10 @@ sweep: .venv/.installed
 	$(BIN)/dtlayout report sweeps/debug-4cpu --page sweeps/debug-4cpu/report.html
 
 test: .venv/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
+
+# And further combinations of the same: an hour and more.
+test-all: .venv/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What depends on torch, on another version of it, which it installs: make test-torch VERSION=2.15.0; twelve minutes.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from thorough import mostly_thorough
 
 ROOT = Path(__file__).parents[1]
 LINES = {
@@ -24,9 +25,10 @@ LINES = {
 """Example → a line that it prints."""
 TORCHRUN_KILLS_AFTER_S = 30
 """torchrun gives its ranks this long after SIGTERM."""
+NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+@pytest.mark.parametrize("name", mostly_thorough(NAMES, lambda _, name: name != "compile_experiment"))
 def test_example_does_what_it_claims(name: str) -> None:
     path = f"examples/{name}.py"
     launch = re.search(rf"^(python|torchrun --nproc-per-node \d+) {re.escape(path)}$", (ROOT / path).read_text(), re.M)

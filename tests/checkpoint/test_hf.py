@@ -12,6 +12,7 @@ from hf_models import MADE, save_made
 from launching import launch, read_lines
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from thorough import thorough
 from tiny import SHAPE, write_tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -104,7 +105,7 @@ def test_back_again_they_are_the_same_files_to_the_bit(ranks4, folder, tmp_path,
     assert len([*(source / "tensors").glob("*.distcp")]) > len(find_weights(tmp_path / "first"))
 
 
-@pytest.mark.parametrize("settings", [ADAMW, SGD()], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("settings", [ADAMW, thorough(SGD())], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("folder", ["llama3"], indirect=True)
 def test_a_run_goes_from_such_a_checkpoint_as_from_the_folder_itself(ranks4, folder, tmp_path, settings: Optimizer):
     model = find_model(str(folder))

@@ -25,6 +25,7 @@ from checkpoint_ranks import (
     train_and_save,
     update,
 )
+from thorough import thorough
 from tiny import SHAPE
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -78,7 +79,7 @@ def names_in(folder: Path) -> list[str]:
     [
         (Layout(pp=2, dp_shard=2), TIED, ADAMW),
         (Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW),
-        (Layout(dp_shard=2, tp=2), TIED, SGD()),
+        thorough((Layout(dp_shard=2, tp=2), TIED, SGD())),
     ],
     ids=["pp2 dp2, tied", "dp2 tp2", "sgd"],
 )

@@ -7,8 +7,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from parity import Case, compiling_with, largest_difference, merge, run_layout, run_reference
+from parity import SHAPE, Case, compiling_with, largest_difference, merge, run_layout, run_reference
 from ranks import Ranks
+from thorough import mostly_thorough
 from torch.torch_version import TorchVersion
 
 from dtlayout.config import check_layout, parse_config
@@ -62,7 +63,8 @@ def cover_pairs() -> Iterator[dict[str, Any]]:
 def to_case(choice: dict[str, Any]) -> Case:
     degrees = {name: choice[name] for name in ("recompute", "zero", "pp", "tp")}
     layout = Layout(dp_shard=4 // (choice["pp"] * choice["tp"]), **degrees)
-    return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}))
+    model = replace(SHAPE, num_layers=max(3, layout.pp))
+    return Case(layout, kernels=Kernels(**{name: choice[name] for name in KERNELS}), model=model)
 
 
 CASES = list(cover_pairs())
@@ -95,7 +97,7 @@ WITH_DOCUMENTS = [
 
 @pytest.mark.parametrize(
     "case",
-    [*map(to_case, CASES), *SINGLE.values()],
+    [*map(to_case, CASES), *mostly_thorough(SINGLE.values())],
     ids=[*(" ".join(map(str, choice.values())) for choice in CASES), *SINGLE],
 )
 def test_every_pair_is_exact_in_float64(ranks4: Ranks, case: Case) -> None:
@@ -104,7 +106,9 @@ def test_every_pair_is_exact_in_float64(ranks4: Ranks, case: Case) -> None:
     assert size <= 1e-10, whose
 
 
-@pytest.mark.parametrize("case", WITH_DOCUMENTS, ids=[f"{c.layout} {c.kernels.compile}" for c in WITH_DOCUMENTS])
+@pytest.mark.parametrize(
+    "case", mostly_thorough(WITH_DOCUMENTS), ids=[f"{c.layout} {c.kernels.compile}" for c in WITH_DOCUMENTS]
+)
 def test_documents_that_do_not_see_each_other_are_exact_where_something_is_compiled(ranks4: Ranks, case: Case) -> None:
     found = merge(ranks4.run(run_compiled, case, timeout_s=180))
     size, whose = largest_difference(found, run_reference(replace(case, kernels=Kernels())))

@@ -14,6 +14,7 @@ from sharding import (
     train_in_two_groups,
     weigh_collectives,
 )
+from thorough import mostly_thorough, thorough
 
 from dtlayout.kernels import count_loss_chunks
 from dtlayout.layout import Layout
@@ -27,8 +28,8 @@ LOSS_SUMS = 2 * count_loss_chunks(4 * SEQ_LEN)
 """All-reduces of the loss for a microbatch of four samples: the largest logit and the sums, chunk by chunk."""
 
 
-@pytest.mark.parametrize("model", [SHAPE, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("schedule", ["", "1f1b", "gpipe", "interleaved-1f1b"])
+@pytest.mark.parametrize("model", [SHAPE, thorough(TIED)], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", ["", "1f1b", thorough("gpipe"), "interleaved-1f1b"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_each_zero_stage_sends_what_its_definition_says(ranks4: Ranks, zero: int, schedule: str, model) -> None:
     pp, chunks = (2 if schedule else 1), (3 if schedule.startswith("interleaved") else 1)
@@ -56,7 +57,7 @@ def test_hsdp_sums_over_its_replicas_once_a_step(ranks4: Ranks, zero: int) -> No
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp_shard=2, tp=2, micro_batch=2, zero=3),
+        thorough(Layout(dp_shard=2, tp=2, micro_batch=2, zero=3)),
         Layout(pp=2, dp_shard=2, schedule="interleaved-1f1b", virtual_stages=3, zero=2),
     ],
     ids=str,
@@ -102,7 +103,7 @@ def test_overlapped_messages_are_the_same_bytes_in_pieces(ranks4: Ranks) -> None
 
 @pytest.mark.parametrize(
     ("recompute", "gathers", "scatters"),
-    [("full", 2, 1), ("keep-attention", 2, 0), ("keep-matmuls", 2, 0), ("selective", 2, 0)],
+    [("full", 2, 1), thorough(("keep-attention", 2, 0)), thorough(("keep-matmuls", 2, 0)), ("selective", 2, 0)],
 )
 def test_recomputation_sends_again_what_it_needs_and_does_not_keep(
     ranks4: Ranks, recompute: str, gathers: int, scatters: int
@@ -142,7 +143,7 @@ def test_cp_sends_in_each_block_what_its_method_says(ranks4: Ranks, method: str)
         assert weights == {name: times * size for name, size in CONTEXT_BYTES[method].items()}
 
 
-@pytest.mark.parametrize("recompute", ["full", "keep-matmuls", "keep-attention", "selective"])
+@pytest.mark.parametrize("recompute", ["full", thorough("keep-matmuls"), thorough("keep-attention"), "selective"])
 @pytest.mark.parametrize("method", CONTEXT_COUNTS)
 def test_what_cp_sends_in_forward_is_sent_again_unless_its_result_is_kept(
     ranks4: Ranks, method: str, recompute: str
@@ -171,15 +172,17 @@ def test_parameters_are_sharded_over_cp_too(ranks4: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(dp_shard=4),
-        Layout(dp_shard=4, zero=3),
-        Layout(dp_replicate=2, dp_shard=2),
-        Layout(dp_shard=2, tp=2, micro_batch=2),
-        Layout(tp=4, micro_batch=4, sequence_parallel=False),
-        Layout(pp=2, tp=2, micro_batch=4),
-        Layout(pp=2, dp_shard=2, zero=2),
-    ],
+    mostly_thorough(
+        [
+            Layout(dp_shard=4, zero=3),
+            Layout(dp_shard=4),
+            Layout(dp_replicate=2, dp_shard=2),
+            Layout(dp_shard=2, tp=2, micro_batch=2),
+            Layout(tp=4, micro_batch=4, sequence_parallel=False),
+            Layout(pp=2, dp_shard=2, zero=2),
+            Layout(pp=2, tp=2, micro_batch=4),
+        ]
+    ),
     ids=str,
 )
 def test_state_takes_the_bytes_of_theory(ranks4: Ranks, layout: Layout) -> None:
@@ -219,7 +222,7 @@ def test_a_zero_stage_never_holds_what_it_shards(ranks4: Ranks, zero: int) -> No
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model", [SHAPE, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("model", [thorough(SHAPE), TIED], ids=["untied", "tied"])
 def test_initial_weights_are_the_same_bits_in_every_layout(ranks4: Ranks, layout: Layout, model) -> None:
     case = Case(layout, model=model, precision=FP32)
     alone = run_initial_weights(case)

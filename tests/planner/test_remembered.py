@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from machine import MACHINE
+from thorough import mostly_thorough
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
@@ -173,7 +174,7 @@ def test_candidates_that_follow_all_others_are_those_of_a_fresh_search():
         assert describe(known[name], *case) == describe(find_candidates(SCENARIOS[name]), *case), (name, case)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", mostly_thorough(SCENARIOS, lambda _, name: name != "cores"))
 def test_a_search_that_ran_before_finds_the_same_again(name):
     space = Space(SCENARIOS[name], {"norm": "fused"}, {"recompute": ["every-2", "every-8"]})
     search = Search(space)

@@ -9,6 +9,7 @@ from math import inf
 import pytest
 from layouts import all_layouts
 from machine import MACHINE
+from thorough import mostly_thorough, thorough
 from tiny import SHAPE
 
 from dtlayout.batch import Batch
@@ -134,8 +135,11 @@ SCENARIOS = {
     "fsdp1": scenario(engine="fsdp1", memory=int(20e9)),
 }  # fmt: skip
 
+LARGE = ("roomy", "tight", "tighter", "nodes of two")
+"""Of as many layouts as the others together; they differ in memory and nodes alone."""
 
-@pytest.mark.parametrize("name", SCENARIOS)
+
+@pytest.mark.parametrize("name", mostly_thorough(SCENARIOS, lambda _, name: name not in LARGE))
 def test_the_best_found_are_the_best_of_all(name):
     fewer = OTHERS.get(name, FEWER)
     space = Space(SCENARIOS[name], avoided=dict(fewer))
@@ -158,7 +162,7 @@ def test_the_best_found_are_the_best_of_all(name):
         )
 
 
-@pytest.mark.parametrize("name", ["tight", "six"])
+@pytest.mark.parametrize("name", [thorough("tight"), thorough("six"), "long"])
 def test_every_layout_that_was_left_out_has_its_reason(name):
     every_loss = tuple({**dict(FEWER), "loss": ()}.items())
     fitting, counts = try_all(name, every_loss)
@@ -174,15 +178,15 @@ def test_every_layout_that_was_left_out_has_its_reason(name):
 
 @pytest.mark.parametrize("share", [1.0, 0.7])
 def test_less_may_be_allowed_and_nothing_that_fits_is_called_a_oom(share):
-    space = Space(SCENARIOS["tighter"], avoided=dict(FEWER))
-    fitting, counts = try_all("tighter", FEWER, share=share)
+    space = Space(SCENARIOS["few microbatches"], avoided=dict(FEWER))
+    fitting, counts = try_all("few microbatches", FEWER, share=share)
     result = Search(space, share).run(top=2)
     assert 0 < result.counts["does not fit"] <= counts["does not fit"]
     assert all(e.peak_bytes <= share * e.capacity_bytes for e in result.ranked)
     assert result.num_layouts == len(fitting) + counts.total()
 
 
-@pytest.mark.parametrize("name", ["roomy", "megatron", "experts on megatron", "long on torchtitan"])
+@pytest.mark.parametrize("name", [thorough("roomy"), "megatron", "experts on megatron", "long on torchtitan"])
 def test_where_nothing_fits_the_smallest_oom_is_the_smallest_of_all(name):
     roomy = SCENARIOS[name]
     tiny = replace(roomy.cluster, gpu=replace(roomy.cluster.gpu, memory_bytes=int(2.6e9)))

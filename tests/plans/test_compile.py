@@ -7,6 +7,7 @@ import pytest
 import torch
 from memory_ranks import make_scenario
 from parity import BF16, SEQ_LEN, SHAPE, Case, compiling_with
+from thorough import thorough
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -78,7 +79,11 @@ def test_recomputation_is_compiled_with_its_block(recompute):
 
 @pytest.mark.parametrize(
     ("norm", "recompute"),
-    [("eager", "none"), *(("fused", each) for each in ("none", "full", "selective", "keep-attention", "keep-matmuls"))],
+    [
+        thorough(("eager", "none")),
+        *(("fused", each) for each in ("none", "selective")),
+        *(thorough(("fused", each)) for each in ("full", "keep-attention", "keep-matmuls")),
+    ],
 )
 def test_a_compiled_block_keeps_what_the_cost_model_says(norm, recompute):
     case = Case(Layout(micro_batch=2, recompute=recompute), 2, MODEL, BF16, Kernels(compile="blocks", norm=norm))
