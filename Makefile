@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-all test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
+.PHONY: train sweep test test-all test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-schedules bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -73,6 +73,10 @@ bench-findings: .venv/.installed
 # What such tables say to the questions that the study leaves open: make bench-questions TABLES="FILE …".
 bench-questions: .venv/.installed
 	test -z "$(TABLES)" || PYTHONPATH=. $(BIN)/python -m benchmarks.open_questions $(TABLES) > benchmarks/open_questions.md
+
+# Schedules that such tables have of one layout, measured beside predicted: make bench-schedules TABLES="FILE …".
+bench-schedules: .venv/.installed
+	test -z "$(TABLES)" || PYTHONPATH=. $(BIN)/python -m benchmarks.schedules $(TABLES) > benchmarks/schedules.md
 
 # Successive halving replayed on such tables: make bench-halving TABLES="FILE …"; without one it skips.
 bench-halving: .venv/.installed

@@ -14,7 +14,7 @@ from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.schedules import schedule_with
 from dtlayout.planner.columns import Cells
 
-_SCHEDULES = {"interleaved": "interleaved-1f1b"}
+_SCHEDULES = {"interleaved": "interleaved-1f1b", "zero-bubble": "zb-h1", "zbv": "zb-v"}
 """A table's word for a schedule, where it is not ours."""
 _MAY_BE_USUAL = ("micro_batch", "zero", "recompute", "sequence_parallel")
 """Columns that an engine's usual habit may fill."""

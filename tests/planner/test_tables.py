@@ -80,6 +80,7 @@ def test_what_the_model_knows_of_further_columns_goes_into_the_run(tmp_path):
         read(tmp_path, **MORE | {"schedule": "gpipe", "virtual_stages": "1", "engine": "nanotron"}).layout.schedule
         == "gpipe"
     )
+    assert read(tmp_path, **MORE | {"schedule": "zbv", "engine": "torchtitan"}).layout.schedule == "zb-v"
     assert (
         read(tmp_path, **MORE | {"pp": "1", "dp": "16", "schedule": "zbv"}).layout.pp == 1
     )  # no pipeline, no schedule
@@ -163,7 +164,7 @@ def find_reasons(path: Path, **cells: str) -> tuple[str, ...]:
         ),
         ({"note": "MLA, as ever"}, ["multi-head latent attention, its ranks not stated"]),
         ({"experts": "0", "optimizer": "muon"}, ["optimizer muon is not known"]),
-        ({"schedule": "zbv", "engine": "torchtitan"}, ["schedule zbv is not known"]),
+        ({"schedule": "hanayo", "engine": "torchtitan"}, ["schedule hanayo is not known"]),
         ({"schedule": "gpipe", "virtual_stages": "1"}, ["engine megatron has no schedule gpipe"]),
         ({"zero": "3"}, ["engine megatron has no zero=3 in pipelines"]),
         ({**EXPERTS, "note": "25.09: token drop, capacity not stated"}, ["tokens are dropped"]),
