@@ -64,4 +64,4 @@ def assemble_blocks(cell: Training, precision: Precision, *, seed: int, device_t
     sync = apply_plan(module, plan, mesh)
     initialize([module], shape, seed, device_type)
     runtime = build_runtime([module], schedule, [sync], mesh, stage_boundary(shape, layout, batch, precision))
-    return Assembly(mesh, schedule, [cell.stage], [module], runtime)
+    return Assembly(mesh, schedule, [cell.stage], [module], runtime, [sync])
