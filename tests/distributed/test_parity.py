@@ -1,5 +1,6 @@
 """Every layout computes what one process computes: loss, gradient norm, every gradient, and the updated parameters."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -306,22 +307,34 @@ def test_documents_that_do_not_see_each_other_are_exact_in_float64(ranks4: Ranks
     assert abs(run_reference(Case(AXES[name])).loss / run_reference(Case(AXES[name], documents=True)).loss - 1) > 1e-6
 
 
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[Ranks]:
+    pool = Ranks(3)
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize("attentions", [["sdpa-flash"], thorough(["sdpa-math", "blockwise"])], ids=str)
-def test_three_ranks_share_a_sequence_exactly_in_float64(attentions: list[str]) -> None:
+def test_three_ranks_share_a_sequence_exactly_in_float64(ranks3: Ranks, attentions: list[str]) -> None:
     """Six heads, of which three are of keys and values, and documents that cross the borders of what a rank has."""
-    ranks3, model = Ranks(3), replace(SHAPE, hidden_size=48, num_heads=6, num_kv_heads=3, num_layers=2)
-    try:
-        for method, attention, documents in product(CONTEXT_METHODS, attentions, (False, True)):
-            case = Case(
-                Layout(cp=3, cp_method=method, micro_batch=2), model=model, seq_len=54, global_batch=4,
-                kernels=Kernels(attention=attention), documents=documents,
-            )  # fmt: skip
-            size, whose = largest_difference(
-                merge(ranks3.run(run_layout, case, timeout_s=120)), run_reference(replace(case, kernels=Kernels()))
-            )
-            assert size <= 1e-10, (case, whose)
-    finally:
-        ranks3.close()
+    model = replace(SHAPE, hidden_size=48, num_heads=6, num_kv_heads=3, num_layers=2)
+    for method, attention, documents in product(CONTEXT_METHODS, attentions, (False, True)):
+        case = Case(
+            Layout(cp=3, cp_method=method, micro_batch=2), model=model, seq_len=54, global_batch=4,
+            kernels=Kernels(attention=attention), documents=documents,
+        )  # fmt: skip
+        outcome = merge(ranks3.run(run_layout, case, timeout_s=120))
+        size, whose = largest_difference(outcome, run_reference(replace(case, kernels=Kernels())))
+        assert size <= 1e-10, (case, whose)
+
+
+@pytest.mark.parametrize(("name", "num_microbatches"), product(SCHEDULES, (6, 9)))
+def test_every_schedule_is_exact_on_three_ranks(ranks3: Ranks, name: str, num_microbatches: int) -> None:
+    """Seven blocks, which no number of stages divides, and both ends of a weight that is tied."""
+    layout = Layout(pp=3, schedule=name, virtual_stages=SCHEDULES[name].least_virtual_stages)
+    case = Case(layout, model=replace(QWEN2, num_layers=7), global_batch=num_microbatches)
+    size, whose = difference(ranks3, case)
+    assert size <= 1e-10, whose
 
 
 @pytest.mark.parametrize("name", ["dp4", thorough("tp4 with sp"), "tp4 overlapped", "pp2 tp2", thorough("zero 3")])
