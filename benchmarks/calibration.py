@@ -121,9 +121,10 @@ def join(repeats: Sequence[Sequence[TrialResult]]) -> Iterator[Row]:
     by_name = [{result.name: result for result in results} for results in repeats]
     for name, first in by_name[0].items():
         steps_s = [results[name].measured.step_time_s for results in by_name if name in results]
-        assert first.predicted and first.predicted.step_time_s, "it is calibrated"
+        predicted = first.run and first.run.predicted
+        assert predicted and predicted.step_time_s, "it is calibrated"
         if len(steps_s) == len(repeats):
-            yield Row(name, first.predicted.step_time_s, tuple(step_s for step_s in steps_s if step_s))
+            yield Row(name, predicted.step_time_s, tuple(step_s for step_s in steps_s if step_s))
 
 
 def _describe(row: Row) -> str:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from torch.distributed.checkpoint import filesystem
@@ -145,11 +146,8 @@ def _holes() -> Iterator[None]:
             file.truncate(8 + int.from_bytes(file.read(8), "little"))
             file.truncate(num_bytes)
 
-    hf.save_file, filesystem.FileSystem.create_stream = save_sparse, open_sparse
-    try:
+    with patch.object(hf, "save_file", save_sparse), patch.object(filesystem.FileSystem, "create_stream", open_sparse):
         yield
-    finally:
-        hf.save_file, filesystem.FileSystem.create_stream = save_file, create_stream
 
 
 if __name__ == "__main__":

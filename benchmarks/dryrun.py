@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import find_gpu
@@ -37,7 +38,7 @@ class Subject:
     seq_len: int
     global_batch: int
     layout: Layout
-    changes: tuple[tuple[str, int], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
     """To the model's preset."""
 
     @property

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -53,7 +53,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "without sequence parallelism": {"sequence_parallel": False},
 }
 """At tp 1 and 8."""
-_INPUTS = {"desired_input_layouts": (Replicate(),), "use_local_output": False}
+COMPILED: tuple[Compile, ...] = ("none", "blocks")
+_INPUTS: dict[str, Any] = {"desired_input_layouts": (Replicate(),), "use_local_output": False}
 TORCH_STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -115,10 +116,10 @@ def main() -> None:
     print("| | tp 1 | tp 8 | ratio | tp 8 by torch's styles | tp 1, compiled blocks | tp 8, compiled blocks |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for name, layout in LAYOUTS.items():
-        measure = partial(measure_host_s, device_type=device_type, **layout)
-        alone_s, split_s, *compiled_s = (measure(tp, compile) for compile in ("none", "blocks") for tp in (1, 8))
+        kinds = product(COMPILED, (1, 8))
+        alone_s, split_s, *compiled_s = (measure_host_s(tp, kind, device_type, **layout) for kind, tp in kinds)
         with patch.dict(STYLES, TORCH_STYLES):
-            torch_s = measure(8)
+            torch_s = measure_host_s(8, device_type=device_type, **layout)
         times = [f"{1e3 * s:.2f}" for s in (alone_s, split_s, torch_s, *compiled_s)]
         print(f"| {' | '.join([name, *times[:2], f'×{split_s / alone_s:.2f}', *times[2:]])} |", flush=True)
 

@@ -178,24 +178,24 @@ def describe_formats(rows: Sequence[Row]) -> Iterator[str]:
         for a, b in found:
             for place in ((a["engine"], a["gpu"]), ("all", "")):
                 groups[(a["precision"], b["precision"], *place)].append((a, b))
-        for place, alike in sorted(groups.items()):
-            if place[2] == "all" and any(
-                len(alike) == len(others) for each, others in groups.items() if each[:2] == place[:2] and each != place
+        for group, alike in sorted(groups.items()):
+            if group[2] == "all" and any(
+                len(alike) == len(others) for each, others in groups.items() if each[:2] == group[:2] and each != group
             ):
                 continue  # one program on one GPU has them all
             layouts = {tuple(but("precision")(row) for row in pair) for pair in alike}
             factors = [speed_of(b) / speed_of(a) for a, b in alike]
-            yield f"| {name} | {' | '.join(place)} | {len(layouts)} | {len(alike)} | {describe_range(factors)} |"
+            yield f"| {name} | {' | '.join(group)} | {len(layouts)} | {len(alike)} | {describe_range(factors)} |"
     for name, found in pairs.items():
         yield from ("", f"### Pairs: {name}", "")
         yield "| model | s | GPU | layouts | formats | factor | rows |"
         yield "|---|---|---|---|---|---|---|"
         for a, b in sorted(found, key=lambda pair: (pair[0]["model"].lower(), pair[0]["gpu"], pair[1]["precision"])):
-            layouts = "; ".join(dict.fromkeys(map(describe_layout, (a, b))))
-            place = f"{b['model']} | {a['seq_len']} | {a['gpus']} {a['gpu']} | {layouts}"
+            both = "; ".join(dict.fromkeys(map(describe_layout, (a, b))))
+            run = f"{b['model']} | {a['seq_len']} | {a['gpus']} {a['gpu']} | {both}"
             names = f"{name_row(a)}, {name_row(b)}"
             factor = speed_of(b) / speed_of(a)
-            yield f"| {place} | {a['precision']}, {b['precision']} | ×{factor:.2f} | {names} |"
+            yield f"| {run} | {a['precision']}, {b['precision']} | ×{factor:.2f} | {names} |"
 
 
 def describe_layout(row: Row) -> str:

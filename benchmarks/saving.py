@@ -70,10 +70,10 @@ def main() -> None:
                 peaks[mode].append(peak)
                 print(f"{plural(num_ranks, 'rank')}, {mode}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
         none = next(iter(MODES))
-        for mode, seconds in found.items():
-            ratios = [one / other for one, other in zip(seconds, found[none], strict=True)]
+        for mode, steps_s in found.items():
+            ratios = [one / other for one, other in zip(steps_s, found[none], strict=True)]
             print(
-                f"| {num_ranks} | {mode} | {statistics.median(seconds):.3f} | x {statistics.median(ratios):.3f} "
+                f"| {num_ranks} | {mode} | {statistics.median(steps_s):.3f} | x {statistics.median(ratios):.3f} "
                 f"| {min(ratios):.3f} to {max(ratios):.3f} | {statistics.median(peaks[mode]):.0f} |"
             )
 

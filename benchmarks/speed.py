@@ -32,7 +32,7 @@ from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW
-from dtlayout.precision import Precision
+from dtlayout.precision import Format, Precision
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
 
@@ -55,7 +55,8 @@ PARTS = {
 }
 """Of a step with PyTorch's flash kernel: names of the profiler's, which takes its own time of every operator, and
 blockwise attention is thousands of them."""
-FORMATS, MODES = ("float32", "bfloat16"), ("eager", "compiled")
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16")
+MODES = ("eager", "compiled")
 Step = Callable[[Tensor, Tensor], float]
 
 
@@ -66,7 +67,7 @@ def choose_kernels(precision: Precision, mode: str, attention: str = "auto") -> 
     return asked.resolve(need).kernels
 
 
-def make_own_step(number_format: str, mode: str, attention: str = "auto") -> Step:
+def make_own_step(number_format: Format, mode: str, attention: str = "auto") -> Step:
     """A step as train.py does it."""
     from dtlayout.training.build import assemble
     from dtlayout.training.optimizer import build_optimizer, set_learning_rate
@@ -84,7 +85,7 @@ def make_own_step(number_format: str, mode: str, attention: str = "auto") -> Ste
     return lambda tokens, targets: step(tokens, targets).loss
 
 
-def make_bare_step(number_format: str, mode: str) -> Step:
+def make_bare_step(number_format: Format, mode: str) -> Step:
     """Our module without mesh, plan and runtime, in the same loop as transformers'."""
     from dtlayout.pipelining.partition import StageSlice
     from dtlayout.pipelining.stage import build_stage
@@ -100,7 +101,7 @@ def make_bare_step(number_format: str, mode: str) -> Step:
     )
 
 
-def make_plain_step(number_format: str, mode: str, sharding: str) -> Step:
+def make_plain_step(number_format: Format, mode: str, sharding: str) -> Step:
     """A step of the loop that one writes around `LlamaForCausalLM`."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -111,7 +112,7 @@ def make_plain_step(number_format: str, mode: str, sharding: str) -> Step:
         LlamaConfig(
             hidden_size=MODEL.hidden_size, num_hidden_layers=MODEL.num_layers, num_attention_heads=MODEL.num_heads,
             num_key_value_heads=MODEL.num_kv_heads, intermediate_size=MODEL.ffn_size, vocab_size=MODEL.vocab_size,
-            tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",
+            tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa",  # type: ignore[call-arg]
         )
     )  # fmt: skip
     if sharding == "FSDP2":
@@ -123,7 +124,7 @@ def make_plain_step(number_format: str, mode: str, sharding: str) -> Step:
     return make_loop(model, number_format, lambda tokens, _: run(input_ids=tokens, labels=tokens).loss)  # it shifts
 
 
-def make_loop(model: nn.Module, number_format: str, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
+def make_loop(model: nn.Module, number_format: Format, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
     """What one writes around a module: autocast for bf16, clipping, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
@@ -148,7 +149,7 @@ def joined() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def profile_step(number_format: str, num_steps: int) -> None:
+def profile_step(number_format: Format, num_steps: int) -> None:
     """Print the seconds of an eager step by what they are spent on."""
     step = make_own_step(number_format, "eager", attention="sdpa-flash")
     tokens = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN))
@@ -166,7 +167,7 @@ def profile_step(number_format: str, num_steps: int) -> None:
     print(json.dumps([*(seconds / num_steps for seconds in parts.values()), whole_s / num_steps]))
 
 
-def work(program: str, number_format: str, mode: str, num_steps: int) -> None:
+def work(program: str, number_format: Format, mode: str, num_steps: int) -> None:
     """Print the seconds of each step, on rank 0."""
     if program == "dtlayout":
         step = make_own_step(number_format, mode)
@@ -185,7 +186,7 @@ def work(program: str, number_format: str, mode: str, num_steps: int) -> None:
         print(json.dumps(seconds[WARM_UP:]))
 
 
-def measure(world_size: int, program: str, number_format: str, mode: str, num_steps: int) -> float:
+def measure(world_size: int, program: str, number_format: Format, mode: str, num_steps: int) -> float:
     """The median step of fresh processes, in seconds."""
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"] if world_size > 1 else []
@@ -242,7 +243,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.work:
         with joined():
-            work(*options.work, options.steps)
+            program, number_format, mode = options.work
+            work(program, number_format, mode, options.steps)
         return
     if options.profile:
         with joined():

@@ -110,8 +110,9 @@ def _say(choice: str, said: dict[str, Any]) -> str:
 def _compare(apart: TrialResult, together: TrialResult) -> str:
     across, inside = apart.measured, together.measured
     assert across.step_time_s and inside.step_time_s, "only what ran is compared"
-    assert apart.predicted and apart.predicted.step_time_s, "the hosts are calibrated"
-    steps = [across.step_time_s, across.step_time_spread_s or 0.0, apart.predicted.step_time_s, inside.step_time_s]
+    predicted = apart.run and apart.run.predicted
+    assert predicted and predicted.step_time_s, "the hosts are calibrated"
+    steps = [across.step_time_s, across.step_time_spread_s or 0.0, predicted.step_time_s, inside.step_time_s]
     cells = " | ".join(f"{step:.2f}" for step in steps)
     return f"| {apart.name} | {cells} | ×{across.step_time_s / inside.step_time_s:.2f} |"
 

@@ -42,7 +42,7 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
     if is_short_of(events, amounts):
         start_up_s, save_s = rehearse(folder / "rehearsal")
         with ExitStack() as stack:
-            start, killed = None, []
+            start, killed = None, list[set[int]]()
             while is_short_of(events, amounts):
                 if start is None or len(killed) > RESTARTS or start.is_over:
                     stack.close()

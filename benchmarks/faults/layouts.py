@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,7 @@ MODEL = ModelShape(
     name="pairs", hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_size=48, vocab_size=260
 )  # fmt: skip
 WORLDS = (1, 2, 4)
+ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 
 
 def find_layouts(num_ranks: int) -> list[Layout]:
@@ -29,7 +31,7 @@ def find_layouts(num_ranks: int) -> list[Layout]:
     schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2))
     layouts = [
         Layout(pp=pp, tp=tp, dp_replicate=replicate, dp_shard=shard, zero=zero, schedule=name, virtual_stages=stages)
-        for (pp, tp, replicate, shard), zero, (name, stages) in product(degrees, (1, 2, 3), schedules)
+        for (pp, tp, replicate, shard), zero, (name, stages) in product(degrees, ZERO, schedules)
         if (pp > 1 or name == "1f1b") and (shard > 1 or zero == 1)
     ]
     return [layout for layout in layouts if layout.is_legal(MODEL, BATCH)]

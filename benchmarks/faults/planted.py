@@ -37,7 +37,7 @@ def name_before_manifest() -> None:
     def postpone(partial: Path, files: Any, facts: Mapping[str, Any]) -> None:
         later.append((files, facts))
 
-    sharded.write_manifest = postpone
+    sharded.write_manifest = postpone  # type: ignore[assignment]
     _rename_by(rename)
 
 
@@ -61,7 +61,7 @@ def removal_before_name() -> None:
 
 def _rename_by(replace: Callable[[Path, Path], None]) -> None:
     """Give folder.py another os.replace."""
-    folder.os = SimpleNamespace(**{**vars(os), "replace": replace})
+    folder.os = SimpleNamespace(**{**vars(os), "replace": replace})  # type: ignore[assignment]
 
 
 BREAKS = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dtlayout.checkpoint.manifest import CHECKPOINTS, find_damage, list_checkpoints
 from dtlayout.checkpoint.reader import Reader
@@ -193,7 +194,11 @@ def compare(run: Path, straight: Path) -> str:
 def _hash_tensors(checkpoint: Path) -> dict[str, str]:
     """Name → SHA-256 of each whole tensor; which rank writes those that several hold is another one in each start."""
     described = Reader(checkpoint / "tensors").read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in described.items()}
+    tensors = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in described.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
         dcp.load(tensors, storage_reader=Reader(checkpoint / "tensors"), no_dist=True)

@@ -14,20 +14,20 @@ from dtlayout.planner.runs import Run
 
 @dataclass(frozen=True)
 class Question:
-    """A choice to learn about."""
+    """A choice to learn about; its functions take a row: a `Run`, unless others are asked."""
 
     name: str
     """The choice as a heading."""
-    choice: Callable[[Run], Hashable]
+    choice: Callable[[Any], Hashable]
     """What a row chose."""
-    rest: Callable[[Run], Hashable]
+    rest: Callable[[Any], Hashable]
     """Everything that two rows of a pair share."""
     follows: Callable[[Any, Any], bool]
     """Whether the second choice is to be compared with the first."""
     before: str
     after: str
     """The two choices in words."""
-    pool: Callable[[Run], Hashable] = lambda run: run.table
+    pool: Callable[[Any], Hashable] = lambda run: run.table
     """The rows that may be compared with each other: those of a sweep."""
     crosses_gpus: bool = False
     """Whether rows on different numbers of GPUs are compared."""
