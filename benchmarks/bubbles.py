@@ -22,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtlayout.batch import Batch
 from dtlayout.layout import Layout
 from dtlayout.mesh.build import build_mesh
-from dtlayout.pipelining.runtime import build_runtime
+from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.pipelining.schedules import SCHEDULES, find_schedule
 from dtlayout.pipelining.stage import Boundary
 from dtlayout.pipelining.timing import time_pipeline
 from dtlayout.pipelining.waves import StageTimes
 from dtlayout.text import plural
+from dtlayout.training.timeline import TimelineRecorder
 
 RANKS = 4
 PART_S = 0.1
@@ -82,6 +83,9 @@ def list_cases() -> Iterator[Case]:
                 yield from (Case(name, v, m, uneven) for uneven in (False, True))
 
 
+RECORDED = Case("1f1b", 1, 8, uneven=False)
+
+
 class _Sleeping(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -112,8 +116,8 @@ class SlowStage(nn.Module):
         return y.sum() if self.is_last else y
 
 
-def measure(case: Case, mesh: DeviceMesh) -> float:
-    """The share of a step in which the busiest rank waits, after a step that does not sleep."""
+def build(case: Case, mesh: DeviceMesh) -> tuple[Runtime, Tensor]:
+    """What steps a case, with its inputs; a step that does not sleep is done."""
     batch = Batch(global_batch=case.num_microbatches, seq_len=1)
     schedule = make_schedule(case.layout, batch)
     stages = schedule.placement.stages_of(dist.get_rank())
@@ -123,12 +127,36 @@ def measure(case: Case, mesh: DeviceMesh) -> float:
     runtime.step(inputs)
     for stage, module in zip(stages, modules, strict=True):
         module.seconds = case.part_s[stage]
+    return runtime, inputs
+
+
+def time_step(runtime: Runtime, inputs: Tensor) -> float:
+    """Seconds until the last rank has done a step that all begin together."""
     dist.barrier()
     start = time.perf_counter()
     runtime.step(inputs)
     ends: list[float] = [0.0] * RANKS
     dist.all_gather_object(ends, time.perf_counter() - start)
-    return 1 - case.busy_s / max(ends)
+    return max(ends)
+
+
+def measure(case: Case, mesh: DeviceMesh) -> float:
+    """The share of a step in which the busiest rank waits."""
+    return 1 - case.busy_s / time_step(*build(case, mesh))
+
+
+def measure_recording(mesh: DeviceMesh, rounds: int = 8) -> float:
+    """What recording adds to a step, as a share of it; the median of steps that follow one that is not recorded."""
+    runtime, inputs = build(RECORDED, mesh)
+    recorder = TimelineRecorder("cpu", RECORDED.layout, timeout_s=60)
+    runtime.before_action, runtime.after_input = recorder.before_action, recorder.after_input
+    ratios = []
+    for _ in range(rounds):
+        alone_s = time_step(runtime, inputs)
+        recorder.begin()
+        ratios.append(time_step(runtime, inputs) / alone_s)
+        recorder.gather()
+    return statistics.median(ratios) - 1
 
 
 def work(rank: int, rendezvous: str, rounds: int) -> None:
@@ -139,6 +167,10 @@ def work(rank: int, rendezvous: str, rounds: int) -> None:
     measured = [[measure(case, mesh) for case in cases] for _ in range(rounds)]
     if rank == 0:
         print_rows(cases, [statistics.median(shares) for shares in zip(*measured, strict=True)])
+    added = measure_recording(mesh)
+    if rank == 0:
+        print(f"\n`metrics.timeline` makes a step of {RECORDED.schedule} with {RECORDED.num_microbatches} microbatches")
+        print(f"{added:+.2%} longer, for {2 * RECORDED.num_microbatches} actions on each rank.")
     dist.destroy_process_group()
 
 
