@@ -17,7 +17,7 @@ from dtlayout.planner import reasons
 from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_thumb
 from dtlayout.planner.cost import Budget
 from dtlayout.planner.intervals import Intervals, find_intervals, find_least_apart, find_order
-from dtlayout.planner.remarks import list_remarks, remark_on_axis, remark_on_offload, remark_on_split
+from dtlayout.planner.remarks import list_remarks, list_ways_to_fit
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow
 from dtlayout.planner.space import Space, parse_choices
@@ -264,8 +264,7 @@ def explain_nothing(search: Search, result: SearchResult) -> list[str]:
     if result.num_layouts and (missed := search.find_smallest_oom()):
         text = reasons.describe_shortage(missed, result.allowed_bytes)
         problems.append(f"the one that misses by least, {missed.layout}: {text}")
-        remarks = remark_on_axis(search, None), remark_on_split(search, missed), remark_on_offload(search, missed)
-        problems += filter(None, remarks)
+        problems += list_ways_to_fit(search, missed)
         helps = "--min-gpus finds the smallest cluster that works"
         state_bytes = max(rank.parameters + rank.gradients + rank.optimizer for rank in missed.memory)
         problems.append(helps + "; a shorter --seq-len needs less" * (state_bytes < result.allowed_bytes))

@@ -11,6 +11,8 @@ from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import find_lacks, find_refusals
 from dtlayout.layout import Layout
+from dtlayout.pipelining.record import PipelineSchedule
+from dtlayout.pipelining.schedules import SCHEDULES
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
 from dtlayout.planner.splits import MOST_STAGES, balance_memory, balance_time
@@ -25,7 +27,7 @@ _SLOWER_NETWORK = 0.8
 _LEAST_GROWTH = 0.03
 """Fraction of the step by which that has to make it longer."""
 _LEAST_GAIN = 0.01
-"""Share of the step that another split has to save."""
+"""Share of the step that another split or schedule has to save."""
 _HIDDEN = 0.02
 """Share of the step up to which communication counts as hidden."""
 _LEAST_ROOM = 0.05
@@ -36,12 +38,19 @@ _MORE_ROOM = 0.1
 
 def list_remarks(search: Search, ranked: Sequence[Estimate]) -> Iterator[str]:
     """All remarks on the best layouts of a search, of which there is one at least."""
-    for remark in (
+    yield from filter(None, (
         remark_on_axis(search, ranked[0]), remark_on_precision(search, ranked), remark_on_batch(search, ranked[0]),
         remark_on_network(search, ranked[0]), remark_on_room(search, ranked), remark_on_split(search, ranked[0]),
-    ):  # fmt: skip
-        if remark:
-            yield remark
+        remark_on_schedule(search, ranked[0]),
+    ))  # fmt: skip
+
+
+def list_ways_to_fit(search: Search, missed: Estimate) -> Iterator[str]:
+    """What would fit where nothing in the search does; `missed` is what misses by least."""
+    yield from filter(None, (
+        remark_on_axis(search, None), remark_on_split(search, missed), remark_on_schedule(search, missed),
+        remark_on_offload(search, missed),
+    ))  # fmt: skip
 
 
 def remark_on_axis(search: Search, best: Estimate | None, axis: str = "cp") -> str:
@@ -96,18 +105,58 @@ def remark_on_split(search: Search, estimate: Estimate) -> str:
     layout, kernels, estimator = estimate.layout, estimate.kernels, search.estimator
     if not 1 < layout.num_stages <= MOST_STAGES or "stage_layers" in search.space.fixed:
         return ""
-    fits = estimate.needed_bytes <= search.allowed_bytes
-    found = estimator.estimate((balance_time if fits else balance_memory)(estimator, layout, kernels), kernels)
-    if found.needed_bytes > search.allowed_bytes or find_refusals(search.space.scenario, found.layout, kernels):
+    balance = balance_time if estimate.needed_bytes <= search.allowed_bytes else balance_memory
+    found = estimator.estimate(balance(estimator, layout, kernels), kernels)
+    if find_refusals(search.space.scenario, found.layout, kernels) or not (would := _say_gain(search, estimate, found)):
         return ""
-    gain = 1 - found.step_time_s / estimate.step_time_s
-    if fits and gain < _LEAST_GAIN:
-        return ""
-    would = f"be {gain:.1%} faster" if fits else "fit"
     return (
         f"{layout} has {join_alike(estimate.stage_layers)} blocks by stage: with "
-        f"stage_layers={list(found.stage_layers)} it would {would}, {three_digits(found.step_time_s)} s a step."
+        f"stage_layers={list(found.stage_layers)} it would {would}."
     )
+
+
+def remark_on_schedule(search: Search, estimate: Estimate) -> str:
+    """What a schedule that is not searched would be worth: to the fastest layout, or to what misses by least."""
+    fixed, avoided = search.space.fixed, search.space.avoided.get("schedule", ())
+    if not estimate.layout.is_pipelined or not fixed.keys().isdisjoint({"schedule", "virtual_stages", "stage_layers"}):
+        return ""
+    others = [each for each in SCHEDULES.values() if not each.is_searched and each.name not in avoided]
+    found = [other for each in others if (other := _with_schedule(search, estimate, each))]
+    if not found or not (would := _say_gain(search, estimate, best := min(found, key=lambda e: e.step_time_s))):
+        return ""
+    eager = " without compile" if best.kernels.compile != estimate.kernels.compile else ""
+    asked = f"--fix schedule={best.layout.schedule}"
+    return f"{best.layout}{eager} would {would}: no search tries that schedule unless it is asked for, {asked}."
+
+
+def _with_schedule(search: Search, estimate: Estimate, schedule: PipelineSchedule) -> Estimate | None:
+    """A layout in another order, with what that allows of its kernels and of tp_overlap.
+
+    None if it is refused, does not fit, or cannot be faster than a layout that does, even without a bubble.
+    """
+    scenario, own = search.space.scenario, estimate.layout
+    v = int(min(max(own.virtual_stages, schedule.least_virtual_stages), schedule.most_virtual_stages))
+    overlaps = own.tp_overlap and not schedule.splits_backward
+    layout = replace(own, schedule=schedule.name, virtual_stages=v, tp_overlap=overlaps)
+    is_eager = schedule.splits_backward and estimate.kernels.compiles_blocks
+    kernels = replace(estimate.kernels, compile="none") if is_eager else estimate.kernels
+    if not layout.is_legal(scenario.model, scenario.batch) or find_refusals(scenario, layout, kernels):
+        return None
+    if estimate.needed_bytes <= search.allowed_bytes:
+        least_s = search.estimator.lower_bound_s(layout, kernels)
+        if least_s > (1 - _LEAST_GAIN) * estimate.step_time_s:
+            return None
+    found = search.estimator.estimate(layout, kernels)
+    return found if found.needed_bytes <= search.allowed_bytes else None
+
+
+def _say_gain(search: Search, estimate: Estimate, other: Estimate) -> str:
+    """What another layout would do in place of one: be faster, or fit where that does not; "" if it does neither."""
+    gain = 1 - other.step_time_s / estimate.step_time_s
+    fits = estimate.needed_bytes <= search.allowed_bytes
+    if other.needed_bytes > search.allowed_bytes or (fits and gain < _LEAST_GAIN):
+        return ""
+    return f"{f'be {gain:.1%} faster' if fits else 'fit'}, {three_digits(other.step_time_s)} s a step"
 
 
 def remark_on_precision(search: Search, ranked: Sequence[Estimate]) -> str:
