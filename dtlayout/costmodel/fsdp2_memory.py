@@ -30,6 +30,8 @@ from dtlayout.recompute import Recompute
 _P, _A, _B = Part.PARAMETERS, Part.ACTIVATIONS, Part.BUFFERS
 _TOKEN_BYTES = 16
 """A token and its target, int64."""
+_Reduced = tuple[int, Kind]
+"""Which of a rank's stages has reduced its units, in a whole backward or in its second part."""
 
 
 class _Step(NamedTuple):
@@ -46,6 +48,8 @@ class _Step(NamedTuple):
     """Whether the stage's last action was a forward, after which norm and head are still gathered."""
     alternates: bool
     """Whether the stage's last backward, or part of one, was of another kind or there was none."""
+    reduced: _Reduced | None
+    """Of a step that reduces: the rank's last one, whose last unit still has its buffer; None where that is gone."""
     turns: bool = False
     """Whether the forward's own backward, or the backward's own forward, is the next thing or the last that the rank
     does; where activations go to the host alone is it and what follows asked."""
@@ -78,7 +82,7 @@ def fullest_bytes(
         own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
         rows, order = _rows(schedule, layout.placement, m, rank, layout.offloads_activations)
         message = changes((_B, own[0].size.stream))
-        phases = [own[step.chunk].play(step).times(count) if step else message for step, count in rows]
+        phases = [_play(own, step).times(count) if step else message for step, count in rows]
         yield fullest_of(sequence(stage.state for stage in own).left, phases, order)
 
 
@@ -108,7 +112,7 @@ def estimate_curve(
     yield None, held, held
     played = _steps(find_schedule(layout.schedule), placement, m, rank, offloads=layout.offloads_activations)
     for action, step, leaves_message in played:
-        phase = own[step.chunk].play(step)
+        phase = _play(own, step)
         before, held = held, held + sum(phase.left) + leaves_message * own[0].size.stream
         yield action, before + sum(phase.fullest), held
 
@@ -139,6 +143,7 @@ def _steps(
     last = {action.stage: action for action in actions if action.kind in RELEASE}
     begun: dict[Kind, set[int]] = {kind: set() for kind in COMPUTE}
     forwarded: set[int] = set()
+    reduced: _Reduced | None = None
     last_kind: dict[int, Kind] = {}
     num_sent = Counter[int | None]()
     for action, neighbour in zip(actions, neighbours, strict=True):
@@ -146,7 +151,11 @@ def _steps(
         is_forward = kind is Kind.FORWARD
         is_first, is_last = chunk not in begun[kind], action == last.get(action.stage)
         alternates = last_kind.get(chunk) is not kind
-        step = _Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, **neighbour)
+        reduces = kind in RELEASE
+        before = reduced if reduces else None
+        step = _Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, before, **neighbour)
+        if reduces:
+            reduced = None if is_last else (chunk, kind)
         if not is_forward:
             last_kind[chunk] = kind
         for alike in _BEGUN_WITH.get(kind, (kind,)):
@@ -155,6 +164,11 @@ def _steps(
         receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
         num_sent[receiver] += 1
         yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
+
+
+def _play(own: Sequence["_Stage"], step: _Step) -> Phase:
+    """A step of a rank with these stages."""
+    return own[step.chunk].play(step, own[step.reduced[0]].last_reduced(step.reduced[1]) if step.reduced else None)
 
 
 def _look_around(before: Action | None, action: Action, after: Action | None) -> dict[str, bool]:
@@ -278,18 +292,30 @@ class _Stage:
         kept = optimizer.state_bytes(params) * num_parameters + steps
         return changes((_P, params * num_parameters), (Part.OPTIMIZER, kept))
 
-    def play(self, step: _Step) -> Phase:
-        """A step of this stage; what a backward in two parts holds is held until the second one is over."""
+    def last_reduced(self, kind: Kind) -> Unit:
+        """The last unit that a backward reduces, or its second part: the first that a forward gathers, or the last."""
+        first_block, last_block = (self.runs[0].unit, self.runs[-1].unit) if self.runs else (None, None)
+        units = self.units
+        found = last_block if kind is Kind.BACKWARD_WEIGHT else units.root or units.embedding or first_block
+        return found or self.ends[-1]
+
+    def play(self, step: _Step, reduced: Unit | None) -> Phase:
+        """A step of this stage; what a backward in two parts holds is held until the second one is over.
+
+        `reduced` is the unit of any of the rank's stages whose buffer is still there, [Note: a unit's reduction].
+        """
         head_is_gathered = self.keeps_head and step.follows_forward
         around = (step.turns, step.leaves_block, step.fetches)
         if step.kind is Kind.FORWARD:
             return self.forward(step.is_first or self.sharding.zero == 3, head_is_gathered, *around)
         late = self.sharding.sums_late
+        reduced = None if late else reduced
         if step.kind is Kind.BACKWARD_WEIGHT:
-            return self.backward_weight(step.is_first, step.is_last, step.is_last if late else step.alternates)
+            ends_wait = step.is_last if late else step.alternates
+            return self.backward_weight(step.is_first, step.is_last, ends_wait, reduced)
         if step.kind is Kind.BACKWARD_INPUT:
-            return self.backward_input(step.is_first if late else step.alternates, head_is_gathered)
-        return self.backward(step.is_first, step.is_last, head_is_gathered, *around)
+            return self.backward_input(step.is_first if late else step.alternates, None, head_is_gathered)
+        return self.backward(step.is_first, step.is_last, reduced, head_is_gathered, *around)
 
     def _forward(
         self, gathers: bool, head_is_gathered: bool, turns: bool, leaves_block: bool, fetches: bool
@@ -344,13 +370,12 @@ class _Stage:
             yield sharding.drop(units.root)
 
     def _backward(
-        self, is_first: bool, head_is_gathered: bool, turns: bool = False, leaves_block: bool = False,
-        fetches: bool = False, *, is_last: bool, splits: bool = False,
+        self, is_first: bool, reduced: Unit | None, head_is_gathered: bool, turns: bool = False,
+        leaves_block: bool = False, fetches: bool = False, *, is_last: bool, splits: bool = False,
     ) -> Iterator[Phase]:  # fmt: skip
         """With activations on the host the device has, beside what the running block has kept, what is coming back."""
         size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
-        first_block, last_block = (runs[0].unit, runs[-1].unit) if runs else (None, None)
-        ends = self.ends
+        last_block, ends = (runs[-1].unit if runs else None), self.ends
         reduces = not splits and (not sharding.sums_late or is_last)
 
         def finish_unit(unit: Unit, before: Unit | None) -> Phase:
@@ -365,9 +390,6 @@ class _Stage:
             finish = finish_unit(unit, reduced if reduces else None)
             return sequence((begin, work, finish))
 
-        reduced = (
-            (units.root or units.embedding or first_block) if not (splits or sharding.sums_late or is_first) else None
-        )
         if sharding.zero == 3:
             ahead = (None if head_is_gathered else units.head) if units.head else last_block
             gathered = sharding.gathered(units.root) if units.root and not head_is_gathered else 0
@@ -428,7 +450,9 @@ class _Stage:
         weights = self.sharding.gradients_of(run.unit, is_first=is_first)
         return autograd.block_backward(run.size, weights, run.kept, run.recomputed)
 
-    def _backward_weight(self, is_first: bool, is_last: bool, ends_wait: bool) -> Iterator[Phase]:
+    def _backward_weight(
+        self, is_first: bool, is_last: bool, ends_wait: bool, before: Unit | None
+    ) -> Iterator[Phase]:  # fmt: skip
         """All blocks' gradients come and are added up before the first unit is reduced.
 
         `ends_wait` where embedding and head have gradients of a first part, which are reduced with them.
@@ -441,7 +465,6 @@ class _Stage:
         for unit in blocks:
             yield sharding.add_up(unit, is_first=is_first or not sharding.sums_late)
         order = [*(self.ends if ends_wait else ()), *blocks] if reduces else []
-        before = order[-1] if order and not (sharding.sums_late or is_first) else None
         for unit in order:
             yield sharding.finish_backward(unit, before, is_first=is_first, is_last=is_last, is_late=True)
             before = unit

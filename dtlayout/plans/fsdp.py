@@ -28,7 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    share_comm_ctx,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -168,6 +175,14 @@ def shard(
     return GradientSync(
         units=units, each_backward=sums, keep_gathered=keeps, is_replicated=is_replicated, reduce_scatter=reduce_scatter
     )
+
+
+def share_context(syncs: Sequence[GradientSync]) -> None:
+    """Let the stages of a rank share FSDP2's streams, and the buffer that it keeps of the last reduction.
+
+    Each would keep its own, as large as a unit in the reduce format, from one microbatch's backward to the next.
+    """
+    share_comm_ctx([sync.units[-1] for sync in syncs])
 
 
 def _prefetch_backward(units: Sequence[FSDPModule]) -> None:

@@ -17,7 +17,7 @@ from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.pipelining.stage import build_stage, stage_boundary
 from dtlayout.plans.apply import apply_plan
-from dtlayout.plans.fsdp import GradientSync
+from dtlayout.plans.fsdp import GradientSync, share_context
 from dtlayout.plans.init import initialize, move_tables
 from dtlayout.plans.offload import KeptOnHost
 from dtlayout.plans.plan import make_plan
@@ -67,6 +67,7 @@ def assemble(
     reduction_group = open_reduction_group(mesh, timeout_s)
     kept = KeptOnHost(device_type) if plan.offloads_activations else None
     sync = [apply_plan(module, plan, mesh, reduction_group, kept) for module in modules]
+    share_context(sync)
     give_weights(modules, model, seed, "cpu" if plan.offloads_state else device_type)
     if plan.offloads_state:
         move_tables(modules, device_type)
