@@ -118,10 +118,10 @@ def estimate_curve(
 
 
 def table_bytes(scenario: Scenario, layout: Layout) -> float:
-    """RoPE's exact tables, which each stage of a rank has."""
-    model = scenario.model
-    one = 2 * scenario.batch.seq_len * model.head_width * max(4, BYTES[scenario.precision.params])
-    return layout.virtual_stages * float(one)
+    """RoPE's exact tables of a rank's own tokens, which each of its stages has."""
+    own_tokens = scenario.batch.seq_len / layout.cp
+    one = 2 * own_tokens * scenario.model.head_width * max(4, BYTES[scenario.precision.params])
+    return layout.virtual_stages * one
 
 
 def overhead_bytes(scenario: Scenario, layout: Layout) -> float:

@@ -48,10 +48,12 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return Matmul(m, right[-1], k, *batch)
     if packet in _ATTENTION:
         count, num_tensors = _ATTENTION[packet]
+        given = bind(func, args, kwargs)
+        is_masked = given.get("is_causal") or given.get("attn_mask") is not None
         *upstream, query, key, value = (tensor.shape for tensor in args[:num_tensors])
         # One head of keys and values for every query head that they serve.
         key, value = ((shape[0], query[1], *shape[2:]) for shape in (key, value))
-        return Attention(int(count(*upstream, query, key, value)))
+        return Attention(int(count(*upstream, query, key, value)) * (1 if is_masked else 2))
     assert packet not in flop_registry, f"{func} computes, and nobody says how much"
     if func.is_view or packet in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
         return None

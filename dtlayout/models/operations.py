@@ -24,7 +24,8 @@ class Attention:
     """Attention in one kernel, forward or backward."""
 
     flops: int
-    """Counted whole, without a mask, as MFU does: 4·S²·K a head and sample forward, 2.5 times that backward."""
+    """Counted whole, as MFU does, of which a causal mask hides half: 4·S²·K a head and sample forward, 2.5 times that
+    backward; of keys that every query sees, as in a piece of a sequence that cp shares, twice what is computed."""
 
 
 @dataclass(frozen=True)

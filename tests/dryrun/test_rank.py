@@ -12,6 +12,7 @@ from recording import CollectiveRecorder
 from rehearsal import NUM_PLANTED, PLANTS, rehearse, rehearse_with
 from thorough import mostly_thorough, thorough
 
+from dtlayout.context_parallel import CONTEXT_METHODS
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.dryrun.rank import fold
 from dtlayout.dryrun.report import Message, RankReport
@@ -109,6 +110,14 @@ def count_all(report: RankReport) -> Counter[tuple[str, bool, object]]:
     for done in (done for done in report.done if done.place.action):
         counts[done.place.module, done.place.is_again, done.what] += done.count * report.repeats(done.place.action)
     return counts
+
+
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_ranks_that_share_a_sequence_compute_what_one_does(method: str) -> None:
+    alone = rehearse(Case(Layout(), global_batch=2), [0])[0]
+    shared = rehearse(Case(Layout(cp=4, cp_method=method), global_batch=2), range(4))  # type: ignore[arg-type]
+    for module, flops in alone.flops.items():
+        assert sum(report.flops[module] for report in shared.values()) == flops, module
 
 
 def test_gpipe_is_not_folded() -> None:

@@ -70,6 +70,15 @@ def test_attention_counts_whole_and_two_and_a_half_times_backward():
     assert [each.flops for each in listing.found if isinstance(each, Attention)] == [whole, 2.5 * whole]
 
 
+def test_attention_that_hides_nothing_counts_as_if_it_hid_half():
+    q, k, v = torch.zeros(2, 4, 16, 8), torch.zeros(2, 4, 24, 8), torch.zeros(2, 4, 24, 8)
+    with Listing() as listing, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(16, 24))
+    whole = 2 * 4 * 4 * 16 * 24 * 8
+    assert [each.flops for each in listing.found if isinstance(each, Attention)] == [2 * whole, whole]
+
+
 def test_fused_adam_reads_four_tensors_and_writes_three():
     parameter = nn.Parameter(torch.zeros(1024))
     optimizer = torch.optim.AdamW([parameter], fused=True)
