@@ -1,73 +1,35 @@
 """Peak bytes of a pipeline rank under FSDP2: the fullest moment of its schedule, played in phases.
 
-What a block holds is in fsdp2_blocks.py, what a unit of FSDP2 does in fsdp2_units.py. Here they become a stage's
-forward and backward, of which the first gathers parameters and finds no gradients, and the last reduces them; and those
-are played in the schedule's order. The optimizer needs nothing beside what the last backward leaves.
+What a block holds is in fsdp2_blocks.py, what a unit of FSDP2 does in fsdp2_units.py, and a schedule as steps of stages
+in fsdp2_steps.py. Here they become a stage's forward and backward, of which the first gathers parameters and finds no
+gradients, and the last reduces them; and those are played in the schedule's order. The optimizer needs nothing beside
+what the last backward leaves.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import NamedTuple
 
 from dtlayout.costmodel import fsdp2_blocks as autograd
 from dtlayout.costmodel.fsdp2_sizes import Sizes
+from dtlayout.costmodel.fsdp2_steps import Step, find_rows, find_steps
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, block_unit, stage_units
 from dtlayout.costmodel.phase import IDLE, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
-from dtlayout.pipelining.actions import COMPUTE, RELEASE, Action, Kind, result_of
+from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.placement import Placement
-from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT
-from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
+from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
 _P, _A, _B = Part.PARAMETERS, Part.ACTIVATIONS, Part.BUFFERS
 _TOKEN_BYTES = 16
 """A token and its target, int64."""
-_Reduced = tuple[int, Kind]
-"""Which of a rank's stages has reduced its units, in a whole backward or in its second part."""
-
-
-class _Step(NamedTuple):
-    """One action of a rank."""
-
-    chunk: int
-    """Which of the rank's stages."""
-    kind: Kind
-    is_first: bool
-    """Whether it is the stage's first of its kind."""
-    is_last: bool
-    """Whether it is the stage's last."""
-    follows_forward: bool
-    """Whether the stage's last action was a forward, after which norm and head are still gathered."""
-    alternates: bool
-    """Whether the stage's last backward, or part of one, was of another kind or there was none."""
-    reduced: _Reduced | None
-    """Of a step that reduces: the rank's last one, whose last unit still has its buffer; None where that is gone."""
-    turns: bool = False
-    """Whether the forward's own backward, or the backward's own forward, is the next thing or the last that the rank
-    does; where activations go to the host alone is it and what follows asked."""
-    leaves_block: bool = False
-    """Whether the rank's last action was a forward whose last block is still being copied to the host."""
-    fetches: bool = False
-    """Whether the rank's next action is a backward whose first block comes back from the host meanwhile."""
-
-
-_BEGUN_WITH = {
-    Kind.BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
-    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD, Kind.BACKWARD_WEIGHT),
-}
-"""What is no stage's first of its kind after this one; of others, they alone."""
-_Row = tuple[_Step | None, int]
-"""A step and how often it is done in a row; None is a message that has not gone."""
-_PLAYED_IN_ROWS = 4
-"""Microbatches of a breadth-first step: two whose messages have not gone, one in the middle, and the last."""
 
 
 def fullest_bytes(
@@ -80,7 +42,7 @@ def fullest_bytes(
     to_stage = _stage_maker(scenario, layout, kernels)
     for rank in ranks:
         own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
-        rows, order = _rows(schedule, layout.placement, m, rank, layout.offloads_activations)
+        rows, order = find_rows(schedule, layout.placement, m, rank, layout.offloads_activations)
         message = changes((_B, own[0].size.stream))
         phases = [_play(own, step).times(count) if step else message for step, count in rows]
         yield fullest_of(sequence(stage.state for stage in own).left, phases, order)
@@ -110,7 +72,7 @@ def estimate_curve(
     held = sum(sequence(stage.state for stage in own).left)
     held += table_bytes(scenario, layout) + overhead_bytes(scenario, layout)
     yield None, held, held
-    played = _steps(find_schedule(layout.schedule), placement, m, rank, offloads=layout.offloads_activations)
+    played = find_steps(find_schedule(layout.schedule), placement, m, rank, offloads=layout.offloads_activations)
     for action, step, leaves_message in played:
         phase = _play(own, step)
         before, held = held, held + sum(phase.left) + leaves_message * own[0].size.stream
@@ -130,82 +92,9 @@ def overhead_bytes(scenario: Scenario, layout: Layout) -> float:
     return _TOKEN_BYTES * tokens + scenario.engine.constants.overhead_bytes
 
 
-def _steps(
-    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, *, offloads: bool
-) -> Iterator[tuple[Action, _Step, bool]]:
-    """A rank's actions as steps of its stages, and whether a message is left that has not gone.
-
-    Those are the first ones to each neighbour.
-    """
-    actions = list(schedule.order(placement, rank, m))
-    around = zip([None, *actions], actions, [*actions[1:], None], strict=False)
-    neighbours = [_look_around(*three) if offloads else {} for three in around]
-    last = {action.stage: action for action in actions if action.kind in RELEASE}
-    begun: dict[Kind, set[int]] = {kind: set() for kind in COMPUTE}
-    forwarded: set[int] = set()
-    reduced: _Reduced | None = None
-    last_kind: dict[int, Kind] = {}
-    num_sent = Counter[int | None]()
-    for action, neighbour in zip(actions, neighbours, strict=True):
-        chunk, kind = placement.chunk_of(action.stage), action.kind
-        is_forward = kind is Kind.FORWARD
-        is_first, is_last = chunk not in begun[kind], action == last.get(action.stage)
-        alternates = last_kind.get(chunk) is not kind
-        reduces = kind in RELEASE
-        before = reduced if reduces else None
-        step = _Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, before, **neighbour)
-        if reduces:
-            reduced = None if is_last else (chunk, kind)
-        if not is_forward:
-            last_kind[chunk] = kind
-        for alike in _BEGUN_WITH.get(kind, (kind,)):
-            begun[alike].add(chunk)
-        (forwarded.add if is_forward else forwarded.discard)(chunk)
-        receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
-        num_sent[receiver] += 1
-        yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
-
-
-def _play(own: Sequence["_Stage"], step: _Step) -> Phase:
+def _play(own: Sequence["_Stage"], step: Step) -> Phase:
     """A step of a rank with these stages."""
     return own[step.chunk].play(step, own[step.reduced[0]].last_reduced(step.reduced[1]) if step.reduced else None)
-
-
-def _look_around(before: Action | None, action: Action, after: Action | None) -> dict[str, bool]:
-    """What a step of a rank whose activations go to the host has to know of its neighbours."""
-    turned = before is not None and before.kind is Kind.FORWARD and before[1:] == action[1:]
-    turns = after is not None and action.kind is Kind.FORWARD and _is_backward_of(action, after)
-    return {
-        "turns": turns or turned,
-        "leaves_block": before is not None and before.kind is Kind.FORWARD and not turned,
-        "fetches": after is not None and after.kind is not Kind.FORWARD and not turns,
-    }
-
-
-def _is_backward_of(forward: Action, action: Action) -> bool:
-    """Whether an action is the backward of a forward."""
-    return action.kind is not Kind.FORWARD and action[1:] == forward[1:]
-
-
-@lru_cache(maxsize=256)
-def _rows(
-    schedule: PipelineSchedule, placement: Placement, m: int, rank: int, offloads: bool
-) -> tuple[list[_Row], list[int]]:
-    """The different rows of steps of a rank, and their order by place."""
-    shorter = min(m, _PLAYED_IN_ROWS) if schedule.is_breadth_first else m
-    played = _steps(schedule, placement, shorter, rank, offloads=offloads)
-    steps = (each for _, step, leaves_message in played for each in ((step, None) if leaves_message else (step,)))
-    rows: list[_Row] = [(step, len(list(run))) for step, run in groupby(steps)]
-    if schedule.is_breadth_first and offloads:  # the last forward of a row is like the others
-        rows = [(s._replace(fetches=False) if s and s.kind is Kind.FORWARD else s, n) for s, n in rows]
-    if schedule.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
-        longest = {
-            step: place for place, (step, _) in enumerate(rows) if step and not step.is_first and not step.is_last
-        }
-        for step, place in longest.items():
-            rows[place] = (step, rows[place][1] + m - shorter)
-    places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
-    return list(places), [places[row] for row in rows]
 
 
 def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Callable[[StageSlice], _Stage]":
@@ -299,7 +188,7 @@ class _Stage:
         found = last_block if kind is Kind.BACKWARD_WEIGHT else units.root or units.embedding or first_block
         return found or self.ends[-1]
 
-    def play(self, step: _Step, reduced: Unit | None) -> Phase:
+    def play(self, step: Step, reduced: Unit | None) -> Phase:
         """A step of this stage; what a backward in two parts holds is held until the second one is over.
 
         `reduced` is the unit of any of the rank's stages whose buffer is still there, [Note: a unit's reduction].
