@@ -102,7 +102,8 @@ class Kernels:
         if find_kernel(AttentionKernel, self.attention).partial:
             return []
         able = (each for each in list_kernels(AttentionKernel) if each.suits(device, precision.compute))
-        other = next(each.name for each in able if each.partial)
+        own = (each for each in able if each.partial and each.package is None)
+        other = min(own, key=lambda each: each.preference or math.inf).name
         return [
             f"kernels.attention={self.attention} gives no log-sum-exp of its scores on {device.type}, which this "
             f"layout.cp_method needs; use kernels.attention={other} or layout.cp_method=all-to-all"

@@ -36,7 +36,7 @@ def test_check_says_what_a_legal_config_would_do(files, capsys):
         ["tokens", "128"],
         ["memory", "not predicted: [cluster] names no GPU type"],
         ["data", "not checked here: --data looks for them"],
-        ["kernels", "an auto is as the device of the run says; name it in [cluster]"],
+        ["kernels", "those that are auto depend on the run's GPU: name it as cluster.gpu to see them"],
     ]
 
 
@@ -80,7 +80,7 @@ def test_json_is_one_document_with_the_layout_that_fits(files, capsys):
     [
         ("cpu", "compile none: a CPU gains little", "none"),
         ("h100-80g-sxm", "attention sdpa-cudnn: the fastest of PyTorch's on Hopper", "blocks"),
-        ("auto", "an auto is as the device of the run says; name it in [cluster]", "auto"),
+        ("auto", "those that are auto depend on the run's GPU: name it as cluster.gpu to see them", "auto"),
     ],
 )
 def test_check_says_what_auto_is_on_the_device_that_is_named(files, capsys, gpu, said, compile):
@@ -132,6 +132,7 @@ def test_plan_prints_what_happens_to_which_module(files, capsys):
             ["zero=3 shards nothing at dp_shard=1, and frees only the copies that are computed with"],
         ),
         (["--layout.zero=2"], 1, ["zero=2 shards nothing at dp_shard=1"]),
+        (["--layout.zero=2", "--layout.cp=2"], 2, []),
     ],
 )
 def test_what_is_legal_but_hardly_meant_is_noted(files, capsys, overrides, world_size, notes):
@@ -179,14 +180,14 @@ def test_a_package_that_is_not_here_is_noted_since_the_run_may_be_elsewhere(caps
 
 def test_a_tokenizer_that_is_not_here_is_noted_and_with_data_refused(files, capsys, tmp_path):
     for spec, path in (("byts", "byts"), (str(tmp_path), str(tmp_path / "tokenizer.json")), ("~no/body", "~no/body")):
-        assert main(["check", str(files.config), f"--data.tokenizer={spec}", "--json"]) == 0
+        assert main(["check", str(files.config), "--world", "1", f"--data.tokenizer={spec}", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["notes"] == [
             f"data.tokenizer={spec!r}: no file {path!r} here; without it there is no run"
         ]
         assert main(["check", str(files.config), f"--data.tokenizer={spec}", "--data"]) == 2
         assert f"there is no file {path!r}" in capsys.readouterr().err
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert main(["check", str(files.config), f"--data.tokenizer={tmp_path}", "--json"]) == 0
+    assert main(["check", str(files.config), "--world", "1", f"--data.tokenizer={tmp_path}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
@@ -309,7 +310,9 @@ def test_check_says_what_memory_is_needed(capsys):
     assert main(["check", config, "--world", "64", "--json", "--layout.zero=3"]) == 0
     assert json.loads(capsys.readouterr().out)[bytes_of] < whole
     assert main(["check", config]) == 0  # on one GPU, where it cannot fit
-    assert ": it may not fit\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert ": it does not fit\n" in printed
+    assert "note: this is for 1 rank, the fewest that the layout needs: --world says how many there are\n" in printed
 
 
 def test_checking_imports_nothing_heavy_and_refuses_without_a_traceback(files):

@@ -361,16 +361,17 @@ def test_a_package_inside_one_that_is_not_here_is_not_here_either(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("attention", "device", "problem"),
+    ("attention", "device", "problem", "best"),
     [
-        ("sdpa-cudnn", "cuda", "gives no log-sum-exp of its scores on cuda, which this layout.cp_method needs"),
-        ("sdpa-efficient", "auto", "gives no log-sum-exp of its scores on auto"),
+        ("sdpa-cudnn", "cuda", "gives no log-sum-exp of its scores on cuda, which this layout.cp_method", "sdpa-flash"),
+        ("sdpa-efficient", "auto", "gives no log-sum-exp of its scores on auto", "blockwise"),
     ],
 )
-def test_attention_whose_parts_cannot_be_joined_is_refused_with_what_can(attention, device, problem):
+def test_attention_whose_parts_cannot_be_joined_is_refused_with_what_can(attention, device, problem, best):
     (found,) = Kernels(attention=attention).problems(Precision(), Device(device), in_parts=True)
     assert problem in found and found.endswith(" or layout.cp_method=all-to-all")
     other = found.partition("use kernels.attention=")[2].partition(" ")[0]
+    assert other == best
     assert not Kernels(attention=other).problems(Precision(), Device(device), in_parts=True)
     assert not Kernels(attention=attention).problems(Precision(), Device(device))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtlayout.cluster import Gpu, find_gpu, known_gpus
 from dtlayout.errors import InvalidConfig
+from dtlayout.text import plural
 
 if TYPE_CHECKING:
     from dtlayout.config import Config, DataConfig
@@ -36,10 +37,23 @@ def choose_gpu(config: "Config", asked: str | None) -> Gpu:
     name = asked or config.cluster.gpu
     if name == "auto":
         raise InvalidConfig(
-            f"cluster.gpu='auto' asks the device of a run, and nothing runs here; give --gpu with one of cpu, "
+            f"cluster.gpu='auto' is the GPU of a run, and nothing runs here; give --gpu with one of cpu, "
             f"{', '.join(known_gpus())}"
         )
     return find_gpu(name)
+
+
+def choose_world(config: "Config", asked: int | None) -> int:
+    """The ranks that are asked for, or the fewest that the config's layout needs."""
+    return config.layout.smallest_world_size if asked is None else asked
+
+
+def find_assumed_world(config: "Config", asked: int | None) -> list[str]:
+    """A note where nobody said how many ranks share what a layout leaves to the rest."""
+    if asked is not None or config.layout.dp_shard != -1:
+        return []
+    fewest = plural(config.layout.smallest_world_size, "rank")
+    return [f"this is for {fewest}, the fewest that the layout needs: --world says how many there are"]
 
 
 def find_config(source: Path) -> "Config | None":

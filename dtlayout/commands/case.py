@@ -1,12 +1,13 @@
 """A case: a config as an engine is predicted to run it, for commands that explain or compare."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dtlayout.commands.arguments import choose_gpu
+from dtlayout.commands.arguments import choose_gpu, choose_world, find_assumed_world
 from dtlayout.config import Config, check_layout, load_plan
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_lacks
@@ -38,9 +39,10 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
     config = load_plan(path, overrides)
     gpu = choose_gpu(config, options.gpu)
     engine = find_engine_on(options.engine, gpu)
-    world_size = config.layout.smallest_world_size if options.world is None else options.world
-    scenario = replace(own_scenario(config, world_size, gpu), engine=engine)
+    scenario = replace(own_scenario(config, choose_world(config, options.world), gpu), engine=engine)
     layout = _check(config, scenario)
+    for note in find_assumed_world(config, options.world):
+        print(f"note: {note}", file=sys.stderr)
     if engine.name == OWN_ENGINE:
         return Case(scenario, layout, predicted_kernels(config, layout, gpu))
     return Case(scenario, layout, engine_kernels(scenario, config.kernels, layout))

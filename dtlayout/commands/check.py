@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict, replace
 
-from dtlayout.commands.arguments import add_config, show
+from dtlayout.commands.arguments import add_config, choose_world, find_assumed_world, show
 from dtlayout.config import PLANNED_STEPS, Config, check_layout, load_plan
 from dtlayout.kernel import find_packages
 from dtlayout.kernels import Kernels
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what the config would do, or refuse it."""
     config = load_plan(options.config, options.overrides)
-    world_size = config.layout.smallest_world_size if options.world is None else options.world
+    world_size = choose_world(config, options.world)
     layout = check_layout(config, world_size, config.device)
     if options.world is not None and config.device.gpu is not None:
         from dtlayout.planner.prediction import refuse_hopeless  # only now: it imports the cost model
@@ -40,9 +40,13 @@ def run(options: argparse.Namespace) -> int:
 
         check_data(config)
     chosen = config.choose_kernels(config.device, layout)
-    notes = _find_notes(config, layout, chosen.kernels)
+    notes = find_assumed_world(config, options.world) + _find_notes(config, layout, chosen.kernels)
     is_known = config.device.type != "auto"
-    said = chosen.describe() if is_known else ["an auto is as the device of the run says; name it in [cluster]"]
+    said = (
+        chosen.describe()
+        if is_known
+        else ["those that are auto depend on the run's GPU: name it as cluster.gpu to see them"]
+    )
     looked = "found, and the tokenizer fits the model" if options.data else "not checked here: --data looks for them"
     peak_bytes, memory = _predict_memory(config, layout)
     facts = [*_describe(config, layout), ("memory", memory), ("data", looked), *(("kernels", line) for line in said)]
@@ -89,7 +93,8 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     places = "nodes" if gpus == config.cluster.ranks_per_node else "racks"
     if layout.tp > 1 and crosses_node("tp", layout, gpus):
         notes.append(f"tp={layout.tp} crosses {places} of {plural(gpus, 'GPU')}, and tp talks most; keep tp <= {gpus}")
-    if layout.zero > 1 and layout.dp_shard == 1:
+    shares_over_cp = layout.cp > 1 and layout.dp == 1
+    if layout.zero > 1 and layout.dp_shard == 1 and not shares_over_cp:
         frees = ", and frees only the copies that are computed with" * (layout.zero == 3)
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1{frees}")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere

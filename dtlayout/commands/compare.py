@@ -14,6 +14,8 @@ from dtlayout.planner.space import KERNEL_NAMES, parse_choices
 from dtlayout.text import align, choose_unit, three_digits
 
 EXAMPLE = "dtlayout compare configs/llama-13b-64xa100.toml tp=2 pp=2,micro_batch=2 --gpus 64"
+_MOST = 2.0
+"""Times the change of the whole as which a part's may be to be most of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,8 +132,11 @@ def _conclude(place: int, side: _Side, first: _Side) -> str:
     if abs(bytes_more) >= 2**20:
         unit, size = choose_unit(abs(bytes_more))
         memory = f"{abs(bytes_more) / size:.1f} {unit} {'more' if bytes_more > 0 else 'less'}"
-    largest = max(side.memory, key=lambda part: (side.memory[part] - first.memory[part]) * bytes_more)
-    most = f", most of it {largest}" if abs(bytes_more) >= 2**20 else ""
+    changes = {part: side.memory[part] - first.memory[part] for part in side.memory}
+    largest = max(changes, key=lambda part: changes[part] * bytes_more)
+    most = ""
+    if abs(bytes_more) >= 2**20:  # no part is most of what others nearly make up for
+        most = f", most of it {largest}" if abs(changes[largest]) < _MOST * abs(bytes_more) else ""
     misfit = "" if side.estimate.fits else "; it does not fit"
     return f"{place} trains {speed}, with {memory} on the fullest rank{most}{misfit}."
 

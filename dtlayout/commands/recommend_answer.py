@@ -102,8 +102,9 @@ class Answer:
         def verdict(layout: Layout, kernels: Kernels) -> reasons.Verdict:
             return reasons.judge(search, layout, kernels, self.best)
 
-        self.remarks = list(list_remarks(search, result.ranked))
         self.against = list(reasons.judge_others(search, self.best))
+        near = self._describe_near()
+        self.remarks = [near] * bool(near) + list(list_remarks(search, result.ranked))
         self.emitted: Emitted | None = None
         self.why_not: reasons.Verdict | None = None
         self.completed: Estimate | None = None
@@ -117,6 +118,18 @@ class Answer:
                 self.reopened = _complete(search, choices)
         if options.baseline:
             self.baseline = BASELINES[options.baseline](Search(Space(self.scenario), options.max_memory))
+
+    def _describe_near(self) -> str:
+        """Which other choices are as near to a first place that stands apart as layouts whose order may be chance."""
+        if self.alike is None or self.alike.places > 1:
+            return ""
+        longest_s = (1 + self.alike.least) * self.best.step_time_s
+        near = [(name, None) for name, each in self.against if each.estimate and each.outcome != "does not fit"
+                and each.estimate.step_time_s < longest_s]  # fmt: skip
+        if not near:
+            return ""
+        ((names, _),) = reasons.fold_alike(near, lambda _: None)
+        return f"That is said of other ideas: 1 with {names} instead, below, is within {self.alike.least:.1%} of it."
 
     def to_document(self) -> dict[str, Any]:
         """The document of it all, for `--json`."""
@@ -260,7 +273,8 @@ def explain_nothing(search: Search, result: SearchResult) -> list[str]:
     space = search.space
     problems = [f"no layout can train {space.scenario.model.name} here: of {_describe_counts(result, ',')}"]
     if not result.num_layouts:
-        problems = [f"no layout can train {space.scenario.model.name} here: none has these degrees on so many GPUs"]
+        none = "nothing is left to choose from" if space.degrees else "none has these degrees on so many GPUs"
+        problems = [f"no layout can train {space.scenario.model.name} here: {none}"]
     if result.num_layouts and (missed := search.find_smallest_oom()):
         text = reasons.describe_shortage(missed, result.allowed_bytes)
         problems.append(f"the one that misses by least, {missed.layout}: {text}")
@@ -276,7 +290,7 @@ def explain_nothing(search: Search, result: SearchResult) -> list[str]:
         example = f"for example {layout}: "
         found = reasons.find_problems(space, layout, kernels)
         problems += [example * (i == 0) + line for i, line in enumerate(found)]
-        problems.append("use another number of GPUs or global batch, or fewer --fix and --avoid")
+        problems.append("use fewer --fix and --avoid, or another number of GPUs or global batch")
     return problems
 
 

@@ -1,6 +1,6 @@
 """What `recommend --tokens` says: the cost of a training, for people and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtlayout.costmodel.scenario import Scenario
@@ -10,24 +10,29 @@ from dtlayout.planner.sizing import ScaleRow
 
 
 def to_cost_document(scenario: Scenario, step_time_s: float, budget: Budget) -> dict[str, Any]:
-    """The document of one layout's cost, with the range of its days."""
-    low_s, high_s = find_intervals(scenario).step_time.around(step_time_s)
-    days = [find_cost(scenario, bound_s, budget).days for bound_s in (low_s, high_s)]
-    return {**_to_budget(budget), **find_cost(scenario, step_time_s, budget)._asdict(), "days_range": days}
+    """The document of one layout's cost, with the range of its days, GPU-hours and money."""
+    bounds = [
+        find_cost(scenario, bound_s, budget) for bound_s in find_intervals(scenario).step_time.around(step_time_s)
+    ]
+    ranges: dict[str, Any] = {"days_range": [each.days for each in bounds]}
+    ranges["gpu_hours_range"] = [each.gpu_hours for each in bounds]
+    ranges["money_range"] = None if budget.price is None else [each.money for each in bounds]
+    return {**_to_budget(budget), **find_cost(scenario, step_time_s, budget)._asdict(), **ranges}
 
 
 def describe_cost(scenario: Scenario, step_time_s: float, budget: Budget) -> str:
     """A sentence on what the training takes."""
     found = to_cost_document(scenario, step_time_s, budget)
-    low, high = found["days_range"]
-    parts = [
-        f"{found['steps']:,} steps", f"{_days(found['days'])} ({_days(low)} to {_days(high)}) days",
-        f"{found['gpu_hours']:,.0f} GPU-hours",
-    ]  # fmt: skip
+
+    def around(name: str, show: Callable[[float], str] = "{:,.0f}".format) -> str:
+        low, high = found[f"{name}_range"]
+        return f"{show(found[name])} ({show(low)} to {show(high)})"
+
+    parts = [f"{found['steps']:,} steps", f"{around('days', _days)} days", f"{around('gpu_hours')} GPU-hours"]
     if found["energy_mwh"] is not None:
         parts.append(f"up to {found['energy_mwh']:,.1f} MWh at the GPUs' board power")
     if found["money"] is not None:
-        parts.append(f"{found['money']:,.0f} at {budget.price:g} for a GPU-hour")
+        parts.append(f"{around('money')} at {budget.price:g} for a GPU-hour")
     return f"{format_tokens(budget.tokens)} tokens take {', '.join(parts)}: steps alone, without restarts."
 
 

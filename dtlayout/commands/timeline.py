@@ -75,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
     lines, scales = [title, ""], find_scales(timelines)
     for name, timeline in timelines.items():
         column_s = scales[name] / options.width
-        lines.append(f"{name}: {timeline.describe()}; a column is {column_s * 1e3:.3g} ms")
+        column = f"{three_digits(column_s)} s" if column_s >= 1 else f"{column_s * 1e3:.3g} ms"
+        lines.append(f"{name}: {timeline.describe()}; a column is {column}")
         rows = zip(draw(timeline, layout.placement, column_s), timeline.waits_s, strict=True)
         drawn = [f"rank {i:<3} {row}  {waits / timeline.total_s:5.1%}" for i, (row, waits) in enumerate(rows)]
         below = [f"         {row}" for row in draw_transfers(timeline, column_s)]

@@ -30,11 +30,16 @@ _WHOLE = ("FB", "FIW")
 def read_schedule(path: str) -> PipelineSchedule:
     """The schedule of a file; InvalidConfig with rank and action if it is none, or if a step with it never ends."""
     try:
-        rows = [_read_row(rank, row) for rank, row in enumerate(csv.reader(Path(path).read_text().splitlines()))]
+        rows = [
+            _read_row(rank, row)
+            for rank, row in enumerate(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
+        ]
         placement = _find_placement(rows)
         num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
         _check_whole(rows, placement, num_microbatches)
         _check_end(rows, placement)
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"schedule={FILE_PREFIX}{path}: no text, but bytes that are no UTF-8") from error
     except (OSError, InvalidConfig) as error:
         raise InvalidConfig(f"schedule={FILE_PREFIX}{path}: {error}") from error
     return PipelineSchedule(

@@ -130,7 +130,8 @@ def describe_peak(predicted: Estimate, scenario: Scenario) -> str:
     if scenario.is_on_host:  # whose memory ranks share, and whose allocator adds nothing
         return f"peak {peak:.1f} {unit} {where}"
     low, high = find_intervals(scenario).peak_memory.around(peak)
-    capacity, fits = format_bytes(predicted.capacity_bytes, 1), "" if predicted.fits else ": it may not fit"
+    capacity, surely = format_bytes(predicted.capacity_bytes, 1), low * size > predicted.capacity_bytes
+    fits = "" if predicted.fits else f": it {'does' if surely else 'may'} not fit"
     return f"peak {peak:.1f} {unit} ({low:.1f} to {high:.1f}) {where} of {capacity}{fits}"
 
 

@@ -15,7 +15,7 @@ from dtlayout.costmodel.scenario import engine_kernels, find_refusals
 from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout, show_value
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, schedule_with
-from dtlayout.planner.ranking import TIE
+from dtlayout.planner.ranking import TIE, to_percent
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import KERNEL_NAMES, RECOMPUTE, Space
 from dtlayout.text import GIB, join_words, plural
@@ -120,11 +120,11 @@ def describe_lead(own: Estimate, following: Estimate, place: int | str) -> str:
     if room <= -0.01 * own.capacity_bytes:  # which was too slow for a tie with the fastest that was left
         return f"{following.step_time_s / own.step_time_s - 1:.1%} faster than {place}, if {-room / GIB:.1f} GiB fuller"
     alike = f"as fast as {place} within {TIE:.1%}"
-    if room >= 0.01 * own.capacity_bytes:
+    if to_percent(own.peak_bytes, own.capacity_bytes) < to_percent(following.peak_bytes, own.capacity_bytes):
         return f"{alike}, with {room / GIB:.1f} GiB more free"
     parts, others = (each.layout.tp * each.layout.pp for each in (own, following))
-    if parts != others:
-        return f"{alike} and as full; it cuts the model into {parts}, {place} into {others}"
+    if parts < others:
+        return f"{alike} and as full, and cuts the model into {parts} parts instead of {others}"
     return f"{alike} and as full"
 
 
@@ -213,7 +213,8 @@ def _list_others(space: Space, best: Estimate) -> Iterator[tuple[str, Any]]:
         others[axis] = around if space.has_axis(axis) and (axis != "ep" or space.scenario.model.experts) else []
     size = layout.micro_batch
     others["micro_batch"] = [size // 2] * (size % 2 == 0) + [2 * size]
-    others["virtual_stages"] = ([1] if layout.virtual_stages > 1 else [2]) if layout.pp > 1 else []
+    is_open = layout.pp > 1 and "schedule" not in space.fixed  # which says with how many virtual stages it goes
+    others["virtual_stages"] = [1 if layout.virtual_stages > 1 else 2] if is_open else []
     others["zero"] = [1, 2, 3] if layout.dp > 1 else []
     others["recompute"] = [each for each in RECOMPUTE[:4] if not space.scenario.engine.recompute_problems(each)]
     others["sequence_parallel"] = [not layout.sequence_parallel] if layout.tp > 1 else []

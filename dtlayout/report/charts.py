@@ -8,6 +8,8 @@ from dtlayout.report.html import Markup, breakable, escape, wide
 
 _NUM_COLOURS = 8
 """--c0 to --c7 of page.css."""
+_PIECE_PIXELS = 3
+"""Of a line for each of its pieces, so that the shortest can be seen."""
 _STRONGEST = 60
 """Percents of the accent's colour in the hottest square."""
 
@@ -72,8 +74,9 @@ class Piece(NamedTuple):
 def draw_tracks(tracks: Sequence[tuple[str, Sequence[Piece], str]], colours: Mapping[str, int], whole: float) -> str:
     """Lines of pieces below each other, each with a name and a number in words, all from 0 to `whole`.
 
-    `colours` are named in a legend.
+    `colours` are named in a legend. Lines of many pieces are wider than the page, which scrolls sideways then.
     """
+    width = _PIECE_PIXELS * max((len(pieces) for _, pieces, _ in tracks), default=0)
     lines = []
     for name, pieces, text in tracks:
         drawn = "".join(
@@ -82,8 +85,9 @@ def draw_tracks(tracks: Sequence[tuple[str, Sequence[Piece], str]], colours: Map
             f'background:var(--c{piece.colour % _NUM_COLOURS})" title="{escape(piece.text)}"></i>'
             for piece in pieces
         )
-        lines.append(f'<div><b>{escape(name)}</b><span class="track spans">{drawn}</span><em>{escape(text)}</em></div>')
-    return _draw_keys(colours) + f'<div class="bars">{"".join(lines)}</div>'
+        track = f'<span class="track spans" style="min-width:max(14em,{width}px)">{drawn}</span>'
+        lines.append(f"<div><b>{escape(name)}</b>{track}<em>{escape(text)}</em></div>")
+    return _draw_keys(colours) + wide(f'<div class="bars">{"".join(lines)}</div>', "timeline")
 
 
 class Ratio(NamedTuple):

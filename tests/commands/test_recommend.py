@@ -110,6 +110,33 @@ def test_leading_layouts_are_told_apart_where_their_steps_differ_by_enough():
     assert find_alike([1.0], "dtlayout") is None
 
 
+def test_what_differs_in_one_choice_may_be_near_a_first_place_that_stands_apart(capsys):
+    model = (
+        "--model",
+        "llama3.1-405b",
+        "--gpu",
+        "h100-80g-sxm",
+        "--gpus",
+        "16384",
+        "--engine",
+        "megatron",
+        "--top",
+        "2",
+    )
+    document = ask(capsys, *model, "--seq-len", "8192", "--global-batch", "2048")
+    alike, (near, *_) = document["alike"], document["remarks"]
+    step_s = document["layouts"][0]["step_time_s"]
+    assert alike["places"] == 1 and document["layouts"][1]["step_time_s"] > (1 + alike["least"]) * step_s
+    steps = {
+        each["change"]: each["step_time_s"]
+        for each in document["against"]
+        if each["outcome"] in ("slower", "as fast", "faster")
+    }
+    named = {name.partition("=")[0] for name, each_s in steps.items() if each_s < (1 + alike["least"]) * step_s}
+    assert named and near.endswith(f"is within {alike['least']:.1%} of it.")
+    assert all(f"{name}=" in near for name in named)
+
+
 def test_other_choices_are_judged_each_with_a_reason(capsys):
     document = ask(capsys, *LLAMA)
     against = {entry["change"]: entry for entry in document["against"]}
@@ -362,7 +389,8 @@ def test_tokens_give_days_gpu_hours_energy_and_money(capsys):
     assert cost["gpu_hours"] == pytest.approx(cost["steps"] * best["step_time_s"] * 16 / 3600)
     assert cost["energy_mwh"] == pytest.approx(cost["gpu_hours"] * 400 / 1e6)
     assert cost["money"] == pytest.approx(2 * cost["gpu_hours"]) and cost["price_per_gpu_hour"] == 2
-    assert cost["days_range"][0] < cost["days"] < cost["days_range"][1]
+    for name in ("days", "gpu_hours", "money"):
+        assert cost[f"{name}_range"][0] < cost[name] < cost[f"{name}_range"][1]
     assert best["tokens_per_s_per_gpu"] == pytest.approx(best["tokens_per_s"] / 16)
     assert main(["recommend", *LLAMA, "--top", "1", "--tokens", "1T"]) == 0
     said = capsys.readouterr().out
@@ -599,7 +627,7 @@ def test_where_nothing_is_legal_an_example_says_why(capsys):
         "no layout can train llama-7b here: none has these degrees on so many GPUs",
         "for example pp2·tp16+sp mb1 1f1b zero1: tp=16 * pp=2 = 32 does not divide the 16 GPUs of the cluster; use "
         "degrees that do",
-        "use another number of GPUs or global batch, or fewer --fix and --avoid",
+        "use fewer --fix and --avoid, or another number of GPUs or global batch",
     ]
 
 

@@ -105,6 +105,12 @@ def test_a_wrong_file_is_refused_with_rank_and_action(text: str, problem: str, t
     assert caught.value.problems[0].startswith(f"layout.schedule=csv:{path}: {problem}")
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "bytes.csv").write_bytes(b"\x80\x87")
+    with pytest.raises(InvalidConfig, match="no text, but bytes that are no UTF-8"):
+        read_schedule(str(tmp_path / "bytes.csv"))
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="No such file"):
         read_schedule(str(tmp_path / "none.csv"))
