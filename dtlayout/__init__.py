@@ -19,7 +19,7 @@ _PUBLIC = {
     "plans.plan": ["Plan", "make_plan"], "pipelining.schedule": ["make_schedule"],
     "pipelining.schedules": ["PipelineSchedule", "register_schedule"], "pipelining.schedule_file": ["write_schedule"],
     "pipelining.partition": ["layer_costs", "partition"], "models.llama": ["Llama"], "mesh.build": ["build_mesh"],
-    "plans.apply": ["apply_plan"], "plans.init": ["initialize"],
+    "plans.apply": ["apply_plan"], "plans.fsdp": ["share_context"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
     "trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],
 }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dtlayout.costmodel import fsdp2_blocks as autograd
 from dtlayout.costmodel.fsdp2_sizes import Sizes
-from dtlayout.costmodel.fsdp2_steps import Step, find_rows, find_steps
+from dtlayout.costmodel.fsdp2_steps import Reduced, Step, find_rows, find_steps
 from dtlayout.costmodel.fsdp2_units import Sharding, Unit, block_unit, stage_units
 from dtlayout.costmodel.phase import IDLE, Bytes, Part, Phase, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario
@@ -94,7 +94,8 @@ def overhead_bytes(scenario: Scenario, layout: Layout) -> float:
 
 def _play(own: Sequence["_Stage"], step: Step) -> Phase:
     """A step of a rank with these stages."""
-    return own[step.chunk].play(step, own[step.reduced[0]].last_reduced(step.reduced[1]) if step.reduced else None)
+    reduced = step.reduced
+    return own[step.chunk].play(step, own[reduced.chunk].last_reduced(reduced) if reduced else None)
 
 
 def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Callable[[StageSlice], _Stage]":
@@ -181,12 +182,23 @@ class _Stage:
         kept = optimizer.state_bytes(params) * num_parameters + steps
         return changes((_P, params * num_parameters), (Part.OPTIMIZER, kept))
 
-    def last_reduced(self, kind: Kind) -> Unit:
-        """The last unit that a backward reduces, or its second part: the first that a forward gathers, or the last."""
-        first_block, last_block = (self.runs[0].unit, self.runs[-1].unit) if self.runs else (None, None)
+    def last_reduced(self, reduced: Reduced) -> Unit | None:
+        """The unit whose buffer a backward of this stage has left, [Note: a unit's reduction]."""
+        if reduced.kind is Kind.BACKWARD_WEIGHT:
+            *_, last = self._reduced_late(ends_wait=reduced.alternates)
+            return last
+        return self.units.root or self.units.embedding or (self.runs[0].unit if self.runs else self.ends[-1])
+
+    def _reduced_late(self, *, ends_wait: bool) -> list[Unit | None]:
+        """Units in the order in which the second part of a backward reduces them, that of the modules.
+
+        In the end None where the last one has no gradients, and so only lets go of the buffer before its own.
+        """
         units = self.units
-        found = last_block if kind is Kind.BACKWARD_WEIGHT else units.root or units.embedding or first_block
-        return found or self.ends[-1]
+        first = [unit for unit in (units.root, units.embedding) if unit and ends_wait]
+        blocks = [each.unit for each in self.runs for _ in range(each.num_blocks)]
+        last = [units.head if ends_wait else None] if units.head or not (blocks or ends_wait) else []
+        return [*first, *blocks, *last]
 
     def play(self, step: Step, reduced: Unit | None) -> Phase:
         """A step of this stage; what a backward in two parts holds is held until the second one is over.
@@ -280,7 +292,7 @@ class _Stage:
             return sequence((begin, work, finish))
 
         if sharding.zero == 3:
-            ahead = (None if head_is_gathered else units.head) if units.head else last_block
+            ahead = (None if head_is_gathered else units.head) if units.head else last_block or units.embedding
             gathered = sharding.gathered(units.root) if units.root and not head_is_gathered else 0
             yield changes((_P, gathered), (_B, sharding.buffer(ahead)))
         if self.has_head:
@@ -353,10 +365,12 @@ class _Stage:
         blocks = [each.unit for each in self.runs for _ in range(each.num_blocks)]
         for unit in blocks:
             yield sharding.add_up(unit, is_first=is_first or not sharding.sums_late)
-        order = [*(self.ends if ends_wait else ()), *blocks] if reduces else []
-        for unit in order:
-            yield sharding.finish_backward(unit, before, is_first=is_first, is_last=is_last, is_late=True)
-            before = unit
+        for late in self._reduced_late(ends_wait=ends_wait) if reduces else []:
+            if late:
+                yield sharding.finish_backward(late, before, is_first=is_first, is_last=is_last, is_late=True)
+            else:
+                yield changes((_B, -sharding.reduction(before)))
+            before = late
         if is_last:
             summed = sum(n * sharding.summed(unit) for unit, n in self.counts.items())
             yield changes((_B, -sharding.reduction(before) - summed))

@@ -14,8 +14,16 @@ from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.record import PipelineSchedule
 from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT
 
-Reduced = tuple[int, Kind]
-"""Which of a rank's stages has reduced its units, in a whole backward or in its second part."""
+
+class Reduced(NamedTuple):
+    """A backward that has reduced a stage's units."""
+
+    chunk: int
+    """Which of the rank's stages."""
+    kind: Kind
+    """Whether it was a whole one, or the second part of one."""
+    alternates: bool
+    """`Step.alternates`: embedding and head had gradients to reduce in a second part."""
 
 
 class Step(NamedTuple):
@@ -79,7 +87,7 @@ def find_steps(
         before = reduced if reduces else None
         step = Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, before, **neighbour)
         if reduces:
-            reduced = None if is_last else (chunk, kind)
+            reduced = None if is_last else Reduced(chunk, kind, alternates)
         if not is_forward:
             last_kind[chunk] = kind
         for alike in _BEGUN_WITH.get(kind, (kind,)):

@@ -1,8 +1,8 @@
 """A second estimate of the step, from what dry runs did: each operator and message priced with the cluster's constants.
 
 With the cost model it shares the constants, and how a pipeline is played. What is computed, moved and sent it has from
-the dry runs, where the cost model has formulas. Stages that nobody ran are taken to be like the first one, block by
-block. No torch.
+the dry runs, where the cost model has formulas. Stages that nobody ran are taken to be like the first one with blocks,
+block by block. No torch.
 """
 
 from collections import defaultdict
@@ -28,7 +28,8 @@ from dtlayout.pipelining.actions import Action, Kind
 def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]) -> TimeEstimate | None:
     """The step of the rank, of those that were run, that ends last.
 
-    None unless both ends of the pipeline were run, and with offload, of which operators do not say what hides it.
+    None unless both ends of the pipeline and some block were run, and with offload, of which operators do not say what
+    hides it.
     """
     if layout.offload != "none":
         return None
@@ -38,13 +39,17 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
         return None
     estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
     ranks = {rank: _Rank(scenario, layout, kernels, report) for rank, report in by_pp_rank.items()}
-    first, contention = ranks[0].stages[0], scenario.cluster.contention
+    contention = scenario.cluster.contention
     layers = [len(stage.layers) for stage in estimator.stages(layout)]
     known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
-    blocks = {key: seconds for key, seconds in first.items() if not key[1]}  # without the embedding
+    example = next((stage for stage in sorted(known) if layers[stage]), None)
+    if example is None:
+        return None
+    blocks = {key: seconds / layers[example] for key, seconds in known[example].items() if not key[1]}
+    """Seconds of a block, without the embedding."""
     work = [
         _to_work(
-            known[i] if i in known else {key: count / layers[0] * s for key, s in blocks.items()},
+            known[i] if i in known else {key: count * s for key, s in blocks.items()},
             count * host_s(scenario, layout, kernels),
             is_on_host=scenario.is_on_host,
         )

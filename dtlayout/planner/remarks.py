@@ -116,11 +116,11 @@ def remark_on_split(search: Search, estimate: Estimate) -> str:
 
 
 def remark_on_schedule(search: Search, estimate: Estimate) -> str:
-    """What a schedule that is not searched would be worth: to the fastest layout, or to what misses by least."""
-    fixed, avoided = search.space.fixed, search.space.avoided.get("schedule", ())
-    if not estimate.layout.is_pipelined or not fixed.keys().isdisjoint({"schedule", "virtual_stages", "stage_layers"}):
+    """What a schedule of our trainer that is not searched would be worth: to the fastest layout, or to what misses by
+    least, with everything else that is fixed or ruled out."""
+    if not estimate.layout.is_pipelined or search.space.scenario.engine.name != OWN_ENGINE:
         return ""
-    others = [each for each in SCHEDULES.values() if not each.is_searched and each.name not in avoided]
+    others = [each for each in SCHEDULES.values() if not each.is_searched]
     found = [other for each in others if (other := _with_schedule(search, estimate, each))]
     if not found or not (would := _say_gain(search, estimate, best := min(found, key=lambda e: e.step_time_s))):
         return ""
@@ -132,7 +132,8 @@ def remark_on_schedule(search: Search, estimate: Estimate) -> str:
 def _with_schedule(search: Search, estimate: Estimate, schedule: PipelineSchedule) -> Estimate | None:
     """A layout in another order, with what that allows of its kernels and of tp_overlap.
 
-    None if it is refused, does not fit, or cannot be faster than a layout that does, even without a bubble.
+    None if it is not asked for or refused, does not fit, or cannot be faster than a layout that does, even without a
+    bubble.
     """
     scenario, own = search.space.scenario, estimate.layout
     v = int(min(max(own.virtual_stages, schedule.least_virtual_stages), schedule.most_virtual_stages))
@@ -140,7 +141,8 @@ def _with_schedule(search: Search, estimate: Estimate, schedule: PipelineSchedul
     layout = replace(own, schedule=schedule.name, virtual_stages=v, tp_overlap=overlaps)
     is_eager = schedule.splits_backward and estimate.kernels.compiles_blocks
     kernels = replace(estimate.kernels, compile="none") if is_eager else estimate.kernels
-    if not layout.is_legal(scenario.model, scenario.batch) or find_refusals(scenario, layout, kernels):
+    is_legal = search.space.has(layout, kernels) and layout.is_legal(scenario.model, scenario.batch)
+    if not is_legal or find_refusals(scenario, layout, kernels):
         return None
     if estimate.needed_bytes <= search.allowed_bytes:
         least_s = search.estimator.lower_bound_s(layout, kernels)

@@ -168,6 +168,12 @@ class Space:
         values = [self.fixed[name]] if name in self.fixed else values
         return [value for value in values if value not in self.avoided.get(name, ())]
 
+    def has(self, layout: Layout, kernels: Kernels) -> bool:
+        """Whether a layout and kernels have all that is fixed, and nothing that is avoided."""
+        values = {**vars(layout), **vars(kernels)}
+        asked = (*self.fixed, *self.avoided)
+        return all(self.choose(name, [values[name]]) == [values[name]] for name in asked if name in values)
+
     def has_axis(self, name: str) -> bool:
         """Whether one of `KNOWN_AXES` is searched."""
         return name in self.granted or self.scenario.engine.has_axis(name)

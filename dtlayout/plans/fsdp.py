@@ -180,7 +180,8 @@ def shard(
 def share_context(syncs: Sequence[GradientSync]) -> None:
     """Let the stages of a rank share FSDP2's streams, and the buffer that it keeps of the last reduction.
 
-    Each would keep its own, as large as a unit in the reduce format, from one microbatch's backward to the next.
+    Each would keep its own, as large as a unit in the reduce format, from one microbatch's backward to the next. Call
+    it before the first forward, with what `apply_plan` gave for every stage of the rank.
     """
     share_comm_ctx([sync.units[-1] for sync in syncs])
 

@@ -18,7 +18,6 @@ COARSE = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")
 FP32_SUMS = Precision(params="bfloat16", compute="bfloat16", reduce="float32")
 WIDE = replace(SHAPE, vocab_size=800)
 MATH, EAGER = Kernels(attention="sdpa-math"), Kernels(norm="eager")
-SHARED = "one reduction's buffer for four stages"
 OTHER_CASES = {
     "exact dp4": Case(AXES["dp4"], precision=EXACT),
     "bf16 masters": Case(AXES["zero 3 hsdp"], precision=COARSE),
@@ -47,11 +46,29 @@ OTHER_CASES = {
         f"{name} that stays gathered": Case(AXES["zero 3 pp2 gpipe"], precision=BF16, model=model)
         for name, model in {"head": WIDE, "root": replace(WIDE, tied_embeddings=True)}.items()
     },
-    SHARED: Case(
+    "one reduction's buffer for four stages": Case(
         Layout(pp=2, dp_shard=2, zero=3, schedule="interleaved-1f1b", virtual_stages=4, recompute="full"),
         precision=BF16,
         model=replace(SHAPE, num_layers=8, ffn_size=192),
     ),
+    **{
+        f"second parts that leave a head's buffer, {schedule}": Case(
+            Layout(pp=2, dp_shard=2, zero=3, schedule=schedule, virtual_stages=v),
+            precision=BF16,
+            model=replace(WIDE, num_layers=8),
+            global_batch=16,
+        )
+        for schedule, v in (("zb-h1", 1), ("zb-v", 2))
+    },
+    **{
+        f"an end alone, {schedule}": Case(
+            Layout(pp=2, dp_shard=2, zero=3, schedule=schedule, virtual_stages=v, stage_layers=split),
+            precision=BF16,
+            model=replace(WIDE, num_layers=8),
+            global_batch=16,
+        )
+        for schedule, v, split in (("gpipe", 1, (0, 8)), ("interleaved-zb", 2, (0, 4, 4, 0)))
+    },
     "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
     **{
         f"documents, {name}": Case(AXES[name], precision=BF16, documents=True, seq_len=128)
@@ -87,11 +104,12 @@ OTHER_CASES = {
 
 
 CASES = {name: Case(AXES[name], precision=BF16) for name in AXES} | OTHER_CASES
+USUAL = [case for name, case in CASES.items() if name.startswith(("one reduction", "second parts", "an end alone"))]
 
 
 @pytest.mark.parametrize(
     "case",
-    mostly_thorough(CASES.values(), lambda i, case: i % 3 == 0 or case == CASES[SHARED]),
+    mostly_thorough(CASES.values(), lambda i, case: i % 3 == 0 or case in USUAL),
     ids=CASES,
 )
 def test_the_predicted_peak_is_the_measured_one(ranks4: Ranks, case: Case) -> None:

@@ -29,7 +29,7 @@ def search_of(max_memory=1.0, **fixed):
 
 @pytest.mark.parametrize("compiled", ["none", "blocks"])
 def test_a_schedule_that_no_search_tries_is_named_where_it_would_be_faster(compiled):
-    search = search_of(compile=compiled)
+    search = search_of(**({"compile": "none"} if compiled == "none" else {}))
     (best,) = search.run(top=1).ranked
     assert best.layout.schedule == "1f1b" and best.kernels.compile == compiled
     said = remark_on_schedule(search, best)
@@ -46,7 +46,13 @@ def test_a_schedule_that_no_search_tries_is_named_where_it_would_be_faster(compi
 
 def test_what_is_asked_for_or_ruled_out_or_cannot_win_is_not_named():
     best = search_of().run(top=1).ranked[0]
-    assert remark_on_schedule(search_of(schedule="1f1b"), best) == ""
+    assert "zb-v" in remark_on_schedule(search_of(), best)
+    for fixed in ({"schedule": "1f1b"}, {"compile": "blocks"}, {"stage_layers": best.stage_layers}):
+        assert remark_on_schedule(search_of(**fixed), best) == ""
+    eager = Search(replace(search_of().space, avoided={"compile": ["none"]}))
+    assert remark_on_schedule(eager, best) == ""
+    titan = replace(search_of().space.scenario, engine=find_engine("torchtitan", "h100-80g-sxm"))
+    assert remark_on_schedule(Search(Space(titan, FIXED)), best) == ""
     avoided = {"schedule": [name for name, schedule in SCHEDULES.items() if not schedule.is_searched]}
     assert remark_on_schedule(Search(replace(search_of().space, avoided=avoided)), best) == ""
     many = replace(search_of().space.scenario, batch=Batch(global_batch=2048, seq_len=8192))
