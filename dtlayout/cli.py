@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from dtlayout.errors import DtlayoutError
+from dtlayout.toml import describe_unknown_key
 
 STAGES = {
     "What do I have?": {
@@ -73,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(list_stages()))
         return 0
     name = arguments[0]
+    if name not in COMMANDS and not name.startswith("-"):
+        print(describe_unknown_key(name, COMMANDS), file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         overview = argparse.ArgumentParser(prog="dtlayout", description="Parallel layouts for Llama training.")
         commands = overview.add_subparsers(required=True, metavar="COMMAND")

@@ -30,6 +30,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a TOML file; --section.key=value overrides it")
 
 
+def add_world(parser: argparse.ArgumentParser) -> None:
+    """Add the ranks that a config is for."""
+    help = "ranks, one a GPU; the fewest that the layout needs by default"
+    parser.add_argument("--world", "--gpus", type=int, dest="world", metavar="N", help=help)
+
+
 def choose_gpu(config: "Config", asked: str | None) -> Gpu:
     """The GPU type that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
     if asked is None and (known := config.cluster.known_gpu) is not None:

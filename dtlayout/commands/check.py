@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict, replace
 
-from dtlayout.commands.arguments import add_config, choose_world, find_assumed_world, show
+from dtlayout.commands.arguments import add_config, add_world, choose_world, find_assumed_world, show
 from dtlayout.config import PLANNED_STEPS, Config, check_layout, load_plan
 from dtlayout.kernel import find_packages
 from dtlayout.kernels import Kernels
@@ -21,7 +21,7 @@ EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, the world and the plan."""
     add_config(parser)
-    parser.add_argument("--world", type=int, metavar="N", help="ranks; the fewest that the layout needs by default")
+    add_world(parser)
     parser.add_argument("--data", action="store_true", help="look for the data and the tokenizer too, as a run would")
     parser.add_argument("--plan", action="store_true", help="print what happens to which module")
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dtlayout.cluster import Gpu
-from dtlayout.commands.arguments import add_config, choose_gpu, show
+from dtlayout.commands.arguments import add_config, add_world, choose_gpu, choose_world, show
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
@@ -35,7 +35,7 @@ EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, the world and the ranks."""
     add_config(parser)
-    parser.add_argument("--world", type=int, metavar="N", help="ranks; the fewest that the layout needs by default")
+    add_world(parser)
     parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
     parser.add_argument(
         "--ranks", metavar="R,R,…", help="all, or some; the first, the last and the predicted busiest by default"
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.page)
     config = load_config(options.config, options.overrides)
     gpu = choose_gpu(config, options.gpu)
-    world = config.layout.smallest_world_size if options.world is None else options.world
+    world = choose_world(config, options.world)
     findings = _rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
     show(options, _to_document(findings), _describe(findings, compares=options.compare), ensure_ascii=False)
     if options.page:

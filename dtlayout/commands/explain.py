@@ -109,7 +109,7 @@ def _format_time(estimate: Estimate) -> list[str]:
 def _format_changes(explanation: Explanation) -> list[str]:
     now, growth = explanation.estimate, explanation.growth
     if explanation.changes:
-        return align([["change", "step, s", "faster", "peak"], *(_row(c, now) for c in explanation.changes)])
+        return align([["change", "step, s", "", "peak"], *(_row(c, now) for c in explanation.changes)])
     if now.fits:
         return ["no single change is predicted to be faster"]
     if explanation.limit.kind == "host memory":
@@ -120,13 +120,14 @@ def _format_changes(explanation: Explanation) -> list[str]:
     if growth is None:
         return [*lines, "no number of GPUs that was tried fits either; take a smaller micro-batch, sequence or model"]
     text = f"{plural(growth.estimate.layout.world_size, 'GPU')} would do, as {growth.estimate.layout}:"
-    return [*lines, text, *align([["change", "step, s", "faster", "peak"], _row(growth, now)])]
+    return [*lines, text, *align([["change", "step, s", "", "peak"], _row(growth, now)])]
 
 
 def _row(change: Change, now: Estimate) -> list[str]:
     after = change.estimate
-    faster, peak = f"{(now.step_time_s - after.step_time_s) / now.step_time_s:+.1%}", format_bytes(after.peak_bytes)
-    return [" ".join(change.overrides), f"{after.step_time_s:.3f}", faster, peak]
+    gain = 1 - after.step_time_s / now.step_time_s
+    speed = f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+    return [" ".join(change.overrides), f"{after.step_time_s:.3f}", speed, format_bytes(after.peak_bytes)]
 
 
 def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
