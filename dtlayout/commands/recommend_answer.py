@@ -129,7 +129,8 @@ class Answer:
         if not near:
             return ""
         ((names, _),) = reasons.fold_alike(near, lambda _: None)
-        return f"That is said of other ideas: 1 with {names} instead, below, is within {self.alike.least:.1%} of it."
+        least = f"{self.alike.least:.1%}"
+        return f"Variants of 1 are nearer: with {names} instead, as below, a step is less than {least} longer."
 
     def to_document(self) -> dict[str, Any]:
         """The document of it all, for `--json`."""

@@ -9,10 +9,10 @@ Weight gradients come in the compute format. When a unit's backward is over they
 backward, added to whole gradients in the reduce format (r·n); else they are reduced. That fills a buffer of r·N from
 them, lets them go (but for the last, which a loop variable holds), and writes r·N/S. Where each of several ranks has
 the whole state it copies the buffer to divide it, and gloo to sum it up. The buffer stays until the next unit of any of
-the rank's stages comes to its turn, with gradients or without, or the last backward of any stage is over. Under HSDP
-the shards of ZeRO-2 and -3 stay in the reduce format until the last backward, which sums them over the replicas; where
-masters have another format, what was summed stays beside the gradients until that is over. Where an engine sums the
-embedding's gradient over tp it is of all rows; before its reduction each rank gets its own.
+the rank's stages comes to its turn (before torch 2.13, one with gradients), or the last backward of any stage is over.
+Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last backward, which sums them over the
+replicas; where masters have another format, what was summed stays beside the gradients until that is over. Where an
+engine sums the embedding's gradient over tp it is of all rows; before its reduction each rank gets its own.
 """
 
 from dataclasses import dataclass

@@ -133,7 +133,7 @@ def test_what_differs_in_one_choice_may_be_near_a_first_place_that_stands_apart(
         if each["outcome"] in ("slower", "as fast", "faster")
     }
     named = {name.partition("=")[0] for name, each_s in steps.items() if each_s < (1 + alike["least"]) * step_s}
-    assert named and near.endswith(f"is within {alike['least']:.1%} of it.")
+    assert named and near.endswith(f"a step is less than {alike['least']:.1%} longer.")
     assert all(f"{name}=" in near for name in named)
 
 
