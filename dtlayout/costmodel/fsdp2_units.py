@@ -173,7 +173,7 @@ class Sharding:
     def put_off(self, unit: Unit, *, is_first: bool, is_end: bool) -> Phase:
         """The end of the first part of a unit's backward that is split, in which blocks have no gradients."""
         drops = changes((_P, -self.gathered(unit) if self.zero == 3 else 0))
-        return sequence((self.add_up(unit, is_first=is_first), drops)) if is_end else drops
+        return sequence((drops, self.add_up(unit, is_first=is_first))) if is_end else drops
 
     def add_up(self, unit: Unit, *, is_first: bool) -> Phase:
         """A unit's gradients become whole ones in the reduce format, or are added to these."""
