@@ -137,8 +137,11 @@ class Sizes:
 
     def _weigh_exchanges(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
         """Own queries, keys and values while heads are exchanged: packed, as they come, and in the order of positions;
-        of gradients what leaves attention, as it goes and as it comes."""
-        inputs = self.split(self.description.attention.input_width)
+        of gradients what leaves attention, as it goes and as it comes. The output is kept as attention gave it, and as
+        the next matmul reads it."""
+        attention = self.description.attention
+        inputs, output = self.split(attention.input_width), self.split(attention.output_width)
+        self.attention += output
         self.forward_work = max(inputs + self.forward_work, 3 * inputs - self.attention_results)
         self.backward_work = max(self.backward_work, 3 * inputs)
 

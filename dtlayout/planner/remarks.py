@@ -221,7 +221,7 @@ def remark_on_network(search: Search, best: Estimate) -> str:
 def remark_on_room(search: Search, ranked: Sequence[Estimate]) -> str:
     """What more free memory would cost, where the best fills nearly all of it and nobody has asked for less.
 
-    Looked at are the other ranked ones, and what has the best's degrees and kernels: it costs that much at most.
+    Looked at is what has the degrees of a ranked one and the best's kernels: it costs that much at most.
     """
     best = ranked[0]
     free_bytes = best.capacity_bytes - best.peak_bytes
@@ -229,9 +229,11 @@ def remark_on_room(search: Search, ranked: Sequence[Estimate]) -> str:
         return ""
     room = f"{free_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB"
     said = f"1 leaves {room} free, and predicted peaks are not that exact"
-    kept = {name: getattr(best.layout, name) for name in ("tp", "pp", "cp", "ep")}
-    roomy = search.with_fixed({**vars(best.kernels), **kept, **search.space.fixed}, 1 - _MORE_ROOM)
-    found = [*roomy.run(top=1).ranked, *(e for e in ranked if e.needed_bytes <= roomy.allowed_bytes)]
+    degrees = dict.fromkeys(tuple((name, getattr(e.layout, name)) for name in ("tp", "pp", "cp", "ep")) for e in ranked)
+    kernels, fixed = vars(best.kernels), search.space.fixed
+    roomy = [search.with_fixed({**kernels, **dict(kept), **fixed}, 1 - _MORE_ROOM) for kept in degrees]
+    found = [estimate for each in roomy for estimate in each.run(top=1).ranked]
+    found += [e for e in ranked if e.needed_bytes <= (1 - _MORE_ROOM) * best.capacity_bytes]
     if not found:
         return f"{said}: look at what --max-memory {1 - _MORE_ROOM:g} finds."
     fastest = min(found, key=lambda e: e.step_time_s)

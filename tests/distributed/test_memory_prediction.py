@@ -88,6 +88,9 @@ OTHER_CASES = {
         )
         for method, kernels in (("ring", MATH), ("gather", Kernels()), ("all-to-all", MATH))
     },
+    "all-to-all over cp, every output twice": Case(
+        Layout(cp=4, cp_method="all-to-all"), precision=BF16, seq_len=256, model=replace(SHAPE, head_dim=32)
+    ),
     "documents over cp": Case(AXES["dp2 cp2"], precision=BF16, documents=True, seq_len=128),
     "documents over cp, gathered": Case(AXES["pp2 cp2 gathered"], precision=BF16, documents=True, seq_len=128),
     **{
@@ -104,7 +107,11 @@ OTHER_CASES = {
 
 
 CASES = {name: Case(AXES[name], precision=BF16) for name in AXES} | OTHER_CASES
-USUAL = [case for name, case in CASES.items() if name.startswith(("one reduction", "second parts", "an end alone"))]
+USUAL = [
+    case
+    for name, case in CASES.items()
+    if name.startswith(("one reduction", "second parts", "an end alone", "all-to-all over cp, every"))
+]
 
 
 @pytest.mark.parametrize(
