@@ -2,10 +2,6 @@
 
 A function runs on every rank at once and returns something that pickles. If one rank fails or the time limit passes,
 the pool is taken down, since the others may wait in a collective for ever, and a new one starts with the next call.
-
-[Note: threads of gloo]
-Each process group opens a device of its own, whose thread wakes up a hundred times a second, whether anything is sent
-or not: those of fifty groups take as long as the tests. Here all groups of a rank share one device.
 """
 
 import datetime
@@ -106,17 +102,6 @@ def _work(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    class OnOneDevice(dist.ProcessGroupGloo):
-        """[Note: threads of gloo]."""
-
-        device = dist.ProcessGroupGloo.create_default_device()
-
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
-            options = dist.ProcessGroupGloo._Options()
-            options._devices, options._timeout = [self.device], timeout
-            super().__init__(store, rank, size, options)
-
-    dist.distributed_c10d.ProcessGroupGloo = OnOneDevice
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
