@@ -110,6 +110,15 @@ def test_leading_layouts_are_told_apart_where_their_steps_differ_by_enough():
     assert find_alike([1.0], "dtlayout") is None
 
 
+def test_under_cp_the_other_ways_to_share_a_sequence_are_said(capsys):
+    model = ("--model", "llama3.1-8b", "--gpu", "h100-80g-sxm", "--gpus", "8", "--fix", "cp=8", "--top", "1")
+    document = ask(capsys, *model, "--seq-len", "131072", "--global-batch", "32")
+    assert document["layouts"][0]["layout"]["cp_method"] == "all-to-all"
+    against = {each["change"]: each["problems"][0] for each in document["against"]}
+    for method in ("ring", "gather"):
+        assert "% slower: " in against[f"cp_method={method}"] and "waiting for cp" in against[f"cp_method={method}"]
+
+
 def test_what_differs_in_one_choice_may_be_near_a_first_place_that_stands_apart(capsys):
     model = (
         "--model",
