@@ -328,7 +328,7 @@ def test_three_ranks_share_a_sequence_exactly_in_float64(ranks3: Ranks, attentio
         assert size <= 1e-10, (case, whose)
 
 
-@pytest.mark.parametrize(("name", "num_microbatches"), product(SCHEDULES, (6, 9)))
+@pytest.mark.parametrize(("name", "num_microbatches"), [*product(SCHEDULES, (6, 9))])
 def test_every_schedule_is_exact_on_three_ranks(ranks3: Ranks, name: str, num_microbatches: int) -> None:
     """Seven blocks, which no number of stages divides, and both ends of a weight that is tied."""
     layout = Layout(pp=3, schedule=name, virtual_stages=SCHEDULES[name].least_virtual_stages)
