@@ -434,7 +434,8 @@ def test_all_axes_together_are_exact_on_eight_ranks(layouts: list[Layout]) -> No
     ranks8 = Ranks(8)
     try:
         for layout in layouts:
-            case = Case(layout, model=replace(SHAPE, num_layers=max(6, layout.num_stages)))
+            enough = 2 * max(2, layout.pp) * layout.dp * layout.micro_batch
+            case = Case(layout, enough, model=replace(SHAPE, num_layers=max(6, layout.num_stages)))
             size, whose = largest_difference(merge(ranks8.run(run_layout, case, timeout_s=120)), run_reference(case))
             assert size <= 1e-10, (layout, whose)
     finally:
