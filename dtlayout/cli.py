@@ -74,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(list_stages()))
         return 0
     name = arguments[0]
-    if name not in COMMANDS and not name.startswith("-"):
-        print(describe_unknown_key(name, COMMANDS), file=sys.stderr)
-        return 2
     if name not in COMMANDS:
+        if not name.startswith("-"):
+            print(describe_unknown_key(name, COMMANDS), file=sys.stderr)
+            return 2
         overview = argparse.ArgumentParser(prog="dtlayout", description="Parallel layouts for Llama training.")
         commands = overview.add_subparsers(required=True, metavar="COMMAND")
         for each, text in COMMANDS.items():

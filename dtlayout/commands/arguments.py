@@ -32,8 +32,8 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add the ranks that a config is for."""
-    help = "ranks, one a GPU; the fewest that the layout needs by default"
-    parser.add_argument("--world", "--gpus", type=int, dest="world", metavar="N", help=help)
+    text = "ranks, one a GPU; the fewest that the layout needs by default"
+    parser.add_argument("--world", "--gpus", type=int, dest="world", metavar="N", help=text)
 
 
 def choose_gpu(config: "Config", asked: str | None) -> Gpu:

@@ -16,6 +16,7 @@ from dtlayout.text import join_alike, plural
 from dtlayout.trackers import package_problems
 
 EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
+_OPEN_KERNELS = "those that are auto depend on the run's GPU: name it as cluster.gpu to see them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +43,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = config.choose_kernels(config.device, layout)
     notes = find_assumed_world(config, options.world) + _find_notes(config, layout, chosen.kernels)
     is_known = config.device.type != "auto"
-    said = (
-        chosen.describe()
-        if is_known
-        else ["those that are auto depend on the run's GPU: name it as cluster.gpu to see them"]
-    )
+    said = chosen.describe() if is_known else [_OPEN_KERNELS]
     looked = "found, and the tokenizer fits the model" if options.data else "not checked here: --data looks for them"
     peak_bytes, memory = _predict_memory(config, layout)
     facts = [*_describe(config, layout), ("memory", memory), ("data", looked), *(("kernels", line) for line in said)]
@@ -93,8 +90,7 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     places = "nodes" if gpus == config.cluster.ranks_per_node else "racks"
     if layout.tp > 1 and crosses_node("tp", layout, gpus):
         notes.append(f"tp={layout.tp} crosses {places} of {plural(gpus, 'GPU')}, and tp talks most; keep tp <= {gpus}")
-    shares_over_cp = layout.cp > 1 and layout.dp == 1
-    if layout.zero > 1 and layout.dp_shard == 1 and not shares_over_cp:
+    if layout.zero > 1 and _count_state_shards(layout) == 1:
         frees = ", and frees only the copies that are computed with" * (layout.zero == 3)
         notes.append(f"zero={layout.zero} shards nothing at dp_shard=1{frees}")
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
@@ -103,6 +99,12 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     return notes + kernels.problems(
         config.precision, here, document_mask=config.data.document_mask, **layout.asked_of_kernels
     )
+
+
+def _count_state_shards(layout: Layout) -> int:
+    from dtlayout.costmodel.scenario import count_state_shards  # only now: it imports the cost model
+
+    return count_state_shards(layout)
 
 
 def _find_missing_tokenizer(spec: str) -> list[str]:

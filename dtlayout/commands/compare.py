@@ -116,7 +116,8 @@ def _table(title: str, names: Sequence[str], columns: Sequence[Mapping[str, floa
     for part in columns[0]:
         values = [column[part] / unit for column in columns]
         if any(f"{value:.3f}" != "0.000" for value in values):
-            differences = [f"{round(values[place] - values[0], 3) + 0.0:+.3f}" for place in others]
+            changes = (round(values[place] - values[0], 3) + 0.0 for place in others)  # 0.0: none is -0.000
+            differences = [f"{change:+.3f}" for change in changes]
             rows.append([part, *(f"{value:.3f}" for value in values), *differences])
     return align(rows)
 

@@ -124,12 +124,11 @@ class Answer:
         if self.alike is None or self.alike.places > 1:
             return ""
         longest_s = (1 + self.alike.least) * self.best.step_time_s
-        near = [(name, None) for name, each in self.against if each.estimate and each.outcome != "does not fit"
-                and each.estimate.step_time_s < longest_s]  # fmt: skip
+        fitting = [(name, each.estimate) for name, each in self.against if each.outcome != "does not fit"]
+        near = [name for name, estimate in fitting if estimate and estimate.step_time_s < longest_s]
         if not near:
             return ""
-        ((names, _),) = reasons.fold_alike(near, lambda _: None)
-        least = f"{self.alike.least:.1%}"
+        names, least = reasons.name_together(near), f"{self.alike.least:.1%}"
         return f"Variants of 1 are nearer: with {names} instead, as below, a step is less than {least} longer."
 
     def to_document(self) -> dict[str, Any]:

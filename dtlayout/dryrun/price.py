@@ -45,8 +45,8 @@ def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequenc
     example = next((stage for stage in sorted(known) if layers[stage]), None)
     if example is None:
         return None
+    # Seconds of a block, without the embedding.
     blocks = {key: seconds / layers[example] for key, seconds in known[example].items() if not key[1]}
-    """Seconds of a block, without the embedding."""
     work = [
         _to_work(
             known[i] if i in known else {key: count * s for key, s in blocks.items()},

@@ -53,7 +53,7 @@ def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> V
     if problems := find_problems(search.space, layout, kernels):
         return Verdict(layout, kernels, "not legal", tuple(problems), None)
     found = search.estimator.estimate(layout, kernels)
-    if found.needed_bytes > search.allowed_bytes:
+    if not search.has_room(found):
         return Verdict(layout, kernels, "does not fit", (describe_shortage(found, search.allowed_bytes),), found)
     change = found.step_time_s / best.step_time_s - 1
     text = describe_difference(best, found, least=TIE)
@@ -170,10 +170,15 @@ def fold_alike(rows: Iterable[tuple[str, V]], said: Callable[[V], Hashable]) -> 
     folded: dict[Hashable, tuple[list[str], V]] = {}
     for name, value in rows:
         folded.setdefault(said(value), ([], value))[0].append(name)
-    return [(_name_together(names), value) for names, value in folded.values()]
+    return [(name_together(names), value) for names, value in folded.values()]
 
 
-def _name_together(changes: Sequence[str]) -> str:
+def name_together(changes: Sequence[str]) -> str:
+    """Choices in short: values of one field beside each other.
+
+    >>> name_together(["tp=2", "pp=8", "tp=4"])
+    'tp=2 or 4, pp=8'
+    """
     values: dict[str, list[str]] = {}
     for change in changes:
         name, _, value = change.partition("=")

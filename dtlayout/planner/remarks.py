@@ -105,7 +105,7 @@ def remark_on_split(search: Search, estimate: Estimate) -> str:
     layout, kernels, estimator = estimate.layout, estimate.kernels, search.estimator
     if not 1 < layout.num_stages <= MOST_STAGES or "stage_layers" in search.space.fixed:
         return ""
-    balance = balance_time if estimate.needed_bytes <= search.allowed_bytes else balance_memory
+    balance = balance_time if search.has_room(estimate) else balance_memory
     found = estimator.estimate(balance(estimator, layout, kernels), kernels)
     if find_refusals(search.space.scenario, found.layout, kernels) or not (would := _say_gain(search, estimate, found)):
         return ""
@@ -144,19 +144,19 @@ def _with_schedule(search: Search, estimate: Estimate, schedule: PipelineSchedul
     is_legal = search.space.has(layout, kernels) and layout.is_legal(scenario.model, scenario.batch)
     if not is_legal or find_refusals(scenario, layout, kernels):
         return None
-    if estimate.needed_bytes <= search.allowed_bytes:
+    if search.has_room(estimate):
         least_s = search.estimator.lower_bound_s(layout, kernels)
         if least_s > (1 - _LEAST_GAIN) * estimate.step_time_s:
             return None
     found = search.estimator.estimate(layout, kernels)
-    return found if found.needed_bytes <= search.allowed_bytes else None
+    return found if search.has_room(found) else None
 
 
 def _say_gain(search: Search, estimate: Estimate, other: Estimate) -> str:
     """What another layout would do in place of one: be faster, or fit where that does not; "" if it does neither."""
     gain = 1 - other.step_time_s / estimate.step_time_s
-    fits = estimate.needed_bytes <= search.allowed_bytes
-    if other.needed_bytes > search.allowed_bytes or (fits and gain < _LEAST_GAIN):
+    fits = search.has_room(estimate)
+    if not search.has_room(other) or (fits and gain < _LEAST_GAIN):
         return ""
     return f"{f'be {gain:.1%} faster' if fits else 'fit'}, {three_digits(other.step_time_s)} s a step"
 
@@ -172,7 +172,7 @@ def remark_on_precision(search: Search, ranked: Sequence[Estimate]) -> str:
         if scenario.cluster.gpu.peak_of(precision.matmul_format):  # type: ignore[arg-type]
             estimator = Estimator(replace(scenario, precision=precision))
             found = [estimator.estimate(each.layout, each.kernels) for each in ranked]
-            faster += [(e.step_time_s, name, e) for e in found if e.needed_bytes <= search.allowed_bytes]
+            faster += [(e.step_time_s, name, e) for e in found if search.has_room(e)]
     if not faster or (factor := ranked[0].step_time_s / min(faster)[0]) < LEAST_FACTOR:
         return ""
     time_s, name, estimate = min(faster, key=lambda each: each[0])

@@ -116,6 +116,10 @@ class Search:
             allowed_bytes=self.allowed_bytes,
         )
 
+    def has_room(self, estimate: Estimate) -> bool:
+        """Whether the fullest rank of a layout needs no more than is allowed."""
+        return estimate.needed_bytes <= self.allowed_bytes
+
     def finds_any(self) -> bool:
         """Whether any layout is legal and fits; those that need least are tried first."""
         return any(

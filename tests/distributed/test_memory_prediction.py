@@ -46,6 +46,41 @@ OTHER_CASES = {
         f"{name} that stays gathered": Case(AXES["zero 3 pp2 gpipe"], precision=BF16, model=model)
         for name, model in {"head": WIDE, "root": replace(WIDE, tied_embeddings=True)}.items()
     },
+    "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
+    **{
+        f"documents, {name}": Case(AXES[name], precision=BF16, documents=True, seq_len=128)
+        for name in ("pp4 gpipe", "pp2 tp2", "full recompute zero 3")
+    },
+    "documents, scores": Case(AXES["pp4"], precision=BF16, kernels=MATH, documents=True, seq_len=128),
+    "documents, scores recomputed": Case(
+        Layout(pp=4, recompute="full"), precision=FP32, kernels=MATH, documents=True, seq_len=128
+    ),
+    **{
+        f"{method} over cp, {kernels.attention}": Case(
+            Layout(cp=4, cp_method=method),
+            precision=BF16,
+            kernels=kernels,
+            seq_len=256,
+            model=replace(SHAPE, num_layers=2, head_dim=16),
+        )
+        for method, kernels in (("ring", MATH), ("gather", Kernels()), ("all-to-all", MATH))
+    },
+    "documents over cp": Case(AXES["dp2 cp2"], precision=BF16, documents=True, seq_len=128),
+    "documents over cp, gathered": Case(AXES["pp2 cp2 gathered"], precision=BF16, documents=True, seq_len=128),
+    **{
+        f"{model.family} {name}": Case(FAMILY_LAYOUTS[name], precision=BF16, model=model)
+        for model, name in ((QWEN2, "tp4 with sp"), (QWEN3, "dp4"), (QWEN3, "pp2 tp2 recomputed"))
+    },
+    **{
+        f"{layout}": Case(layout, precision=BF16, model=replace(SHAPE, num_layers=8), global_batch=16)
+        for layout in SCHEDULED
+    },
+    "qwen3, eager norms": Case(AXES["dp2 tp2"], precision=BF16, model=QWEN3, kernels=EAGER),
+    **{f"tied {name}": Case(TIED_LAYOUTS[name], precision=BF16, model=TIED) for name in ("zero 3", "pp2 tp2")},
+}
+
+
+BUFFERS = {
     "one reduction's buffer for four stages": Case(
         Layout(pp=2, dp_shard=2, zero=3, schedule="interleaved-1f1b", virtual_stages=4, recompute="full"),
         precision=BF16,
@@ -69,54 +104,17 @@ OTHER_CASES = {
         )
         for schedule, v, split in (("gpipe", 1, (0, 8)), ("interleaved-zb", 2, (0, 4, 4, 0)))
     },
-    "eight microbatches": Case(Layout(pp=2, dp_shard=2), precision=BF16, global_batch=16),
-    **{
-        f"documents, {name}": Case(AXES[name], precision=BF16, documents=True, seq_len=128)
-        for name in ("pp4 gpipe", "pp2 tp2", "full recompute zero 3")
-    },
-    "documents, scores": Case(AXES["pp4"], precision=BF16, kernels=MATH, documents=True, seq_len=128),
-    "documents, scores recomputed": Case(
-        Layout(pp=4, recompute="full"), precision=FP32, kernels=MATH, documents=True, seq_len=128
-    ),
-    **{
-        f"{method} over cp, {kernels.attention}": Case(
-            Layout(cp=4, cp_method=method),
-            precision=BF16,
-            kernels=kernels,
-            seq_len=256,
-            model=replace(SHAPE, num_layers=2, head_dim=16),
-        )
-        for method, kernels in (("ring", MATH), ("gather", Kernels()), ("all-to-all", MATH))
-    },
     "all-to-all over cp, every output twice": Case(
         Layout(cp=4, cp_method="all-to-all"), precision=BF16, seq_len=256, model=replace(SHAPE, head_dim=32)
     ),
-    "documents over cp": Case(AXES["dp2 cp2"], precision=BF16, documents=True, seq_len=128),
-    "documents over cp, gathered": Case(AXES["pp2 cp2 gathered"], precision=BF16, documents=True, seq_len=128),
-    **{
-        f"{model.family} {name}": Case(FAMILY_LAYOUTS[name], precision=BF16, model=model)
-        for model, name in ((QWEN2, "tp4 with sp"), (QWEN3, "dp4"), (QWEN3, "pp2 tp2 recomputed"))
-    },
-    **{
-        f"{layout}": Case(layout, precision=BF16, model=replace(SHAPE, num_layers=8), global_batch=16)
-        for layout in SCHEDULED
-    },
-    "qwen3, eager norms": Case(AXES["dp2 tp2"], precision=BF16, model=QWEN3, kernels=EAGER),
-    **{f"tied {name}": Case(TIED_LAYOUTS[name], precision=BF16, model=TIED) for name in ("zero 3", "pp2 tp2")},
 }
-
-
-CASES = {name: Case(AXES[name], precision=BF16) for name in AXES} | OTHER_CASES
-USUAL = [
-    case
-    for name, case in CASES.items()
-    if name.startswith(("one reduction", "second parts", "an end alone", "all-to-all over cp, every"))
-]
+"""Buffers and tensors that outlive what they were made for; each is tested always."""
+CASES = {name: Case(AXES[name], precision=BF16) for name in AXES} | OTHER_CASES | BUFFERS
 
 
 @pytest.mark.parametrize(
     "case",
-    mostly_thorough(CASES.values(), lambda i, case: i % 3 == 0 or case in USUAL),
+    mostly_thorough(CASES.values(), lambda i, case: i % 3 == 0 or case in BUFFERS.values()),
     ids=CASES,
 )
 def test_the_predicted_peak_is_the_measured_one(ranks4: Ranks, case: Case) -> None:

@@ -128,7 +128,7 @@ def test_the_slow_stage_is_named_beside_the_prediction(recorded, capsys, tmp_pat
     assert main(["timeline", str(recorded), "--page", str(page), "--trace", str(trace), "--width", "60"]) == 0
     text = capsys.readouterr().out
     (slow_s,) = re.findall(r"^stage 2, on rank 2, is slow: ([0-9.]+) s ", text, re.MULTILINE)
-    assert float(slow_s) >= 2 * PLANTED_S and text.count("is slow") == 1, text
+    assert 2 * PLANTED_S <= float(slow_s) < 4 * PLANTED_S and text.count("is slow") == 1, text
     assert text.index("predicted: ") < text.index("measured: ") and ", step 5\n" in text
     assert "Stage 2, on rank 2, is slow" in page.read_text() and "<h2>Measured</h2>" in page.read_text()
     assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == set(range(8))
