@@ -6,7 +6,7 @@ and the optimizer as far as nothing hides them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
 
@@ -19,9 +19,9 @@ from dtlayout.costmodel.memory import (
     estimate_memory,
 )
 from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
-from dtlayout.costmodel.parts import CutLayout, PipelineLayout, StageClass, StageLayout, part_of
+from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario, cut
-from dtlayout.costmodel.stage_work import LayoutWork, StageWork, send_s
+from dtlayout.costmodel.stage_work import BlocksWork, LayoutWork, StageWork, send_s
 from dtlayout.costmodel.update import find_update, update_times
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -146,8 +146,14 @@ class Estimator:
         """A block of each kind, of one microbatch and without recomputation, from a BlockLayout and kernels."""
         self.head = cache(partial(head_time, scenario))
         """Head and loss of one microbatch, from a BlockLayout and kernels."""
-        self.layout_work = cache(partial(LayoutWork, scenario, self.blocks, self.head))
+        self._blocks_work = cache(partial(BlocksWork, scenario, self.blocks))
+        self._without_loss = cache(lambda kernels: replace(kernels, loss=Kernels.loss))  # changes nothing in a block
+        self.layout_work = cache(self._find_layout_work)
         """One microbatch on any stage, from a StageLayout and kernels."""
+
+    def _find_layout_work(self, layout: StageLayout, kernels: Kernels) -> LayoutWork:
+        blocks = self._blocks_work(layout, self._without_loss(kernels))
+        return LayoutWork(blocks, self.head(part_of(layout, BlockLayout), kernels))
 
     def estimate(self, layout: Layout, kernels: Kernels) -> Estimate:
         """Memory and time of a layout, legal for our trainer or not."""

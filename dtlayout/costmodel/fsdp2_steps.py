@@ -78,6 +78,7 @@ def find_steps(
     reduced: Reduced | None = None
     last_kind: dict[int, Kind] = {}
     num_sent = Counter[int | None]()
+    receivers = dict[tuple[Kind, int], int | None]()
     for action, neighbour in zip(actions, neighbours, strict=True):
         chunk, kind = placement.chunk_of(action.stage), action.kind
         is_forward = kind is Kind.FORWARD
@@ -93,7 +94,9 @@ def find_steps(
         for alike in _BEGUN_WITH.get(kind, (kind,)):
             begun[alike].add(chunk)
         (forwarded.add if is_forward else forwarded.discard)(chunk)
-        receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
+        if (of_stage := (kind, action.stage)) not in receivers:  # the same one for all of its microbatches
+            receivers[of_stage] = None if (result := result_of(action)) is None else placement.receiver_of(result)
+        receiver = receivers[of_stage]
         num_sent[receiver] += 1
         yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
 

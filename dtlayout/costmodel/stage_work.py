@@ -43,28 +43,20 @@ class StageWork(NamedTuple):
         return cls(*map(sum, zip(*stages, strict=True)))
 
 
-class LayoutWork:
-    """One microbatch on any stage of a layout with some kernels: what its stages share is computed once."""
+class BlocksWork:
+    """One microbatch on all but the head of any stage of a layout: what stages, and heads, share is computed once."""
 
     def __init__(
-        self,
-        scenario: Scenario,
-        block_of: Mapping[ModelShape, TimeOf],
-        head_of: TimeOf,
-        layout: Layout,
-        kernels: Kernels,
-    ):
-        """`block_of` times a block of each of `Scenario.kinds`, `head_of` the head, neither with recomputation."""
+        self, scenario: Scenario, block_of: Mapping[ModelShape, TimeOf], layout: Layout, kernels: Kernels
+    ):  # fmt: skip
+        """`block_of` times a block of each of `Scenario.kinds`, without recomputation."""
         self.scenario, self.model = scenario, scenario.model
         part, recompute = part_of(layout, BlockLayout), Recompute.parse(layout.recompute)
         blocks = [(of_kind, block_of[kind](part, kernels)) for kind, of_kind in scenario.kinds.items()]
         self.blocks = [(block, recompute_time(of_kind, layout, kernels, block)) for of_kind, block in blocks]
         """A block of each kind, and the seconds that computing it again takes and waits for tp."""
-        self.head = head_of(part, kernels)
-        """Head and loss."""
-        again_s = min([sum(again) for _, again in self.blocks])
-        self.least_s = min([block.gpu_s for block, _ in self.blocks]), again_s, self.head.gpu_s
-        """Seconds that a microbatch takes at least in a block, in computing it again, and in the head."""
+        self.least_s = min([block.gpu_s for block, _ in self.blocks]), min([sum(again) for _, again in self.blocks])
+        """Seconds that a microbatch takes at least in a block, and in computing it again."""
         self.block_host_s = host_s(scenario, layout, kernels)
         """Least time that the host needs for a block, forward and backward."""
         self._routes_again = not recompute.is_selective
@@ -78,13 +70,16 @@ class LayoutWork:
             self._host_again_s = constants.selective_host_tp_s if is_tp else constants.selective_host_s
         else:
             self._host_again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
+        self._sees_ends = scenario.is_on_host or self._sending_s > 0.0
         self.on = cache(self._find_work)
-        """The work of a StageClass."""
+        """The work of a StageClass, as if it had no head."""
 
     def _find_work(self, stage: StageClass) -> StageWork:
         """Where blocks differ and only some are recomputed, these are of all kinds alike."""
+        if (stage.embedding or stage.head) and not self._sees_ends:
+            return self.on(stage._replace(embedding=False, head=False))
         blocks, again_s, again_tp_s, copying_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0
-        num_blocks, head = max(1, stage.num_layers), self.head
+        num_blocks = max(1, stage.num_layers)
         counts = [count for _, count in self.model.kinds(stage.example.layers)]
         found = zip(counts, self.blocks, self._copies, strict=False)
         for count, (block, (kind_again_s, kind_again_tp_s)), (whole_s, kept_s) in found:
@@ -105,9 +100,6 @@ class LayoutWork:
             host_forward_s += exposed_s(self.scenario, copying_s, forward_s + forward_tp_s + host_forward_s)
             gpu_backward_s = backward_s + backward_tp_s + again_s + host_backward_s
             host_backward_s += exposed_s(self.scenario, copying_s, gpu_backward_s)
-        if stage.head:
-            forward_s, backward_s = forward_s + head.forward_s, backward_s + head.backward_s
-            forward_tp_s, backward_tp_s = forward_tp_s + head.forward_tp_s, backward_tp_s + head.backward_tp_s
         send_forward_s = 0.0 if stage.head else self._sending_s
         send_backward_s = 0.0 if stage.embedding else self._sending_s
         return StageWork(
@@ -133,6 +125,30 @@ class LayoutWork:
             both_s += (stage.head + stage.embedding) / 2 * constants.head_host_s
             messages_s = ((not stage.head) + (not stage.embedding)) * constants.message_host_s  # one sent, one received
         return both_s / 3 + messages_s, both_s * 2 / 3 + messages_s + stage.num_recomputed * self._host_again_s
+
+
+class LayoutWork:
+    """One microbatch on any stage of a layout with some kernels."""
+
+    def __init__(self, blocks: BlocksWork, head: BlockTime):
+        """`head` is the time of the head and the loss."""
+        self.blocks, self.head = blocks, head
+        self.least_s = *blocks.least_s, head.gpu_s
+        """Seconds that a microbatch takes at least in a block, in computing it again, and in the head."""
+        self._with_head = cache(self._add_head)
+
+    def on(self, stage: StageClass) -> StageWork:
+        """The work of a stage."""
+        return self._with_head(stage) if stage.head else self.blocks.on(stage)
+
+    def _add_head(self, stage: StageClass) -> StageWork:
+        work, head = self.blocks.on(stage), self.head
+        return work._replace(
+            compute_s=work.compute_s + head.forward_s + head.backward_s,
+            tp_s=work.tp_s + head.forward_tp_s + head.backward_tp_s,
+            forward_s=work.forward_s + head.forward_s + head.forward_tp_s,
+            backward_s=work.backward_s + head.backward_s + head.backward_tp_s,
+        )
 
 
 def send_s(scenario: Scenario, layout: Layout) -> float:

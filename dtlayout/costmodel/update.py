@@ -85,6 +85,13 @@ def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
     return m if is_each else 1
 
 
+def sending_s(scenario: Scenario, layout: Layout, update: Update, m: int) -> float:
+    """All of a step's reductions and gathers, hidden or not: computation of its m microbatches can hide its share."""
+    reductions = count_reductions(scenario, layout, m)
+    gathers = m if layout.zero == 3 else 1
+    return reductions * update.reduce_s + m * update.again_s + update.copy_s + gathers * update.gather_s
+
+
 _Once = tuple[float, float, float, float]
 """All of an `Update` but the optimizer."""
 

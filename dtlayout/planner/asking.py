@@ -31,14 +31,16 @@ class Question(IntEnum):
     """How long do the steps of a family take at least with each recomputation?"""
     WORKS = 2
     """In which ways can they be computed then, and how long does each take at least, by the way it is spread?"""
-    BUSIEST = 3
+    SPREADS = 3
+    """How much longer is the step of each spread of a work at least with reduction and update?"""
+    BUSIEST = 4
     """Which spreads of a work may fit, and when can the busiest rank be done, if it waits for no more than its first
     microbatch?"""
-    UPDATE = 4
+    UPDATE = 5
     """How much longer is a candidate's step with each variant's reduction and update?"""
-    PLAY = 5
+    PLAY = 6
     """How long is a variant's step, the pipeline played?"""
-    FIT = 6
+    FIT = 7
     """Does a variant fit?"""
 
 
@@ -73,7 +75,7 @@ class Choice(NamedTuple):
                 return self.name not in _OF_FAMILY or self.allows(opened.subject.layout)
             case Question.WORKS:
                 return self.name not in (*_OF_FAMILY, "recompute") or self.allows(opened.subject.layout)
-            case Question.BUSIEST:
+            case Question.SPREADS | Question.BUSIEST:
                 return self.name not in _OF_WORK or self.allows(opened.subject[0].layout)
         work, spread = opened.subject.candidate[:2]
         return self.name in Sharding._fields or self.allows(spread if hasattr(spread, self.name) else work.layout)
@@ -109,8 +111,8 @@ class Asking:
         self._limit_s = inf
         self._answers: dict[Question, Callable[[Open], None]] = {
             Question.RECOMPUTE: self._find_recomputing, Question.WORKS: self._find_works,
-            Question.BUSIEST: self._find_busiest, Question.UPDATE: self._find_updates, Question.PLAY: self._play,
-            Question.FIT: self._try,
+            Question.SPREADS: self._raise_spreads, Question.BUSIEST: self._find_busiest,
+            Question.UPDATE: self._find_updates, Question.PLAY: self._play, Question.FIT: self._try,
         }  # fmt: skip
 
     def ask(self, opened: Iterable[Open]) -> list[Open]:
@@ -145,30 +147,44 @@ class Asking:
 
     def _find_works(self, opened: Open) -> None:
         for work in self._candidates.works(opened.subject, self.counts):
-            self._push_spreads(work, self._candidates.bound_spreads(opened.subject, work))
+            self._push_spreads(Question.SPREADS, work, opened.subject.bound_spreads(*work.times.least_s))
 
-    def _push_spreads(self, work: Work, spreads: list[BoundSpread]) -> None:
+    def _push_spreads(self, question: Question, work: Work, spreads: list[BoundSpread]) -> None:
         if spreads:
-            self._push(min(spreads)[0], Question.BUSIEST, (work, spreads))
+            self._push(min(spreads)[0], question, (work, spreads))
+
+    def _take_spreads(self, opened: Open) -> list[BoundSpread]:
+        """Those that are asked now; those with a longer bound are when it is their turn."""
+        (work, spreads), asked_s = opened.subject, (1 + TIE) * opened.least_s
+        self._push_spreads(opened.question, work, [each for each in spreads if each[0] > asked_s])
+        return [each for each in spreads if each[0] <= asked_s]
+
+    def _raise_spreads(self, opened: Open) -> None:
+        work = opened.subject[0]
+        raised = [
+            (least_s + self._candidates.least_update_s(work, spread, pipeline), spread, pipeline)
+            for least_s, spread, pipeline in self._take_spreads(opened)
+        ]
+        self._push_spreads(Question.BUSIEST, work, raised)
 
     def _find_busiest(self, opened: Open) -> None:
-        (work, spreads), choice = opened.subject, self._choice
-        asked_s = (1 + TIE) * opened.least_s  # those with a longer bound are asked when it is their turn
-        self._push_spreads(work, [each for each in spreads if each[0] > asked_s])
+        work, choice = opened.subject[0], self._choice
         left, num_misfits = list[BoundSpread](), 0
-        for least_s, spread in spreads:
-            if least_s > asked_s:
-                continue
+        for each in self._take_spreads(opened):
+            least_s, spread, _ = each
             if choice and not choice.allows(spread):
-                left.append((least_s, spread))
+                left.append(each)
                 continue
             place = self._place_of(work, spread)
             if self._has_better(place, least_s):
                 self.num_alike[place] += spread.num_ways
-                left.append((least_s, spread))
-            elif candidate := self._candidates.make(work, spread):
+                left.append(each)
+            elif candidate := self._candidates.make(work, *each[1:]):
                 times = StepTimes(self._candidates, candidate)
-                self._push(times.bound_s, Question.UPDATE, times)
+                if choice and not any(map(choice.allows, candidate.variants)):
+                    self._left.append(Open(least_s, next(self._numbers), Question.UPDATE, times))
+                else:
+                    self._push(times.bound_s, Question.UPDATE, times)
                 self.num_alike[place] += len(candidate.variants)
                 num_misfits += spread.num_ways - len(candidate.variants)
             else:

@@ -10,22 +10,24 @@ hundreds of thousands of these, so each is made of the one before where a search
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import product, starmap
 from math import inf
-from operator import add, itemgetter
-from typing import Any, Literal, NamedTuple
+from operator import add, itemgetter, le
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from dtlayout.costmodel.compute import recompute_time
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.costmodel.scenario import find_kernel_refusals, find_lacks
-from dtlayout.costmodel.update import Update, find_update
+from dtlayout.costmodel.stage_work import LayoutWork
+from dtlayout.costmodel.update import Update, find_update, hidden_share, sending_s
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.planner.peaks import Counts, Moments, Peaks, RankGroup, RankSizes, Stages, gradient_phase
+from dtlayout.planner.peaks import BlockBytes, Counts, Moments, Peaks, RankGroup, RankSizes, Stages, gradient_phase
 from dtlayout.planner.space import Degrees, Order, Sharding, Space
 from dtlayout.recompute import Recompute
 
@@ -71,10 +73,13 @@ class Spread(NamedTuple):
         return self.degrees.pp
 
 
+T = TypeVar("T")
+Costs = tuple[tuple[float, ...], float]
+"""Seconds and bytes of a block and of the head, and how long the GPU waits for the host."""
 Busy = tuple[int, int, int]
 """Blocks that a rank waits for and computes in a step, forward and backward; blocks of these computed again; heads."""
-BoundSpread = tuple[float, Spread]
-"""A lower bound of a step, and how that is spread."""
+BoundSpread = tuple[float, Spread, PipelineLayout]
+"""A lower bound of a step, how that is spread, and its pipeline."""
 
 
 class Family(NamedTuple):
@@ -97,8 +102,8 @@ class Recomputing(NamedTuple):
     """One of them."""
     parts: dict[StageLayout, Layout]
     """Each part on which a stage's work depends, and the layout with that tp_overlap."""
-    spreads: list[tuple[Spread, list[Busy]]]
-    """Those of the family, each with what the last rank of each group of ranks is busy with."""
+    spreads: list[tuple[Spread, PipelineLayout, list[Busy]]]
+    """Those of the family, each with its pipeline and what the last rank of each group of ranks is busy with."""
     num_ways: int
     """Ways to spread them and to share the state, in all."""
 
@@ -107,8 +112,8 @@ class Recomputing(NamedTuple):
         the head: `StepTimes.bound_s`, without host and messages.
         """
         return [
-            (max([n * block_s + again * again_s + heads * head_s for n, again, heads in busy]), spread)
-            for spread, busy in self.spreads
+            (max([n * block_s + again * again_s + heads * head_s for n, again, heads in busy]), spread, pipeline)
+            for spread, pipeline, busy in self.spreads
         ]
 
 
@@ -120,6 +125,10 @@ class Work(NamedTuple):
     part: StageLayout
     """The part of it on which its work depends."""
     kernels: Kernels
+    times: LayoutWork
+    """Seconds of a microbatch on any stage."""
+    block: BlockBytes
+    """Bytes that it holds in a block and in the head."""
 
 
 class Candidate(NamedTuple):
@@ -159,7 +168,8 @@ class Candidates:
         self._pipelines, self._short_pipelines = cache(self._find_pipeline), cache(self._find_short_pipeline)
         self._group_states, self._overlaps = cache(self._find_group_states), cache(self._find_overlaps)
         self._allows_pipeline, self._orders = cache(space.allows_pipeline), cache(self._find_orders)
-        self._busy = cache(self._find_busy)
+        self._busy, self._ways = cache(self._find_busy), cache(self._find_ways)
+        self._hidden = hidden_share(space.scenario)
         self.updates = cache(self._find_updates)
         """Reductions and updates of ranks with these RankSizes at some degrees, with a head or without, by Sharding."""
 
@@ -210,9 +220,9 @@ class Candidates:
             parts = {part_of(layout, StageLayout): layout for layout in layouts}
             if kernels := _with_one_loss(self._kernels_of(layouts[0])):
                 again_s = min([self._again_s(part, each) for part in parts for each in kernels])
+                pipelines = [(spread, _pipeline_of(spread, layouts[0])) for spread in family.spreads]
                 spreads = [
-                    (spread, self._busy(_pipeline_of(spread, layouts[0]), spread.num_microbatches))
-                    for spread in family.spreads
+                    (each, pipeline, self._busy(pipeline, each.num_microbatches)) for each, pipeline in pipelines
                 ]
                 part = Recomputing(layouts[0], parts, spreads, num_ways)
                 found.append((min(part.bound_spreads(block_s, again_s, head_s))[0], part))
@@ -222,27 +232,35 @@ class Candidates:
         """The works with a recomputation that may be the fastest; what has other kernels is counted."""
         layout, parts = recomputing.layout, recomputing.parts
         best = self.undominated(tuple(parts), layout.splits_backward)
-        found = [Work(parts[part], part, kernels) for part, kernels in best]
+        found = [self.work(parts[part], part, kernels) for part, kernels in best]
         num_slower = (len(parts) * len(self._kernels_of(layout)) - len(found)) * recomputing.num_ways
         counts["slower kernels"] += num_slower
         counts["bounded"] -= num_slower
         return found
 
-    def bound_spreads(self, recomputing: Recomputing, work: Work) -> list[BoundSpread]:
-        """Each spread of a work with a lower bound of its step."""
-        return recomputing.bound_spreads(*self.estimator.layout_work(work.part, work.kernels).least_s)
+    def work(self, layout: Layout, part: StageLayout, kernels: Kernels) -> Work:
+        """What a microbatch of a layout, of which this is a part, is computed with."""
+        times, block = self.estimator.layout_work(part, kernels), self.peaks.block_bytes(part, kernels)
+        return Work(layout, part, kernels, times, block)
 
     def need(self, layout: Layout, kernels: Kernels) -> tuple[float, float]:
         """What the fullest rank of a layout needs, and its peak, as far as that is allowed."""
         return self.peaks.need(layout, kernels, self.allowed_bytes)
 
-    def make(self, work: Work, spread: Spread) -> Candidate | None:
-        """The candidate of a work that is spread; None if no variant can fit."""
-        pipeline = self._pipelines(spread, _pipeline_of(spread, work.layout))
+    def least_update_s(self, work: Work, spread: Spread, of_spread: PipelineLayout) -> float:
+        """A lower bound of reduction and update of the first ranks, in any way in which the state alone fits."""
+        classes, ways = self._ways(spread, of_spread)
+        own = [(count, work.times.on(each)) for each, count in classes]
+        busy_s = sum([count * (each.forward_s + each.backward_s) for count, each in own])
+        hidden_s = self._hidden * spread.num_microbatches * busy_s
+        return min([update_s + max(0.0, sent_s - hidden_s) for update_s, sent_s in ways], default=0.0)
+
+    def make(self, work: Work, spread: Spread, of_spread: PipelineLayout) -> Candidate | None:
+        """The candidate of a work that is spread, with the pipeline of that; None if no variant can fit."""
+        pipeline = self._pipelines(spread, of_spread)
         state, allowed = pipeline.state, self.allowed_bytes
-        block = self.peaks.block_bytes(work.part, work.kernels)
         held: list[float] = []
-        for beside, state_bytes in zip(self.peaks.held_bytes(block, pipeline.in_flight), state.least, strict=True):
+        for beside, state_bytes in zip(self.peaks.held_bytes(work.block, pipeline.in_flight), state.least, strict=True):
             if beside + state_bytes > allowed:  # in any way
                 return None
             held.append(beside)
@@ -255,7 +273,12 @@ class Candidates:
         """Every variant with what it needs at least, the smallest first."""
         counts = Counter[Reason]()
         parts = [part for family in self.find(counts) for _, part in self.recomputing(family)]
-        works = ((work, spread) for part in parts for work in self.works(part, counts) for spread, _ in part.spreads)
+        works = (
+            (work, spread, pipeline)
+            for part in parts
+            for work in self.works(part, counts)
+            for spread, pipeline, _ in part.spreads
+        )
         candidates = filter(None, starmap(self.make, works))
         least = [
             (need, candidate, sharding) for candidate in candidates for sharding, need in candidate.variants.items()
@@ -321,6 +344,19 @@ class Candidates:
             found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))
         return found
 
+    def _find_ways(self, spread: Spread, of_spread: PipelineLayout) -> tuple[Counts, list[tuple[float, float]]]:
+        """Classes of stages of the first ranks, and how many of each; and for each way to share the state in which that
+        alone fits, seconds of their update and of all that they send for it.
+        """
+        degrees, m, scenario = spread.degrees, spread.num_microbatches, self.space.scenario
+        pipeline, examples = self._pipelines(spread, of_spread), self.examples(spread.degrees)
+        group = pipeline.stages.groups[0]
+        updates = self.updates(degrees, pipeline.state.sizes[0], group.has_head)
+        ways = [way for way, least in pipeline.state.ways if max(least) <= self.allowed_bytes]
+        return tuple(Counter(group.classes).items()), [
+            (updates[way].optimizer_s, sending_s(scenario, examples[way], updates[way], m)) for way in ways
+        ]
+
     def _find_states(self, degrees: Degrees, counts: tuple[Counts, ...], phase: int) -> State:
         sizes = tuple([self.peaks.sizes(each, degrees.tp, degrees.ep) for each in counts])
         least = [self._group_states(degrees, size, phase) for size in sizes]
@@ -360,38 +396,43 @@ class Candidates:
     ) -> list[tuple[StageLayout, Kernels]]:
         """All but those that are no faster in any direction than others, and keep no less, in the same layout.
 
-        The loss is apart from all else that kernels compute, so what is worse with one loss is so with each.
+        The loss is apart from all else that kernels compute, so what is worse with one loss is so with each, and a loss
+        that is worse in one part is so in each.
         """
         first = parts[0]
         kernels = self._kernels(first.tp, first.cp, first.cp_method, splits, first.recompute)
         if len(kernels) * len(parts) < 2:
             return [(part, each) for part in parts for each in kernels]
-        left = self._leave_best([(part, each) for part in parts for each in _with_one_loss(kernels)])
-        losses = dict.fromkeys(each.loss for each in kernels)
-        if len(losses) == 1:
-            return left
-        return self._leave_best([(part, replace(each, loss=loss)) for part, each in left for loss in losses])
+        left = _leave_best({(p, each): self._costs(p, each) for p in parts for each in _with_one_loss(kernels)})
+        of_loss = {each.loss: each for each in kernels}
+        losses = list(of_loss)
+        if len(losses) > 1:
+            losses = _leave_best({loss: self._head_costs(first, each) for loss, each in of_loss.items()})
+        return [(part, replace(each, loss=loss)) for part, each in left for loss in losses]
 
-    def _leave_best(self, compared: list[tuple[StageLayout, Kernels]]) -> list[tuple[StageLayout, Kernels]]:
-        costs = [self._costs(*each) for each in compared]
-        return [
-            each
-            for i, (each, own) in enumerate(zip(compared, costs, strict=True))
-            if not any(
-                other[-1] == 0.0 and all(o <= mine for o, mine in zip(other[:-1], own[:-1], strict=True))
-                and (j < i or other != own)
-                for j, other in enumerate(costs) if j != i
-            )
-        ]  # fmt: skip
-
-    def _find_costs(self, part: StageLayout, kernels: Kernels) -> tuple[float, ...]:
-        """Seconds and bytes of a block and of the head, and last the time that the GPU waits for the host."""
+    def _find_costs(self, part: StageLayout, kernels: Kernels) -> Costs:
         work = self.estimator.layout_work(part, kernels)
-        (block, again_s), head = work.blocks[0], work.head
+        (block, again_s), blocks = work.blocks.blocks[0], work.blocks
         forward_s, backward_s = block.forward_s + block.forward_tp_s, block.backward_s + block.backward_tp_s
-        waits_s = max(0.0, work.block_host_s - block.forward_s - block.backward_s)
-        head_s = head.forward_s + head.backward_s
-        return (forward_s, backward_s, sum(again_s), head_s, *self.peaks.block_bytes(part, kernels), waits_s)
+        waits_s = max(0.0, blocks.block_host_s - block.forward_s - block.backward_s)
+        of_head = self._head_costs(part, kernels)[0]
+        return (forward_s, backward_s, sum(again_s), *of_head, *self.peaks.block_bytes(part, kernels)), waits_s
+
+    def _head_costs(self, part: StageLayout, kernels: Kernels) -> Costs:
+        head = self.estimator.head(part_of(part, BlockLayout), kernels)
+        return (head.forward_s + head.backward_s, self.peaks.block_bytes(part, kernels).logits), 0.0
+
+
+def _leave_best(compared: Mapping[T, Costs]) -> list[T]:
+    """All but those for which there is another that costs no more, and makes nobody wait; of equal ones the first."""
+    return [
+        each
+        for i, (each, (own, own_waits_s)) in enumerate(compared.items())
+        if not any(
+            waits_s == 0.0 and all(map(le, other, own)) and (j < i or (other, waits_s) != (own, own_waits_s))
+            for j, (other, waits_s) in enumerate(compared.values()) if j != i
+        )
+    ]  # fmt: skip
 
 
 def _pipeline_of(spread: Spread, layout: Layout) -> PipelineLayout:

@@ -3,6 +3,8 @@
 from functools import cache, cached_property
 from operator import add
 
+from dtlayout.costmodel.parts import StageClass
+from dtlayout.costmodel.stage_work import StageWork
 from dtlayout.costmodel.update import Update, update_times
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
@@ -17,11 +19,14 @@ class StepTimes:
     def __init__(self, candidates: Candidates, candidate: Candidate):
         """`candidates` knows what it shares with others."""
         self.candidates, self.candidate, self.estimator = candidates, candidate, candidates.estimator
-        work = self.estimator.layout_work(candidate.work.part, candidate.work.kernels)
-        self._work = {each: work.on(each) for each in candidate.stages.kinds}
         self._delay_s = self.estimator.delay_s(candidate.work.part)  # type: ignore[arg-type]
         self._fixed_s = self.estimator.fixed_s(candidate.spread.num_microbatches, peak_bytes=0.0)
         self._of_group = cache(self._find_of_group)
+
+    @cached_property
+    def _work(self) -> dict[StageClass, StageWork]:
+        """One microbatch on each kind of stage."""
+        return {each: self.candidate.work.times.on(each) for each in self.candidate.stages.kinds}
 
     @cached_property
     def bound_s(self) -> float:

@@ -23,7 +23,7 @@ from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import Experts
-from dtlayout.planner.candidates import Candidates, Spread, Work
+from dtlayout.planner.candidates import Candidates, Spread
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Degrees, Space
@@ -153,13 +153,18 @@ def find_candidates(scenario: Scenario) -> Candidates:
 def describe(candidates: Candidates, layout: Layout, kernels: Kernels) -> tuple[Any, ...]:
     """All that a search asks of a layout."""
     m, part = layout.num_microbatches(candidates.space.scenario.batch), part_of(layout, StageLayout)
-    work, spread = Work(layout, part, kernels), Spread(Degrees.of(layout), layout.schedule, layout.virtual_stages, m, 1)
-    candidate = candidates.make(work, spread)
+    work = candidates.work(layout, part, kernels)
+    spread = Spread(Degrees.of(layout), layout.schedule, layout.virtual_stages, m, 1)
+    of_spread = PipelineLayout.of(layout)
+    least_update_s = candidates.least_update_s(work, spread, of_spread)
+    candidate = candidates.make(work, spread, of_spread)
     if candidate is None:
-        return None, m
+        return None, m, least_update_s
     times = StepTimes(candidates, candidate)
+    assert least_update_s <= (1 + 1e-9) * min(map(times.update_s, candidate.variants))
     steps = [times.step_s(sharding) for sharding in candidate.variants]
-    return candidate, candidates.undominated((part,)), times.bound_s, times.updated, steps
+    made = (*candidate[1:], work.block, candidates.undominated((part,)))
+    return made, least_update_s, times.bound_s, times.updated, steps
 
 
 def test_candidates_that_follow_all_others_are_those_of_a_fresh_search():
