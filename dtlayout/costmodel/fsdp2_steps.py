@@ -4,7 +4,7 @@ Steps that follow each other and are alike are one row, so that long steps of a 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -65,11 +65,17 @@ _PLAYED_IN_ROWS = 4
 def find_steps(
     schedule: PipelineSchedule, placement: Placement, m: int, rank: int, *, offloads: bool
 ) -> Iterator[tuple[Action, Step, bool]]:
-    """A rank's actions as steps of its stages, and whether a message is left that has not gone.
+    """`follow_steps` of a rank's forwards and backwards of m microbatches."""
+    return follow_steps(list(schedule.order(placement, rank, m)), placement, offloads=offloads)
+
+
+def follow_steps(
+    actions: Sequence[Action], placement: Placement, *, offloads: bool
+) -> Iterator[tuple[Action, Step, bool]]:
+    """A rank's forwards and backwards as steps of its stages, and whether a message is left that has not gone.
 
     Those are the first ones to each neighbour.
     """
-    actions = list(schedule.order(placement, rank, m))
     around = zip([None, *actions], actions, [*actions[1:], None], strict=False)
     neighbours = [_look_around(*three) if offloads else {} for three in around]
     last = {action.stage: action for action in actions if action.kind in RELEASE}

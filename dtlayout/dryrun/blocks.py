@@ -1,11 +1,11 @@
-"""The peak of a rank from two dry runs of stages with fewer blocks. No torch.
+"""What an action of a rank holds, from two dry runs of stages with fewer blocks. No torch.
 
 [Note: blocks that are alike]
 A model's blocks are alike, so that between the first and the last few of a stage each one finds what the one before it
-found, and leaves the same behind: what is held at one moment of a step grows by the same bytes with each further block
-in the stage. The peak does not: another moment may become the fullest. So two stages, one with a block more than the
-other, give bytes and growth of each moment, and the highest of what the moments come to is the peak. Moments of blocks
-in the middle lie between those of the blocks at both ends. Blocks that are recomputed one in N repeat by N.
+found, and leaves the same behind: what is held at one moment of an action grows by the same bytes with each further
+block in the stage. The fullest moment does not: another one may become it. So two stages, one with a block more than
+the other, give bytes and growth of each moment, and the highest of what the moments come to is the fullest. Moments of
+blocks in the middle lie between those of the blocks at both ends. Blocks that are recomputed one in N repeat by N.
 """
 
 from collections import defaultdict
@@ -23,19 +23,40 @@ from dtlayout.pipelining.partition import layer_costs, partition
 from dtlayout.recompute import Recompute
 
 
+class Held:
+    """What a rank held while it executed an action, beside what was there before."""
+
+    def __init__(self, before_bytes: int) -> None:
+        self.before_bytes = before_bytes
+        """What was there before."""
+        self.fullest_bytes = self.left_bytes = 0
+        """The most, also between operators, and when it was over."""
+        self.moments = defaultdict[tuple[str, bool, str], list[int]](list)
+        """The module, whether it is recomputed, and the operator → bytes, each time that it runs there."""
+
+
 class Heights:
-    """What a rank held after each operator of a step."""
+    """What a rank held in each action of a step, and last in its update."""
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
-        """The most, also between operators."""
-        self.moments = defaultdict[tuple[Place, str], list[int]](list)
-        """Where an operator runs and its name → bytes, each time that it runs there."""
+        self.actions: list[Held] = []
+
+    def begin(self, ledger: Ledger) -> None:
+        """An action begins; to be said before the ledger is marked."""
+        self.end(ledger)
+        self.actions.append(Held(ledger.total_bytes))
+
+    def end(self, ledger: Ledger) -> None:
+        """The last action is over, if there was one."""
+        for held in self.actions[-1:]:
+            held.fullest_bytes = ledger.highest_bytes - held.before_bytes
+            held.left_bytes = ledger.total_bytes - held.before_bytes
 
     def note(self, place: Place, operator: str, ledger: Ledger) -> None:
         """What is held now that an operator has run."""
-        self.peak_bytes = ledger.peak_bytes
-        self.moments[place, operator].append(ledger.total_bytes)
+        for held in self.actions[-1:]:
+            moment = place.module, place.is_again, operator
+            held.moments[moment].append(ledger.total_bytes - held.before_bytes)
 
 
 class Cut(NamedTuple):
@@ -68,13 +89,29 @@ def find_cut(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> Cut 
     return Cut(leave_out(times), leave_out(times - 1), times)
 
 
-def extrapolate(shorter: Heights, longer: Heights, times: int) -> int:
-    """The peak with `times` repetitions more than in `shorter`, of which `longer` has one: see the note above."""
-    pairs = chain([(shorter.peak_bytes, longer.peak_bytes)], _align(shorter, longer))
-    return max(few + times * (more - few) for few, more in pairs)
+class Added(NamedTuple):
+    """Bytes relative to those held before an action."""
+
+    fullest: int
+    """At its fullest."""
+    left: int
+    """When it is over."""
 
 
-def _align(shorter: Heights, longer: Heights) -> Iterator[tuple[int, int]]:
+def add_blocks(shorter: Held, longer: Held, times: int) -> Added:
+    """An action with `times` repetitions more than in `shorter`, of which `longer` has one: see the note above."""
+    pairs = chain([(shorter.fullest_bytes, longer.fullest_bytes)], _align(shorter, longer))
+    return Added(
+        fullest=max(_extend(few, more, times) for few, more in pairs),
+        left=_extend(shorter.left_bytes, longer.left_bytes, times),
+    )
+
+
+def _extend(few: int, more: int, times: int) -> int:
+    return few + times * (more - few)
+
+
+def _align(shorter: Held, longer: Held) -> Iterator[tuple[int, int]]:
     """The same moment in both; what runs once for each parameter counts where it is highest."""
     for key, few in shorter.moments.items():
         more = longer.moments[key]

@@ -16,17 +16,16 @@ too, and are left out where the peak alone is asked for: [Note: blocks that are 
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dtlayout.batch import Batch
 from dtlayout.config import Config
 from dtlayout.dryrun.blocks import Heights
 from dtlayout.dryrun.collectives import Collective, observe_collective
+from dtlayout.dryrun.excerpt import fold
 from dtlayout.dryrun.operators import GlooCopies, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
 from dtlayout.dryrun.world import fake_tensors, fake_world
@@ -40,7 +39,7 @@ from dtlayout.measure.work import WorkCounter
 from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides, coordinate
 from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.actions import Action, Kind
-from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.pipelining.schedule import Schedule
 from dtlayout.plans.init import allocate
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer
@@ -60,6 +59,7 @@ def dry_run(
     gpus_per_node: int,
     num_steps: int = 0,
     folds: bool = True,
+    schedule: Schedule | None = None,
     left_out: Container[int] = (),
     heights: Heights | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
@@ -67,8 +67,9 @@ def dry_run(
     """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
 
     `kernels` have no auto; operators hold what they hold on `device_type`. `folds` leaves microbatches out that repeat
-    others, `left_out` blocks, by number; `heights` get what is held after each operator. `on_progress` gets the share
-    of the actions that were begun. Takes the process: see [Note: what is real].
+    others, `schedule`, which is the layout's else, may lack actions, and `left_out` names blocks that are not built;
+    `heights` get what each action holds, and nothing is counted then. `on_progress` gets the share of the actions that
+    were begun. Takes the process: see [Note: what is real].
     """
     batch = fold(layout, config.batch) if folds else config.batch
     stand_ins = kernels_replaced(*list_stand_ins(device_type))
@@ -81,6 +82,7 @@ def dry_run(
         assembly = assemble(
             config.model, batch, layout, kernels, config.precision,
             seed=config.train.seed, device_type=_DEVICE, give_weights=allocate_fake, left_out=left_out,
+            schedule=schedule,
         )  # fmt: skip
         num_actions = max(1, num_steps) * len(assembly.runtime.actions)
         with fake:
@@ -95,13 +97,6 @@ def dry_run(
             for _ in range(max(1, num_steps)):
                 observer.watch(tokens[:rows], targets[:rows], copies)
     return observer.report(rank, gpus_per_node)
-
-
-def fold(layout: Layout, batch: Batch) -> Batch:
-    """The batch with no more microbatches than show all that happens: [Note: folding]."""
-    m = layout.num_microbatches(batch)
-    enough = find_schedule(layout.schedule).shorten(layout.pp, layout.virtual_stages, m)
-    return replace(batch, global_batch=enough * layout.micro_batch * layout.dp)
 
 
 class _Observer:
@@ -145,6 +140,8 @@ class _Observer:
         self.work, self.sent = WorkCounter(self._locate), Counter[tuple[Place, Collective]]()
         with self.places, self.tracker, operators:
             self.step.launch(tokens, targets)
+            if self.heights is not None:
+                self.heights.end(self.tracker.ledger)
         self.curve += self.tracker.ledger.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:
@@ -174,9 +171,10 @@ class _Observer:
         return Place(self.action, self.places.module, is_backward and self.places.is_forward)
 
     def _observe(self, *operator: Any) -> None:
-        self.work.observe(*operator)
         if self.heights is not None:
             self.heights.note(self._locate(), str(operator[0]), self.tracker.ledger)
+            return
+        self.work.observe(*operator)
         event = observe_collective(*operator)
         if event is not None and len(event.ranks) > 1:
             self.sent[self._locate(), event] += 1
@@ -185,7 +183,10 @@ class _Observer:
         self.action = action
         self.num_begun += action is not None
         self.on_action(self.num_begun)
-        self.tracker.ledger.mark(str(action or UPDATE))
+        ledger = self.tracker.ledger
+        if self.heights is not None:
+            self.heights.begin(ledger)
+        ledger.mark(str(action or UPDATE))
 
     def _note_peak(self) -> None:
         self.module_at_peak, self.action_at_peak = self.places.module, str(self.action or UPDATE)

@@ -10,7 +10,8 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from dtlayout.config import Config
-from dtlayout.dryrun.blocks import Heights, extrapolate, find_cut
+from dtlayout.dryrun.blocks import Heights
+from dtlayout.dryrun.excerpt import find_excerpt, put_together
 from dtlayout.dryrun.report import RankReport
 from dtlayout.kernel import Kernel, kernels_replaced
 from dtlayout.kernels import Kernels
@@ -52,27 +53,27 @@ def dry_run_ranks(
 def find_peaks(
     subjects: Sequence[Subject], *, on_progress: Callable[[float], None] = lambda share: None, **options: Any
 ) -> Iterator[tuple[Subject, int]]:
-    """The bytes at the peak of each subject as they come, for less work than `dry_run_ranks`: dryrun/blocks.py."""
+    """The bytes at the peak of each subject as they come, for less work than `dry_run_ranks`: dryrun/excerpt.py."""
+    excerpts = [find_excerpt(s.config.model, s.config.batch, s.layout, s.rank) for s in subjects]
     tasks: list[tuple[Subject, dict[str, Any]]] = []
     owners: list[int] = []
-    cuts = [find_cut(s.config.model, s.config.batch, s.layout, s.rank) for s in subjects]
-    for place, (subject, cut) in enumerate(zip(subjects, cuts, strict=True)):
-        cases = [{"left_out": left, "heights": Heights()} for left in (cut.of_shorter, cut.of_longer)] if cut else [{}]
-        tasks += [(subject, options | case) for case in cases]
-        owners += [place] * len(cases)
-    found = defaultdict[int, dict[int, tuple[RankReport, Heights | None]]](dict)
-    for task, result in _run_all(tasks, on_progress):
+    for place, (subject, excerpt) in enumerate(zip(subjects, excerpts, strict=True)):
+        tasks += [(subject, options | case) for case in excerpt.cases]
+        owners += [place] * len(excerpt.cases)
+    found, left = defaultdict[int, dict[int, Heights]](dict), list[Subject]()
+    for task, (_, heights) in _run_all(tasks, on_progress):
         place = owners[task]
-        found[place][task] = result
+        assert heights is not None, "they were asked for"
+        found[place][task] = heights
         if len(found[place]) < owners.count(place):
             continue
-        results, cut = [found[place][task] for task in sorted(found[place])], cuts[place]
-        if cut is None:
-            yield subjects[place], results[0][0].peak_bytes
+        peak_bytes = put_together(excerpts[place], [found[place][task] for task in sorted(found[place])])
+        if peak_bytes is None:
+            left.append(subjects[place])
         else:
-            (_, shorter), (_, longer) = results
-            assert shorter is not None and longer is not None, "they were asked for"
-            yield subjects[place], extrapolate(shorter, longer, cut.times)
+            yield subjects[place], peak_bytes
+    for task, (report, _) in _run_all([(subject, options) for subject in left], on_progress) if left else ():
+        yield left[task], report.peak_bytes
 
 
 def _run_all(

@@ -49,15 +49,17 @@ def assemble(
     timeout_s: float = 0.0,
     give_weights: Callable[[Sequence[nn.Module], ModelShape, int, str], None] = initialize,
     left_out: Container[int] = (),
+    schedule: Schedule | None = None,
 ) -> Assembly:
     """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them.
 
     Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and the device on which their
     parameters lie. `timeout_s` is
-    that of `build_mesh`. Blocks in `left_out` are not built, which is no model any more: for a dry run.
+    that of `build_mesh`. For a dry run: blocks in `left_out` are not built, which is no model any more,
+    and `schedule`, the layout's own by default, may lack actions.
     """
     plan = make_plan(model, layout, kernels, precision)
-    schedule = make_schedule(layout, batch)
+    schedule = schedule or make_schedule(layout, batch)
     slices = partition(layer_costs(model, batch), layout)
     mesh = build_mesh(layout, device_type, timeout_s)
     stages = schedule.placement.stages_of(mesh[PP].get_local_rank())
