@@ -88,7 +88,9 @@ def test_nothing_is_put_together_where_the_update_of_all_stages_may_be_fullest()
     assert put_together(excerpt, [heights]) is None
 
 
-def test_the_peak_of_a_short_stage_is_that_of_its_whole_run() -> None:
+@pytest.mark.parametrize("found", [put_together, lambda excerpt, runs: None], ids=["together", "whole"])
+def test_a_step_is_run_whole_where_nothing_was_put_together(found, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtlayout.dryrun.ranks.put_together", found)
     case = Case(Layout(pp=2), precision=BF16)
     [(subject, peak_bytes)] = find_peaks(
         [Subject(to_config(case), case.layout, Kernels(), 1)], device_type="cpu", gpus_per_node=2
