@@ -48,10 +48,15 @@ def default_ranks(layout: Layout, estimate: Estimate) -> list[int]:
     return sorted({0, estimate.busiest_rank * per_stage, layout.world_size - 1})
 
 
+_MAY_BE_FULLEST = 0.75
+"""Share of the highest predicted peak from which on a rank's may be the highest: no formula was found so far off."""
+
+
 def fullest_ranks(layout: Layout, estimate: Estimate) -> list[int]:
     """The ranks of which one holds most: the first of a stage has the largest shard of everything that is uneven.
 
-    Of the stages the first and the last, and the one that is predicted to hold most.
+    Of the stages the one that is predicted to hold most, and the first and the last if they may.
     """
     per_stage = layout.world_size // layout.pp
-    return sorted({rank * per_stage for rank in (0, estimate.busiest_rank, layout.pp - 1)})
+    ends = {rank for rank in (0, layout.pp - 1) if estimate.memory[rank].total >= _MAY_BE_FULLEST * estimate.peak_bytes}
+    return sorted(rank * per_stage for rank in ends | {estimate.busiest_rank})
