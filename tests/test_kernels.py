@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtlayout.cluster import known_gpus
-from dtlayout.costmodel.engine import BOUNDS
+from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.device import Device, device_of
 from dtlayout.errors import InvalidConfig
 from dtlayout.kernel import (

@@ -17,7 +17,8 @@ from benchmarks.gpu.rows import HostTimes, Row, Trained
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.ranks import measure
 from dtlayout.cluster import Cluster
-from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Engine, find_engine_on
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
+from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.device import Device
 from dtlayout.errors import InvalidConfig
 

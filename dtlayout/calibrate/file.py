@@ -8,7 +8,8 @@ from typing import Any
 from dtlayout import toml
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cluster import UNITS, Cluster, Record, find_gpu
-from dtlayout.costmodel.engine import Constants, Engine
+from dtlayout.costmodel.engine import Engine
+from dtlayout.costmodel.engine_constants import Constants
 from dtlayout.files import write_whole
 
 _UNITS = {field.name: field.metadata["unit"] for field in fields(Constants)}

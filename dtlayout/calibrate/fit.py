@@ -16,7 +16,8 @@ from scipy.optimize import nnls
 
 from dtlayout.calibrate.measured import CollectiveTime, Measured, ProbeTime
 from dtlayout.cluster import Cluster, Gpu, find_gpu
-from dtlayout.costmodel.engine import BOUNDS, OWN_ENGINE, Constants, Engine, find_engine_on
+from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
+from dtlayout.costmodel.engine_constants import BOUNDS, Constants
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernel import AttentionKernel, find_kernel

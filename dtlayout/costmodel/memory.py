@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dtlayout.costmodel.engine import RunAheadConstants
+from dtlayout.costmodel.engine_constants import RunAheadConstants
 from dtlayout.costmodel.fsdp2_memory import fragment_bytes, fullest_bytes, overhead_bytes, table_bytes
 from dtlayout.costmodel.phase import Part
 from dtlayout.costmodel.scenario import (

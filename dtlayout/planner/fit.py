@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from dtlayout.costmodel.engine import ANY_GPU, BOUNDS, Engine
+from dtlayout.costmodel.engine import ANY_GPU, Engine
+from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.errors import DtlayoutError

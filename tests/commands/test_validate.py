@@ -15,7 +15,8 @@ from benchmarks.validate import explain_row
 from dtlayout import toml
 from dtlayout.cli import main
 from dtlayout.costmodel import engine
-from dtlayout.costmodel.engine import BOUNDS, find_engine, register_engine
+from dtlayout.costmodel.engine import find_engine, register_engine
+from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.planner import fit
 from dtlayout.planner.tables import read_tables
 from dtlayout.planner.validate import predict

@@ -9,7 +9,8 @@ import pytest
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.costmodel.engine import Engine, RunAheadConstants, find_engine
+from dtlayout.costmodel.engine import Engine, find_engine
+from dtlayout.costmodel.engine_constants import RunAheadConstants
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig

@@ -2,7 +2,8 @@
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, Gpu
-from dtlayout.costmodel.engine import Constants, Engine, Features
+from dtlayout.costmodel.engine import Engine, Features
+from dtlayout.costmodel.engine_constants import Constants
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.model_shape import ModelShape
 
