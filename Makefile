@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-all test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-schedules bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
+.PHONY: train sweep test test-all test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-peaks bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-schedules bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -48,6 +48,10 @@ bench-recompute: .venv/.installed
 # The formulas against dry runs of every stage of eight layouts, the largest of 16,384 GPUs: seven minutes.
 bench-dryrun: .venv/.installed
 	PYTHONPATH=. $(BIN)/python -m benchmarks.dryrun > benchmarks/dryrun.md
+
+# Formulas of peaks against dry runs of random layouts: make bench-peaks ARGS="--seed 3 --layouts 60", five minutes.
+bench-peaks: .venv/.installed
+	PYTHONPATH=. $(BIN)/python -m benchmarks.peaks $(ARGS) > benchmarks/peaks.md
 
 # Predictions against tables of measured runs: make bench-validate TABLES=FOLDER; without a folder it skips. A few
 # minutes, and some more with ARGS=--ablate; ARGS="--errors dtlayout/constants/errors.toml" writes the intervals too.

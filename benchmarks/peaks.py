@@ -1,0 +1,121 @@
+"""Formulas of peaks against dry runs on layouts that nobody has chosen, as Markdown: these find where they are wrong.
+
+    make bench-peaks ARGS="--seed 3 --layouts 60"
+
+Any legal mix of degrees, schedule, sharding, recomputation and offload of a small Llama at the widths of a real one.
+The rank that is predicted to hold most is run, by an excerpt of its step.
+"""
+
+import argparse
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from random import Random
+from typing import NamedTuple
+
+from benchmarks.dryrun import Subject as Rehearsal
+from dtlayout.cluster import find_gpu
+from dtlayout.costmodel.scenario import find_refusals
+from dtlayout.dryrun.ranks import Subject, find_peaks
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
+from dtlayout.pipelining.schedules import SCHEDULES
+from dtlayout.planner.prediction import own_scenario, predict
+from dtlayout.precision import Precision
+from dtlayout.text import GIB, plural
+
+_GPU, _MODEL = "h100-80g-sxm", "llama3.1-8b"
+_CLOSE = 0.005
+"""Share of the peak up to which a formula counts as right."""
+
+
+def draw_layouts(random: Random) -> Iterator[tuple[Rehearsal, Precision]]:
+    """Runs with legal layouts, without end."""
+    gpu = find_gpu(_GPU)
+    while True:
+        schedule = random.choice(list(SCHEDULES.values()))
+        pp = schedule.num_ranks or random.choice([1, 2, 4, 8])
+        v = int(min(schedule.most_virtual_stages, max(schedule.least_virtual_stages, random.choice([1, 2, 3, 5]))))
+        cp, m = random.choice([1, 1, 2]), random.choice([1, 2, 3, 5])
+        layout = Layout(
+            pp=pp, tp=random.choice([1, 1, 2, 4]), cp=cp, cp_method=random.choice(["ring", "gather", "all-to-all"]),
+            dp_replicate=random.choice([1, 1, 2]), dp_shard=random.choice([1, 2, 8]), zero=random.choice([1, 2, 3]),
+            schedule=schedule.name if pp > 1 else "1f1b", virtual_stages=v if pp > 1 else 1,
+            recompute=random.choice(["none", "selective", "full", "every-2", "keep-attention", "keep-matmuls"]),
+            micro_batch=1 if cp > 1 else random.choice([1, 2]), sequence_parallel=random.choice([True, True, False]),
+            tp_overlap=random.choice([False, False, True]),
+            offload=random.choice(["none"] * 6 + ["activations", "optimizer", "both"]),  # type: ignore[arg-type]
+        )  # fmt: skip
+        depth = ("num_layers", layout.num_stages * random.choice([1, 2, 3, 7]) + random.choice([0, 1]))
+        head = ("vocab_size", random.choice([1024, 32_000, 128_256]))
+        batch = m * max(1, pp) * layout.micro_batch * layout.dp
+        run = Rehearsal(_MODEL, _GPU, random.choice([1024, 8192]), batch, layout, (depth, head))
+        precision = Precision(reduce=random.choice(["float32", "bfloat16"]))
+        scenario = own_scenario(replace(run.config, precision=precision), layout.world_size, gpu)
+        if layout.is_legal(scenario.model, scenario.batch) and not find_refusals(scenario, layout, Kernels()):
+            yield run, precision
+
+
+class Row(NamedTuple):
+    """A layout's peak on the rank that is predicted to hold most."""
+
+    difference: float
+    """Predicted over dry-run, - 1."""
+    peak_bytes: int
+    subject: Subject
+
+    def __str__(self) -> str:
+        """As a row of Markdown."""
+        config, layout = self.subject.config, self.subject.layout
+        cells = [
+            str(layout), str(self.subject.rank), str(config.model.num_layers), f"{config.model.vocab_size:,}",
+            config.precision.reduce, str(layout.num_microbatches(config.batch)), f"{self.peak_bytes / GIB:.3f}",
+            f"{self.difference:+.2%}",
+        ]  # fmt: skip
+        return f"| {' | '.join(cells)} |"
+
+
+def compare(runs: Iterable[tuple[Rehearsal, Precision]]) -> list[Row]:
+    """Predicted beside dry-run, the furthest off first."""
+    gpu, predicted = find_gpu(_GPU), list[tuple[Subject, float]]()
+    for run, precision in runs:
+        config = replace(run.config, precision=precision)
+        estimate = predict(config, run.layout, gpu)
+        assert estimate is not None, "the GPU type is known"
+        overhead = own_scenario(config, run.layout.world_size, gpu).engine.constants.overhead_bytes
+        rank = estimate.busiest_rank * (run.layout.world_size // run.layout.pp)
+        predicted.append((Subject(config, run.layout, Kernels(), rank), estimate.peak_bytes - overhead))
+    subjects = [subject for subject, _ in predicted]
+    found = {
+        id(subject): peak_bytes
+        for subject, peak_bytes in find_peaks(
+            subjects, device_type=gpu.device_type, gpus_per_node=gpu.gpus_per_node
+        )
+    }  # fmt: skip
+    rows = [Row(size / found[id(subject)] - 1, found[id(subject)], subject) for subject, size in predicted]
+    return sorted(rows, key=lambda row: -abs(row.difference))
+
+
+def main() -> None:
+    """Print the report."""
+    import torch
+
+    parser = argparse.ArgumentParser(prog="benchmarks.peaks")
+    parser.add_argument("--seed", type=int, default=1, help="of the layouts")
+    parser.add_argument("--layouts", type=int, default=40, help="how many")
+    options = parser.parse_args()
+    rows = compare(islice(draw_layouts(Random(options.seed)), options.layouts))
+    close = sum(abs(row.difference) <= _CLOSE for row in rows)
+    asked = f'`make bench-peaks ARGS="--seed {options.seed} --layouts {options.layouts}"`'
+    print("# Formulas of peaks against dry runs of random layouts\n")
+    print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}. {asked}\n")
+    print(f"Of {plural(len(rows), 'layout')} {close} are within {_CLOSE:.1%}. The others, or the worst five:\n")
+    print("| layout | rank | blocks | vocabulary | reduce | microbatches | dry run, GiB | difference |")
+    print("|---|--:|--:|--:|---|--:|--:|--:|")
+    print(*rows[: max(5, len(rows) - close)], sep="\n")
+
+
+if __name__ == "__main__":
+    main()
