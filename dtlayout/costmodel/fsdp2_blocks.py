@@ -6,7 +6,7 @@ Sizes are those of fsdp2_sizes.py. Left out: what a kernel allocates and frees i
 from typing import NamedTuple
 
 from dtlayout.costmodel.fsdp2_sizes import Sizes
-from dtlayout.costmodel.phase import Part, Phase, changes, sequence
+from dtlayout.costmodel.phase import Part, Phase, changes
 from dtlayout.models.description import Activation, Linear, Norm, Rotary, RoutedExperts, SelfAttention, Weight
 
 Steps = list[tuple[Part, float]]
@@ -47,68 +47,87 @@ def block_forward(size: Sizes, kept: float) -> Phase:
     return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
 
 
-def block_backward(size: Sizes, weights: WeightGradients, kept: float, recomputed: float) -> Phase:
-    """From the gradient of its output, which lies there, to that of its input in its place."""
+def block_backward(
+    size: Sizes, weights: WeightGradients, kept: float, recomputed: float, *, splits: bool = False
+) -> Phase:
+    """From the gradient of its output, which lies there, to that of its input in its place.
+
+    `splits` leaves what the gradients of its matmuls' weights are made of.
+    """
     operations = size.description.block
     steps: Steps = [(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []
+    stream = output = 0.0  # what stays of the stream's gradient, and of attention's result, when others let it go
     for operation, after in zip(reversed(operations), [None, *reversed(operations[1:])], strict=True):
         match operation:
             case Norm():
                 steps += _norm_backward(size, operation, weights)
                 if not (operation.is_of_heads or operation.is_latent):
-                    steps.append((_A, -size.stream))  # added to the residual stream's
+                    steps.append((_A, stream - size.stream))  # added to the residual stream's
+                    stream = 0.0
             case Linear(style="rowwise"):
-                steps += _closing_backward(size, operation, weights)
+                stays = put_off(size, operation) if splits else _NOTHING
+                if not operation.keeps_input:
+                    output, stays = stays.read, stays._replace(read=0.0)
+                steps += _closing_backward(size, operation, weights, stays)
+                stream += 0.0 if size.shards_sequence else stays.gradient
             case Linear(style="replicated"):
                 is_second = operation.keeps_input or isinstance(after, RoutedExperts)  # that reads the same
-                steps += _replicated_backward(size, operation, weights, adds=is_second)
+                stays = put_off(size, operation) if splits else _NOTHING
+                steps += _replicated_backward(size, operation, weights, stays, adds=is_second)
             case Linear():
                 adds = isinstance(after, Linear) and after.style == "colwise"
-                steps += _opening_backward(size, operation, weights, adds=adds)
+                stays = put_off(size, operation) if splits else _NOTHING
+                steps += _opening_backward(size, operation, weights, stays, adds=adds)
             case Rotary(shared_width=shared, num_copies=num_copies) if shared:
                 steps += [(_A, size.element * shared / size.stream_ranks - size.split(num_copies * shared))]
             case SelfAttention():
-                output, inputs = size.split(operation.output_width), size.split(operation.input_width)
-                steps += [(_A, size.backward_work), (_A, inputs - size.backward_work - size.attention - output)]
+                written, inputs = size.split(operation.output_width), size.split(operation.input_width)
+                steps += [
+                    (_A, size.backward_work),
+                    (_A, inputs - size.backward_work - size.attention - written + output),
+                ]
+                output = 0.0
             case Activation():
                 steps += _activation_backward(size.split(operation.width), size.count_kept(operation))
             case RoutedExperts():
                 steps += _experts_backward(size, operation, weights, adds=isinstance(after, Linear))
-    return changes(*steps, (_A, size.block - recomputed - kept))
+    return changes(*steps, (_A, stream + output), (_A, size.block - recomputed - kept))
 
 
 def input_backward(size: Sizes, kept: float, recomputed: float) -> Phase:
     """As `block_backward`, of a backward that is split: in the end what `put_off` says is there, and no gradients."""
-    none = WeightGradients({}, pile_up=False)
-    left = sum(map(sum, put_off(size)))
-    return sequence((block_backward(size, none, kept, recomputed), changes((_A, left))))
+    return block_backward(size, WeightGradients({}, pile_up=False), kept, recomputed, splits=True)
 
 
 def weight_backward(size: Sizes, weights: WeightGradients) -> Phase:
     """The gradients of a block's matmuls, which were put off; the first one's comes first."""
     norms = [weight for each in size.description.block if isinstance(each, Norm) for weight in each.weights]
     steps = weights.come(*norms)
-    for matmul, (read, gradient) in zip(_matmuls(size), put_off(size), strict=True):
-        steps += [*weights.come(*matmul.weights), (_A, -read - gradient)]
+    for matmul in size.description.block:
+        if isinstance(matmul, Linear):
+            steps += [*weights.come(*matmul.weights), (_A, -sum(put_off(size, matmul)))]
     return changes(*steps)
 
 
-def put_off(size: Sizes) -> list[tuple[float, float]]:
-    """Bytes that each matmul of a block with weights keeps for their gradients: what it read, if no other one did so
-    before, and the gradient of what it wrote."""
-    found = []
-    for matmul in _matmuls(size):
-        if matmul.style == "rowwise":
-            found.append((size.split(matmul.inputs), size.whole))
-        elif matmul.style == "colwise":
-            found.append((size.kept_by(matmul), size.split(matmul.outputs)))
-        else:
-            found.append((size.kept_by(matmul), size.element * matmul.outputs / size.stream_ranks))
-    return found
+class PutOff(NamedTuple):
+    """Bytes that a matmul keeps for the gradients of its weights."""
+
+    read: float
+    """What it read, if no other one did so before."""
+    gradient: float
+    """The gradient of what it wrote."""
 
 
-def _matmuls(size: Sizes) -> list[Linear]:
-    return [each for each in size.description.block if isinstance(each, Linear)]
+_NOTHING = PutOff(0.0, 0.0)
+
+
+def put_off(size: Sizes, matmul: Linear) -> PutOff:
+    """What a matmul of a block keeps when the gradients of its weights are put off."""
+    if matmul.style == "rowwise":
+        return PutOff(size.split(matmul.inputs), size.whole)
+    if matmul.style == "colwise":
+        return PutOff(size.kept_by(matmul), size.split(matmul.outputs))
+    return PutOff(size.kept_by(matmul), size.element * matmul.outputs / size.stream_ranks)
 
 
 def head_forward(size: Sizes) -> Phase:
@@ -139,25 +158,27 @@ def embedding_backward(size: Sizes, weights: WeightGradients) -> Phase:
     return changes(*_gather(size), *come, *_drop_gathered(size), (_A, -size.stream))
 
 
-def _closing_backward(size: Sizes, matmul: Linear, weights: WeightGradients) -> Steps:
+def _closing_backward(size: Sizes, matmul: Linear, weights: WeightGradients, stays: PutOff) -> Steps:
     """A matmul that closes a branch: the stream's gradient is gathered, and becomes that of what the matmul read."""
     come, read = weights.come(*matmul.weights), size.split(matmul.inputs)
-    return [*_gather(size), (_A, read), *come, (_A, -size.kept_by(matmul)), *_drop_gathered(size)]
+    steps: Steps = [*_gather(size), (_A, read), *come, (_A, stays.read - size.kept_by(matmul))]
+    return [*steps, (_A, stays.gradient - size.whole)] if size.shards_sequence else steps
 
 
-def _opening_backward(size: Sizes, matmul: Linear, weights: WeightGradients, *, adds: bool) -> Steps:
+def _opening_backward(size: Sizes, matmul: Linear, weights: WeightGradients, stays: PutOff, *, adds: bool) -> Steps:
     """A matmul that opens a branch; `adds` where another one has left a gradient of their common input."""
     read = size.element * matmul.inputs
-    steps: Steps = [(_A, read), *weights.come(*matmul.weights), (_A, -size.split(matmul.outputs))]
+    steps: Steps = [(_A, read), *weights.come(*matmul.weights), (_A, stays.gradient - size.split(matmul.outputs))]
     steps += _add_two(size) if adds else []
-    return steps + ([(_A, -size.kept_by(matmul)), *_sum_over_tp(size, read)] if matmul.keeps_input else [])
+    kept = stays.read - size.kept_by(matmul)
+    return steps + ([(_A, kept), *_sum_over_tp(size, read)] if matmul.keeps_input else [(_A, stays.read)])
 
 
-def _replicated_backward(size: Sizes, matmul: Linear, weights: WeightGradients, *, adds: bool) -> Steps:
+def _replicated_backward(size: Sizes, matmul: Linear, weights: WeightGradients, stays: PutOff, *, adds: bool) -> Steps:
     """A matmul of a rank's own part of the residual stream; `adds` where that has a gradient already."""
     written = size.element * matmul.outputs / size.stream_ranks
-    steps: Steps = [(_A, size.stream), *weights.come(*matmul.weights), (_A, -written)]
-    return [*steps, (_A, -size.stream * adds - size.kept_by(matmul))]
+    steps: Steps = [(_A, size.stream), *weights.come(*matmul.weights), (_A, stays.gradient - written)]
+    return [*steps, (_A, stays.read - size.stream * adds - size.kept_by(matmul))]
 
 
 def _experts_backward(size: Sizes, experts: RoutedExperts, weights: WeightGradients, *, adds: bool) -> Steps:

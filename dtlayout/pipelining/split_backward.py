@@ -100,4 +100,5 @@ class _Linear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_input = gradients[0] @ weight if ctx.needs_input_grad[2] else None
-        return None, None, of_input, *ctx.stage.gradients(PutOff(ctx.edges, x, gradients[0]))
+        # As it was saved it would keep the graph behind it, and so the input of the stage and the gradient of that.
+        return None, None, of_input, *ctx.stage.gradients(PutOff(ctx.edges, x.detach(), gradients[0]))
