@@ -1,12 +1,18 @@
 """The peak of a rank from dry runs of an excerpt of its step: fewer actions, of stages with fewer blocks. No torch.
 
+[Note: folding]
+Microbatches repeat each other. A rank has as many in flight as its schedule lets it, at most one for each pipeline rank
+and chunk; once all of those, one more and the last have passed, another one in the middle changes no peak, and sends
+and computes what its neighbour does. So a long step is run with fewer microbatches, and what the middle one sent and
+computed counts for all that were left out. GPipe has them all in flight, and is not folded.
+
 [Note: actions that are alike]
 What an action adds to what a rank holds depends on its stage, on whether that does it for the first or the last time,
 and on what the rank did just before (`fsdp2_steps.Step`), to the byte; so do messages, of which the first ones stay
 under way. So a few of a step's microbatches, on a few of the rank's stages, have all kinds of actions that it has. They
 are executed, in the step's order, and the step is put together: each of its actions adds what the one of its kind has
-added. Where two of a kind differ after all, or the update may be fullest, which is no action, nothing is put together
-and the step is run whole.
+added. That needs the update of all stages to be lower than the rest, which the update of a few, times as many as there
+are stages, says. Where it may not be, or two actions of a kind differ after all, all are executed.
 """
 
 from collections import Counter
@@ -20,6 +26,7 @@ from dtlayout.costmodel.fsdp2_steps import follow_steps
 from dtlayout.costmodel.parts import StageClass
 from dtlayout.dryrun.blocks import Cut, Heights, add_blocks, find_cut
 from dtlayout.layout import Layout
+from dtlayout.measure.ledger import UPDATE
 from dtlayout.mesh.axes import PP, coordinate
 from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.actions import COMPUTE, RELEASE, SEND, Action
@@ -27,8 +34,6 @@ from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
 from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT, Schedule, make_schedule, receive_of
 from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.recompute import Recompute
-
-_UPDATE = "update"
 
 
 class Excerpt(NamedTuple):
@@ -43,7 +48,7 @@ class Excerpt(NamedTuple):
     of_whole: tuple[Hashable, ...]
     """As `kinds`, of the whole step."""
     share: float
-    """The rank's stages that do something, of all."""
+    """The part of the rank's stages that have an action in the excerpt: the update has no gradients of the others."""
 
     @property
     def cases(self) -> list[dict[str, Any]]:
@@ -53,14 +58,14 @@ class Excerpt(NamedTuple):
 
 
 def fold(layout: Layout, batch: Batch) -> Batch:
-    """The batch with no more microbatches than show all that happens: [Note: folding] in dryrun/rank.py."""
+    """The batch with no more microbatches than show all that happens: [Note: folding]."""
     m = layout.num_microbatches(batch)
     enough = find_schedule(layout.schedule).shorten(layout.pp, layout.virtual_stages, m)
     return replace(batch, global_batch=enough * layout.micro_batch * layout.dp)
 
 
-def find_excerpt(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> Excerpt:
-    """A few actions of a step of `rank` of all kinds that it has, and of no other."""
+def find_excerpt(model: ModelShape, batch: Batch, layout: Layout, rank: int, *, leaves_out: bool = True) -> Excerpt:
+    """A few actions of a step of `rank` of all kinds that it has, and of no other; or all, and fewer blocks alone."""
     pp_rank, placement = coordinate(rank, layout)[PP], layout.placement
     schedule = make_schedule(layout, fold(layout, batch))
     stages = _find_alike(model, batch, layout, pp_rank)
@@ -80,7 +85,8 @@ def find_excerpt(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> 
     def has_same(parts: Iterable[tuple[int, int]]) -> bool:
         return set(of_whole) == set(_list_kinds(leave(parts), layout, stages))
 
-    actions = leave(_leave_out(sorted(set(map(part_of, whole)), reverse=True), has_same))
+    parts = sorted(set(map(part_of, whole)), reverse=True)
+    actions = leave(_leave_out(parts, has_same) if leaves_out else parts)
     ranks = [tuple(actions) if i == pp_rank else each for i, each in enumerate(schedule.ranks)]
     return Excerpt(
         replace(schedule, ranks=tuple(ranks)),
@@ -92,7 +98,7 @@ def find_excerpt(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> 
 
 
 def put_together(excerpt: Excerpt, runs: Sequence[Heights]) -> int | None:
-    """The peak of the whole step; None where that has to be run: see the note above."""
+    """The peak of the whole step; None where all of its actions have to be run: see the note above."""
     few, more, times = runs[0].actions, runs[-1].actions, excerpt.cut.times if excerpt.cut else 0
     executed = [add_blocks(*both, times) for both in zip(few, more, strict=True)]
     *actions, update = executed
@@ -139,7 +145,7 @@ def _list_kinds(actions: Sequence[Action], layout: Layout, stages: Sequence[Hash
             yield stage, action.kind, num_sent[receiver] <= SENDS_IN_FLIGHT
         else:
             yield stage, action.kind
-    yield _UPDATE
+    yield UPDATE
 
 
 def _leave_out(

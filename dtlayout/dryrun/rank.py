@@ -5,12 +5,8 @@ Modules, plan, FSDP2, schedule, runtime and optimizer are those of a run: `assem
 Not real are the process group, which sends nothing, and the tensors, which have no memory, so that nobody can look at
 a number. torch keeps groups and caches for a whole process, so each rank takes a process of its own.
 
-[Note: folding]
-Microbatches repeat each other. A rank has as many in flight as its schedule lets it, at most one for each pipeline rank
-and chunk; once all of those, one more and the last have passed, another one in the middle changes no peak, and sends
-and computes what its neighbour does. So a long step is run with fewer microbatches, and what the middle one sent and
-computed counts for all that were left out. GPipe has them all in flight, and is run whole. Blocks repeat each other
-too, and are left out where the peak alone is asked for: [Note: blocks that are alike] in dryrun/blocks.py.
+Long steps are run with fewer microbatches, [Note: folding] in dryrun/excerpt.py, and where the peak alone is asked for
+with fewer actions and blocks.
 """
 
 from collections import Counter
@@ -67,7 +63,7 @@ def dry_run(
     """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
 
     `kernels` have no auto; operators hold what they hold on `device_type`. `folds` leaves microbatches out that repeat
-    others, `schedule`, which is the layout's else, may lack actions, and `left_out` names blocks that are not built;
+    others. `schedule`, by default the layout's own, may lack actions, and `left_out` names blocks that are not built.
     `heights` get what each action holds, and nothing is counted then. `on_progress` gets the share of the actions that
     were begun. Takes the process: see [Note: what is real].
     """

@@ -53,27 +53,38 @@ def dry_run_ranks(
 def find_peaks(
     subjects: Sequence[Subject], *, on_progress: Callable[[float], None] = lambda share: None, **options: Any
 ) -> Iterator[tuple[Subject, int]]:
-    """The bytes at the peak of each subject as they come, for less work than `dry_run_ranks`: dryrun/excerpt.py."""
-    excerpts = [find_excerpt(s.config.model, s.config.batch, s.layout, s.rank) for s in subjects]
+    """The bytes at the peak of each subject as they come, for less work than `dry_run_ranks`: dryrun/excerpt.py.
+
+    `on_progress` begins anew where some have to be run with all of their actions.
+    """
+    left = list(subjects)
+    for leaves_out in (True, False):
+        asked, left = left, list[Subject]()
+        for subject, peak_bytes in _find_peaks(asked, on_progress, options, leaves_out=leaves_out) if asked else ():
+            if peak_bytes is None:
+                left.append(subject)
+            else:
+                yield subject, peak_bytes
+    assert not left, "all actions of a step say its peak"
+
+
+def _find_peaks(
+    subjects: Sequence[Subject], on_progress: Callable[[float], None], options: dict[str, Any], *, leaves_out: bool
+) -> Iterator[tuple[Subject, int | None]]:
+    """None for those whose excerpts do not say it."""
+    excerpts = [find_excerpt(s.config.model, s.config.batch, s.layout, s.rank, leaves_out=leaves_out) for s in subjects]
     tasks: list[tuple[Subject, dict[str, Any]]] = []
     owners: list[int] = []
     for place, (subject, excerpt) in enumerate(zip(subjects, excerpts, strict=True)):
         tasks += [(subject, options | case) for case in excerpt.cases]
         owners += [place] * len(excerpt.cases)
-    found, left = defaultdict[int, dict[int, Heights]](dict), list[Subject]()
+    found = defaultdict[int, dict[int, Heights]](dict)
     for task, (_, heights) in _run_all(tasks, on_progress):
         place = owners[task]
         assert heights is not None, "they were asked for"
         found[place][task] = heights
-        if len(found[place]) < owners.count(place):
-            continue
-        peak_bytes = put_together(excerpts[place], [found[place][task] for task in sorted(found[place])])
-        if peak_bytes is None:
-            left.append(subjects[place])
-        else:
-            yield subjects[place], peak_bytes
-    for task, (report, _) in _run_all([(subject, options) for subject in left], on_progress) if left else ():
-        yield left[task], report.peak_bytes
+        if len(found[place]) == owners.count(place):
+            yield subjects[place], put_together(excerpts[place], [found[place][task] for task in sorted(found[place])])
 
 
 def _run_all(

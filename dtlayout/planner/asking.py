@@ -171,7 +171,7 @@ class Asking:
         work, choice = opened.subject[0], self._choice
         left, num_misfits = list[BoundSpread](), 0
         for each in self._take_spreads(opened):
-            least_s, spread, _ = each
+            least_s, spread, pipeline = each
             if choice and not choice.allows(spread):
                 left.append(each)
                 continue
@@ -179,7 +179,7 @@ class Asking:
             if self._has_better(place, least_s):
                 self.num_alike[place] += spread.num_ways
                 left.append(each)
-            elif candidate := self._candidates.make(work, *each[1:]):
+            elif candidate := self._candidates.make(work, spread, pipeline):
                 times = StepTimes(self._candidates, candidate)
                 if choice and not any(map(choice.allows, candidate.variants)):
                     self._left.append(Open(least_s, next(self._numbers), Question.UPDATE, times))

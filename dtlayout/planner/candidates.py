@@ -247,17 +247,17 @@ class Candidates:
         """What the fullest rank of a layout needs, and its peak, as far as that is allowed."""
         return self.peaks.need(layout, kernels, self.allowed_bytes)
 
-    def least_update_s(self, work: Work, spread: Spread, of_spread: PipelineLayout) -> float:
+    def least_update_s(self, work: Work, spread: Spread, layout: PipelineLayout) -> float:
         """A lower bound of reduction and update of the first ranks, in any way in which the state alone fits."""
-        classes, ways = self._ways(spread, of_spread)
+        classes, ways = self._ways(spread, layout)
         own = [(count, work.times.on(each)) for each, count in classes]
         busy_s = sum([count * (each.forward_s + each.backward_s) for count, each in own])
         hidden_s = self._hidden * spread.num_microbatches * busy_s
         return min([update_s + max(0.0, sent_s - hidden_s) for update_s, sent_s in ways], default=0.0)
 
-    def make(self, work: Work, spread: Spread, of_spread: PipelineLayout) -> Candidate | None:
-        """The candidate of a work that is spread, with the pipeline of that; None if no variant can fit."""
-        pipeline = self._pipelines(spread, of_spread)
+    def make(self, work: Work, spread: Spread, layout: PipelineLayout) -> Candidate | None:
+        """The candidate of a work that is spread over this pipeline; None if no variant can fit."""
+        pipeline = self._pipelines(spread, layout)
         state, allowed = pipeline.state, self.allowed_bytes
         held: list[float] = []
         for beside, state_bytes in zip(self.peaks.held_bytes(work.block, pipeline.in_flight), state.least, strict=True):
@@ -344,12 +344,12 @@ class Candidates:
             found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))
         return found
 
-    def _find_ways(self, spread: Spread, of_spread: PipelineLayout) -> tuple[Counts, list[tuple[float, float]]]:
+    def _find_ways(self, spread: Spread, layout: PipelineLayout) -> tuple[Counts, list[tuple[float, float]]]:
         """Classes of stages of the first ranks, and how many of each; and for each way to share the state in which that
         alone fits, seconds of their update and of all that they send for it.
         """
         degrees, m, scenario = spread.degrees, spread.num_microbatches, self.space.scenario
-        pipeline, examples = self._pipelines(spread, of_spread), self.examples(spread.degrees)
+        pipeline, examples = self._pipelines(spread, layout), self.examples(spread.degrees)
         group = pipeline.stages.groups[0]
         updates = self.updates(degrees, pipeline.state.sizes[0], group.has_head)
         ways = [way for way, least in pipeline.state.ways if max(least) <= self.allowed_bytes]

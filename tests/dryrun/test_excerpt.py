@@ -1,5 +1,6 @@
 """The peak that an excerpt of a step gives is that of the whole one, to the byte."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from rehearsal import to_config
 from thorough import mostly_thorough
 
 from dtlayout.dryrun.blocks import Heights, Held
-from dtlayout.dryrun.excerpt import find_excerpt, put_together
+from dtlayout.dryrun.excerpt import Excerpt, find_excerpt, put_together
 from dtlayout.dryrun.ranks import Subject, dry_run_ranks, find_peaks
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -40,7 +41,7 @@ CASES = [
 )
 def test_an_excerpt_says_the_peak_of_the_whole_step(case: Case) -> None:
     config, options = to_config(case), {"device_type": "cuda", "gpus_per_node": 2}
-    ranks = [0, 2] if case.layout.schedule == "1f1b" and case.layout.pp > 1 else [0]
+    ranks = [0, case.layout.world_size - 1] if case.layout.pp > 1 else [0]
     subjects = [Subject(config, case.layout, case.kernels, rank) for rank in ranks]
     whole = dry_run_ranks(config, case.layout, case.kernels, ranks, **options)
     found = {subject.rank: peak_bytes for subject, peak_bytes in find_peaks(subjects, **options)}
@@ -88,10 +89,16 @@ def test_nothing_is_put_together_where_the_update_of_all_stages_may_be_fullest()
     assert put_together(excerpt, [heights]) is None
 
 
-@pytest.mark.parametrize("found", [put_together, lambda excerpt, runs: None], ids=["together", "whole"])
-def test_a_step_is_run_whole_where_nothing_was_put_together(found, monkeypatch: pytest.MonkeyPatch) -> None:
+def not_of_a_few(excerpt: Excerpt, runs: Sequence[Heights]) -> int | None:
+    return put_together(excerpt, runs) if len(excerpt.kinds) == len(excerpt.of_whole) else None
+
+
+@pytest.mark.parametrize("found", [put_together, not_of_a_few], ids=["of a few", "of all"])
+def test_where_a_few_actions_do_not_say_the_peak_all_are_executed(found, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Layout(pp=2, schedule="gpipe"), model=DEEP, precision=BF16, global_batch=8)
+    excerpt = find_excerpt(case.model, case.batch, case.layout, 1)
+    assert len(excerpt.kinds) < len(excerpt.of_whole) and excerpt.cut is None
     monkeypatch.setattr("dtlayout.dryrun.ranks.put_together", found)
-    case = Case(Layout(pp=2), precision=BF16)
     [(subject, peak_bytes)] = find_peaks(
         [Subject(to_config(case), case.layout, Kernels(), 1)], device_type="cpu", gpus_per_node=2
     )

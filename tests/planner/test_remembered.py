@@ -155,9 +155,9 @@ def describe(candidates: Candidates, layout: Layout, kernels: Kernels) -> tuple[
     m, part = layout.num_microbatches(candidates.space.scenario.batch), part_of(layout, StageLayout)
     work = candidates.work(layout, part, kernels)
     spread = Spread(Degrees.of(layout), layout.schedule, layout.virtual_stages, m, 1)
-    of_spread = PipelineLayout.of(layout)
-    least_update_s = candidates.least_update_s(work, spread, of_spread)
-    candidate = candidates.make(work, spread, of_spread)
+    pipeline = PipelineLayout.of(layout)
+    least_update_s = candidates.least_update_s(work, spread, pipeline)
+    candidate = candidates.make(work, spread, pipeline)
     if candidate is None:
         return None, m, least_update_s
     times = StepTimes(candidates, candidate)
