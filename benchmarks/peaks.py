@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from benchmarks.dryrun import Subject as Rehearsal
 from dtlayout.cluster import find_gpu
+from dtlayout.config import Config
 from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.dryrun.ranks import Subject, find_peaks
 from dtlayout.kernels import Kernels
@@ -31,7 +32,7 @@ _CLOSE = 0.005
 """Share of the peak up to which a formula counts as right."""
 
 
-def draw_layouts(random: Random) -> Iterator[tuple[Rehearsal, Precision]]:
+def draw_layouts(random: Random) -> Iterator[tuple[Config, Layout]]:
     """Runs with legal layouts, without end."""
     gpu = find_gpu(_GPU)
     while True:
@@ -50,12 +51,12 @@ def draw_layouts(random: Random) -> Iterator[tuple[Rehearsal, Precision]]:
         )  # fmt: skip
         depth = ("num_layers", layout.num_stages * random.choice([1, 2, 3, 7]) + random.choice([0, 1]))
         head = ("vocab_size", random.choice([1024, 32_000, 128_256]))
-        batch = m * max(1, pp) * layout.micro_batch * layout.dp
+        batch = m * pp * layout.micro_batch * layout.dp
         run = Rehearsal(_MODEL, _GPU, random.choice([1024, 8192]), batch, layout, (depth, head))
-        precision = Precision(reduce=random.choice(["float32", "bfloat16"]))
-        scenario = own_scenario(replace(run.config, precision=precision), layout.world_size, gpu)
+        config = replace(run.config, precision=Precision(reduce=random.choice(["float32", "bfloat16"])))
+        scenario = own_scenario(config, layout.world_size, gpu)
         if layout.is_legal(scenario.model, scenario.batch) and not find_refusals(scenario, layout, Kernels()):
-            yield run, precision
+            yield config, layout
 
 
 class Row(NamedTuple):
@@ -77,16 +78,15 @@ class Row(NamedTuple):
         return f"| {' | '.join(cells)} |"
 
 
-def compare(runs: Iterable[tuple[Rehearsal, Precision]]) -> list[Row]:
+def compare(runs: Iterable[tuple[Config, Layout]]) -> list[Row]:
     """Predicted beside dry-run, the furthest off first."""
     gpu, predicted = find_gpu(_GPU), list[tuple[Subject, float]]()
-    for run, precision in runs:
-        config = replace(run.config, precision=precision)
-        estimate = predict(config, run.layout, gpu)
+    for config, layout in runs:
+        estimate = predict(config, layout, gpu)
         assert estimate is not None, "the GPU type is known"
-        overhead = own_scenario(config, run.layout.world_size, gpu).engine.constants.overhead_bytes
-        rank = estimate.busiest_rank * (run.layout.world_size // run.layout.pp)
-        predicted.append((Subject(config, run.layout, Kernels(), rank), estimate.peak_bytes - overhead))
+        overhead = own_scenario(config, layout.world_size, gpu).engine.constants.overhead_bytes
+        rank = estimate.busiest_rank * (layout.world_size // layout.pp)
+        predicted.append((Subject(config, layout, Kernels(), rank), estimate.peak_bytes - overhead))
     subjects = [subject for subject, _ in predicted]
     found = {
         id(subject): peak_bytes

@@ -58,6 +58,7 @@ def block_backward(
     steps: Steps = [(_A, size.in_attention), (_A, recomputed - size.in_attention)] if recomputed else []
     stream = output = 0.0  # what stays of the stream's gradient, and of attention's result, when others let it go
     for operation, after in zip(reversed(operations), [None, *reversed(operations[1:])], strict=True):
+        stays = put_off(size, operation) if splits and isinstance(operation, Linear) else _NOTHING
         match operation:
             case Norm():
                 steps += _norm_backward(size, operation, weights)
@@ -65,18 +66,15 @@ def block_backward(
                     steps.append((_A, stream - size.stream))  # added to the residual stream's
                     stream = 0.0
             case Linear(style="rowwise"):
-                stays = put_off(size, operation) if splits else _NOTHING
                 if not operation.keeps_input:
                     output, stays = stays.read, stays._replace(read=0.0)
                 steps += _closing_backward(size, operation, weights, stays)
                 stream += 0.0 if size.shards_sequence else stays.gradient
             case Linear(style="replicated"):
                 is_second = operation.keeps_input or isinstance(after, RoutedExperts)  # that reads the same
-                stays = put_off(size, operation) if splits else _NOTHING
                 steps += _replicated_backward(size, operation, weights, stays, adds=is_second)
             case Linear():
                 adds = isinstance(after, Linear) and after.style == "colwise"
-                stays = put_off(size, operation) if splits else _NOTHING
                 steps += _opening_backward(size, operation, weights, stays, adds=adds)
             case Rotary(shared_width=shared, num_copies=num_copies) if shared:
                 steps += [(_A, size.element * shared / size.stream_ranks - size.split(num_copies * shared))]
@@ -171,7 +169,7 @@ def _opening_backward(size: Sizes, matmul: Linear, weights: WeightGradients, sta
     steps: Steps = [(_A, read), *weights.come(*matmul.weights), (_A, stays.gradient - size.split(matmul.outputs))]
     steps += _add_two(size) if adds else []
     kept = stays.read - size.kept_by(matmul)
-    return steps + ([(_A, kept), *_sum_over_tp(size, read)] if matmul.keeps_input else [(_A, stays.read)])
+    return steps + ([(_A, kept), *_sum_over_tp(size, read)] if matmul.keeps_input else [])
 
 
 def _replicated_backward(size: Sizes, matmul: Linear, weights: WeightGradients, stays: PutOff, *, adds: bool) -> Steps:

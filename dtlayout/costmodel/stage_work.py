@@ -53,9 +53,9 @@ class BlocksWork:
         self.scenario, self.model = scenario, scenario.model
         part, recompute = part_of(layout, BlockLayout), Recompute.parse(layout.recompute)
         blocks = [(of_kind, block_of[kind](part, kernels)) for kind, of_kind in scenario.kinds.items()]
-        self.blocks = [(block, recompute_time(of_kind, layout, kernels, block)) for of_kind, block in blocks]
+        self.kinds = [(block, recompute_time(of_kind, layout, kernels, block)) for of_kind, block in blocks]
         """A block of each kind, and the seconds that computing it again takes and waits for tp."""
-        self.least_s = min([block.gpu_s for block, _ in self.blocks]), min([sum(again) for _, again in self.blocks])
+        self.least_s = min([block.gpu_s for block, _ in self.kinds]), min([sum(again) for _, again in self.kinds])
         """Seconds that a microbatch takes at least in a block, and in computing it again."""
         self.block_host_s = host_s(scenario, layout, kernels)
         """Least time that the host needs for a block, forward and backward."""
@@ -81,7 +81,7 @@ class BlocksWork:
         blocks, again_s, again_tp_s, copying_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0
         num_blocks = max(1, stage.num_layers)
         counts = [count for _, count in self.model.kinds(stage.example.layers)]
-        found = zip(counts, self.blocks, self._copies, strict=False)
+        found = zip(counts, self.kinds, self._copies, strict=False)
         for count, (block, (kind_again_s, kind_again_tp_s)), (whole_s, kept_s) in found:
             covered = stage.num_recomputed * count / num_blocks
             again_s, again_tp_s = again_s + covered * kind_again_s, again_tp_s + covered * kind_again_tp_s

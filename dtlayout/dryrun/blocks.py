@@ -42,15 +42,14 @@ class Heights:
         self.actions: list[Held] = []
 
     def begin(self, ledger: Ledger) -> None:
-        """An action begins; to be said before the ledger is marked."""
-        self.end(ledger)
+        """An action begins, at which the ledger is marked."""
         self.actions.append(Held(ledger.total_bytes))
 
-    def end(self, ledger: Ledger) -> None:
-        """The last action is over, if there was one."""
-        for held in self.actions[-1:]:
-            held.fullest_bytes = ledger.highest_bytes - held.before_bytes
-            held.left_bytes = ledger.total_bytes - held.before_bytes
+    def finish(self, ledger: Ledger) -> None:
+        """The step is over."""
+        ends = [*(held.before_bytes for held in self.actions[1:]), ledger.total_bytes]
+        for held, highest, end in zip(self.actions, ledger.highest_by_mark, ends, strict=True):
+            held.fullest_bytes, held.left_bytes = highest.nbytes - held.before_bytes, end - held.before_bytes
 
     def note(self, place: Place, operator: str, ledger: Ledger) -> None:
         """What is held now that an operator has run."""

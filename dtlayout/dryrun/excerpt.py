@@ -77,13 +77,14 @@ def find_excerpt(model: ModelShape, batch: Batch, layout: Layout, rank: int, *, 
 
     whole = schedule.ranks[pp_rank]
     of_whole = tuple(_list_kinds(whole, layout, stages))
+    wanted = set(of_whole)
 
     def leave(parts: Iterable[tuple[int, int]]) -> list[Action]:
         kept = set(parts)
         return [action for action in whole if part_of(action) in kept]
 
     def has_same(parts: Iterable[tuple[int, int]]) -> bool:
-        return set(of_whole) == set(_list_kinds(leave(parts), layout, stages))
+        return wanted == set(_list_kinds(leave(parts), layout, stages))
 
     parts = sorted(set(map(part_of, whole)), reverse=True)
     actions = leave(_leave_out(parts, has_same) if leaves_out else parts)

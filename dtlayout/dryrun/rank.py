@@ -137,7 +137,7 @@ class _Observer:
         with self.places, self.tracker, operators:
             self.step.launch(tokens, targets)
             if self.heights is not None:
-                self.heights.end(self.tracker.ledger)
+                self.heights.finish(self.tracker.ledger)
         self.curve += self.tracker.ledger.highest_by_mark
 
     def report(self, rank: int, gpus_per_node: int) -> RankReport:

@@ -78,8 +78,6 @@ class Ledger:
         """`on_peak` is called whenever the total is higher than ever."""
         self.total_bytes = 0
         self.peak_bytes = 0
-        self.highest_bytes = 0
-        """The largest total since the last mark."""
         self._on_peak = on_peak
         self._marks: list[tuple[str, int]] = []
         self._carried: list[tuple[Allocation, int]] = []
@@ -94,7 +92,6 @@ class Ledger:
             allocation.nbytes = nbytes
             self._changes.append((allocation, change_bytes))
             self.total_bytes += change_bytes
-            self.highest_bytes = max(self.highest_bytes, self.total_bytes)
             if self.total_bytes > self.peak_bytes:
                 self.peak_bytes = self.total_bytes
                 self._on_peak()
@@ -102,7 +99,6 @@ class Ledger:
     def mark(self, name: str) -> None:
         """What is written down from now on belongs to `name`."""
         self._marks.append((name, len(self._changes)))
-        self.highest_bytes = self.total_bytes
 
     def begin_window(self) -> None:
         """Keeps the peaks so far as numbers and starts again from what is alive."""

@@ -74,8 +74,6 @@ class Spread(NamedTuple):
 
 
 T = TypeVar("T")
-Costs = tuple[tuple[float, ...], float]
-"""Seconds and bytes of a block and of the head, and how long the GPU waits for the host."""
 Busy = tuple[int, int, int]
 """Blocks that a rank waits for and computes in a step, forward and backward; blocks of these computed again; heads."""
 BoundSpread = tuple[float, Spread, PipelineLayout]
@@ -129,6 +127,15 @@ class Work(NamedTuple):
     """Seconds of a microbatch on any stage."""
     block: BlockBytes
     """Bytes that it holds in a block and in the head."""
+
+
+class Costs(NamedTuple):
+    """What speaks against a way to compute, beside another one."""
+
+    spent: tuple[float, ...]
+    """Seconds and bytes."""
+    waits_s: float = 0.0
+    """How long the GPU waits for the host, which no less of the others makes good."""
 
 
 class Candidate(NamedTuple):
@@ -411,26 +418,26 @@ class Candidates:
         return [(part, replace(each, loss=loss)) for part, each in left for loss in losses]
 
     def _find_costs(self, part: StageLayout, kernels: Kernels) -> Costs:
-        work = self.estimator.layout_work(part, kernels)
-        (block, again_s), blocks = work.blocks.blocks[0], work.blocks
+        """Of a block; the head costs as much in all that have one loss."""
+        blocks = self.estimator.layout_work(part, kernels).blocks
+        block, again_s = blocks.kinds[0]
         forward_s, backward_s = block.forward_s + block.forward_tp_s, block.backward_s + block.backward_tp_s
         waits_s = max(0.0, blocks.block_host_s - block.forward_s - block.backward_s)
-        of_head = self._head_costs(part, kernels)[0]
-        return (forward_s, backward_s, sum(again_s), *of_head, *self.peaks.block_bytes(part, kernels)), waits_s
+        return Costs((forward_s, backward_s, sum(again_s), *self.peaks.block_bytes(part, kernels)), waits_s)
 
     def _head_costs(self, part: StageLayout, kernels: Kernels) -> Costs:
         head = self.estimator.head(part_of(part, BlockLayout), kernels)
-        return (head.forward_s + head.backward_s, self.peaks.block_bytes(part, kernels).logits), 0.0
+        return Costs((head.forward_s + head.backward_s, self.peaks.block_bytes(part, kernels).logits))
 
 
 def _leave_best(compared: Mapping[T, Costs]) -> list[T]:
     """All but those for which there is another that costs no more, and makes nobody wait; of equal ones the first."""
     return [
         each
-        for i, (each, (own, own_waits_s)) in enumerate(compared.items())
+        for i, (each, own) in enumerate(compared.items())
         if not any(
-            waits_s == 0.0 and all(map(le, other, own)) and (j < i or (other, waits_s) != (own, own_waits_s))
-            for j, (other, waits_s) in enumerate(compared.values()) if j != i
+            other.waits_s == 0.0 and all(map(le, other.spent, own.spent)) and (j < i or other != own)
+            for j, other in enumerate(compared.values()) if j != i
         )
     ]  # fmt: skip
 

@@ -148,8 +148,8 @@ def _with_schedule(search: Search, estimate: Estimate, schedule: PipelineSchedul
         least_s = search.estimator.lower_bound_s(layout, kernels)
         if least_s > (1 - _LEAST_GAIN) * estimate.step_time_s:
             return None
-    fits = max(rank.needed for rank in search.estimator.memory(layout, kernels)) <= search.allowed_bytes
-    return search.estimator.estimate(layout, kernels) if fits else None  # to play its pipeline takes longest
+    # To play its pipeline takes longest.
+    return search.estimator.estimate(layout, kernels) if search.fits(layout, kernels) else None
 
 
 def _say_gain(search: Search, estimate: Estimate, other: Estimate) -> str:

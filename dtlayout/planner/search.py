@@ -16,6 +16,8 @@ from math import inf
 from typing import Any, NamedTuple, get_args
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
+from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
 from dtlayout.planner.asking import Asking, Choice, Open, PlaceOf, Question
 from dtlayout.planner.candidates import Candidates, Reason, Spread, Work
 from dtlayout.planner.peaks import Peaks
@@ -120,10 +122,14 @@ class Search:
         """Whether the fullest rank of a layout needs no more than is allowed."""
         return estimate.needed_bytes <= self.allowed_bytes
 
+    def fits(self, layout: Layout, kernels: Kernels) -> bool:
+        """`has_room` of a layout of which no estimate is made."""
+        return self._candidates.need(layout, kernels)[0] <= self.allowed_bytes
+
     def finds_any(self) -> bool:
         """Whether any layout is legal and fits; those that need least are tried first."""
         return any(
-            self._candidates.need(sharding.of(candidate.layout), candidate.work.kernels)[0] <= self.allowed_bytes
+            self.fits(sharding.of(candidate.layout), candidate.work.kernels)
             for _, candidate, sharding in self._candidates.sort_by_need()
         )
 

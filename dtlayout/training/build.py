@@ -54,9 +54,8 @@ def assemble(
     """Build this rank's stages of a legal layout, with their initial weights, and the runtime that steps them.
 
     Nothing has memory until `give_weights` gets the sharded stages, the model, `seed` and the device on which their
-    parameters lie. `timeout_s` is
-    that of `build_mesh`. For a dry run: blocks in `left_out` are not built, which is no model any more,
-    and `schedule`, the layout's own by default, may lack actions.
+    parameters lie. `timeout_s` is that of `build_mesh`. For a dry run: blocks in `left_out` are not built, which is no
+    model any more, and `schedule`, by default the layout's own, may lack actions.
     """
     plan = make_plan(model, layout, kernels, precision)
     schedule = schedule or make_schedule(layout, batch)
