@@ -58,13 +58,12 @@ def _split(log: bytes) -> list[bytes]:
 
 
 def list_wandb_processes() -> list[int]:
-    """W&B's own processes below this one."""
+    """W&B's own processes below this one, not what they start: until that runs its program it looks like them."""
     found, waiting = [], [os.getpid()]
     while waiting:
         for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
             with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
                 for child in map(int, tasks.read_text().split()):
-                    waiting.append(child)
-                    if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():
-                        found.append(child)
+                    is_own = b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes()
+                    (found if is_own else waiting).append(child)
     return found

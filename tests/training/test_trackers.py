@@ -155,7 +155,8 @@ def test_wandb_offline_goes_on_with_one_run_touches_no_network_and_leaves_no_pro
     assert second[7] == name_numbers(metrics(7))
     run_id = (folder / "wandb" / "run-id").read_text()
     sessions = [path for path in (folder / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]
-    assert {path.name.rpartition("-")[2] for path in sessions} == {run_id}
+    # offline-run-TIME-ID, and -1 after that for a second one in the same second.
+    assert {path.name.split("-")[3] for path in sessions} == {run_id}
     assert sorted(path.name for path in folder.iterdir()) == ["wandb"]
     assert offline == []
 
