@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Kind(Enum):
+class Kind(str, Enum):
     """What an action does, for one stage and one microbatch; the letters are torch's."""
 
     FORWARD = "F"

@@ -85,22 +85,22 @@ def finish_gpipe(p: int, v: int, m: int, times: StageTimes) -> list[float]:
 
 
 _Work = tuple[float, float]  # seconds of an action; seconds from the end of what it waits for to its start
-_Wave = list[tuple[_Work, _Work]]  # per rank: forward, backward
+_Wave = tuple[list[_Work], list[_Work]]  # forwards and backwards, rank 0 first
 _Advance = Callable[[list[float], _Wave], list[float]]
 _IDLE: _Work = (0.0, -inf)
 
 
 def finish_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
     """The end of each rank's last action, by [Note: waves]."""
-    return _play(p, v, m, times, _advance_1f1b, [0.0] * p, [(0, p - 1 - rank) for rank in range(p)], period=1)
+    return _play(p, v, m, times, _advance_1f1b, [0.0] * p, warm_up=p - 1, is_skewed=False)
 
 
 def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
     """One wave on: `ends` has for each rank the end of what it did last."""
     after = []
     forward_end = 0.0
-    for own, behind, ((forward_s, forward_delay), (backward_s, backward_delay)) in zip(
-        ends, [*ends[1:], 0.0], wave, strict=True
+    for own, behind, (forward_s, forward_delay), (backward_s, backward_delay) in zip(
+        ends, [*ends[1:], 0.0], *wave, strict=True
     ):
         ready = forward_end + forward_delay
         forward_end = (own if own > ready else ready) + forward_s
@@ -111,19 +111,18 @@ def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
 
 def finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
     """The end of each rank's last action, by [Note: waves]."""
-    warm_up = _warm_up(0, p, v)
-    starts = [(rank, warm_up - rank) for rank in range(p)]
-    return _play(p, v, m, times, _advance_interleaved, [0.0] * (2 * p), starts, period=p * v)
+    ends = [0.0] * (2 * p)
+    return _play(p, v, m, times, _advance_interleaved, ends, warm_up=_warm_up(0, p, v), is_skewed=True)
 
 
 def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
     """One wave on: `ends` has for each rank the end of its forward of the last wave, then, for each, of all it did."""
-    p = len(wave)
+    p = len(ends) // 2
     sent, own = ends[:p], ends[p:]
     forward_ends = []
     after = []
-    for free, before, behind, ((forward_s, forward_delay), (backward_s, backward_delay)) in zip(
-        own, [sent[-1], *sent[:-1]], [*own[1:], own[0]], wave, strict=True
+    for free, before, behind, (forward_s, forward_delay), (backward_s, backward_delay) in zip(
+        own, [sent[-1], *sent[:-1]], [*own[1:], own[0]], *wave, strict=True
     ):
         ready = before + forward_delay
         forward_end = (free if free > ready else ready) + forward_s
@@ -134,40 +133,46 @@ def _advance_interleaved(ends: list[float], wave: _Wave) -> list[float]:
 
 
 def _play(
-    p: int, v: int, m: int, times: StageTimes, advance: _Advance, ends: list[float], starts: list[tuple[int, int]],
-    period: int,
+    p: int, v: int, m: int, times: StageTimes, advance: _Advance, ends: list[float], *, warm_up: int, is_skewed: bool
 ) -> list[float]:  # fmt: skip
-    """The last p ends after all waves, of which those of the steady part repeat with `period`.
+    """The last p ends after all waves; those of the steady part repeat, see [Note: skipping equal periods].
 
-    `starts` has for each rank the waves of its first forward and of its first backward.
+    `warm_up` is the wave of rank 0's first backward. Where waves are skewed each rank is a forward behind the one
+    before it.
     """
     messages_s = times.message_s if p > 1 else (0.0,) * (v - 1)  # one rank sends itself nothing
     # The first forward waits for no stage, nor does the last backward.
-    forwards = list(zip(times.forward_s, (-inf, *messages_s), strict=True))
-    backwards = list(zip(times.backward_s, (*messages_s, -inf), strict=True))
+    forwards = _cut_rounds(p, list(zip(times.forward_s, (-inf, *messages_s), strict=True)))
+    backwards = _cut_rounds(p, list(zip(times.backward_s, (*messages_s, -inf), strict=True)))[::-1]
+    last_first = [each[::-1] for each in forwards]
+
+    def rising(rounds: list[list[_Work]], n: int) -> list[_Work]:
+        """What all ranks do where rank r does its action n + r, from the rounds that are done in turn."""
+        turn, start, end = p - n % p, max(0, min(p, -n)), max(0, min(p, m * v - n))
+        works = rounds[n // p % v][:turn] + rounds[(n // p + 1) % v][turn:]
+        return [_IDLE] * start + works[start:end] + [_IDLE] * (p - end)
 
     def wave(t: int) -> _Wave:
-        works = []
-        for rank, (first_forward, first_backward) in enumerate(starts):
-            nth_forward, nth_backward = t - first_forward, t - first_backward
-            forward_chunk, backward_chunk = nth_forward // p % v, v - 1 - nth_backward // p % v
-            works.append(
-                (
-                    forwards[forward_chunk * p + rank] if 0 <= nth_forward < m * v else _IDLE,
-                    backwards[backward_chunk * p + rank] if 0 <= nth_backward < m * v else _IDLE,
-                )
-            )
-        return works
+        if is_skewed:
+            forward = rising(last_first, t - (p - 1))[::-1]
+        else:
+            forward = forwards[0] if t < m else [_IDLE] * p
+        return forward, rising(backwards, t - warm_up)
 
-    begin = max(first_backward for _, first_backward in starts)
-    num_periods = max(0, m * v - begin) // period
-    for t in range(begin):
+    period = p * v if is_skewed else 1
+    num_periods = max(0, m * v - warm_up) // period
+    for t in range(warm_up):
         ends = advance(ends, wave(t))
     if num_periods:
-        ends = _play_periods(advance, ends, [wave(begin + t) for t in range(period)], num_periods)
-    for t in range(begin + num_periods * period, m * v + begin):
+        ends = _play_periods(advance, ends, [wave(warm_up + t) for t in range(period)], num_periods)
+    for t in range(warm_up + num_periods * period, m * v + warm_up):
         ends = advance(ends, wave(t))
     return ends[-p:]
+
+
+def _cut_rounds(p: int, works: list[_Work]) -> list[list[_Work]]:
+    """Works of stages by chunk: all ranks' first ones, then all their second ones."""
+    return [works[start : start + p] for start in range(0, len(works), p)]
 
 
 def _play_periods(advance: _Advance, ends: list[float], waves: list[_Wave], num_periods: int) -> list[float]:

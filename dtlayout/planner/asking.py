@@ -162,7 +162,7 @@ class Asking:
     def _raise_spreads(self, opened: Open) -> None:
         work = opened.subject[0]
         raised = [
-            (least_s + self._candidates.least_update_s(work, spread, pipeline), spread, pipeline)
+            (self._candidates.with_update_s(least_s, spread, pipeline), spread, pipeline)
             for least_s, spread, pipeline in self._take_spreads(opened)
         ]
         self._push_spreads(Question.BUSIEST, work, raised)

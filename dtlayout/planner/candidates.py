@@ -254,13 +254,12 @@ class Candidates:
         """What the fullest rank of a layout needs, and its peak, as far as that is allowed."""
         return self.peaks.need(layout, kernels, self.allowed_bytes)
 
-    def least_update_s(self, work: Work, spread: Spread, layout: PipelineLayout) -> float:
-        """A lower bound of reduction and update of the first ranks, in any way in which the state alone fits."""
-        classes, ways = self._ways(spread, layout)
-        own = [(count, work.times.on(each)) for each, count in classes]
-        busy_s = sum([count * (each.forward_s + each.backward_s) for count, each in own])
-        hidden_s = self._hidden * spread.num_microbatches * busy_s
-        return min([update_s + max(0.0, sent_s - hidden_s) for update_s, sent_s in ways], default=0.0)
+    def with_update_s(self, least_s: float, spread: Spread, layout: PipelineLayout) -> float:
+        """A lower bound of a step whose microbatches take `least_s` at least, with reduction and update of the first
+        ranks, in any way in which the state alone fits: no more is hidden than a share of what the rank is busy.
+        """
+        ways, hidden_s = self._ways(spread, layout._replace(recompute_every=0)), self._hidden * least_s
+        return least_s + min([update_s + max(0.0, sent_s - hidden_s) for update_s, sent_s in ways], default=0.0)
 
     def make(self, work: Work, spread: Spread, layout: PipelineLayout) -> Candidate | None:
         """The candidate of a work that is spread over this pipeline; None if no variant can fit."""
@@ -339,8 +338,7 @@ class Candidates:
         return self._short_pipelines(pipeline, spread.degrees, pipeline.shorten(spread.num_microbatches))
 
     def _find_short_pipeline(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> Pipeline:
-        stages, phase = self.peaks.stages(pipeline), gradient_phase(pipeline, m)
-        state = self._states(degrees, tuple([group.counts for group in stages.groups]), phase)
+        stages, state = self._find_state(pipeline, degrees, m)
         return Pipeline(stages, self.peaks.in_flight(pipeline, m), state)
 
     def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[Busy]:
@@ -351,18 +349,20 @@ class Candidates:
             found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))
         return found
 
-    def _find_ways(self, spread: Spread, layout: PipelineLayout) -> tuple[Counts, list[tuple[float, float]]]:
-        """Classes of stages of the first ranks, and how many of each; and for each way to share the state in which that
-        alone fits, seconds of their update and of all that they send for it.
+    def _find_ways(self, spread: Spread, layout: PipelineLayout) -> list[tuple[float, float]]:
+        """Seconds of the first ranks' update and of all that they send for it, in each way to share the state in which
+        that alone fits.
         """
         degrees, m, scenario = spread.degrees, spread.num_microbatches, self.space.scenario
-        pipeline, examples = self._pipelines(spread, layout), self.examples(spread.degrees)
-        group = pipeline.stages.groups[0]
-        updates = self.updates(degrees, pipeline.state.sizes[0], group.has_head)
-        ways = [way for way, least in pipeline.state.ways if max(least) <= self.allowed_bytes]
-        return tuple(Counter(group.classes).items()), [
-            (updates[way].optimizer_s, sending_s(scenario, examples[way], updates[way], m)) for way in ways
-        ]
+        stages, state = self._find_state(layout, degrees, m)
+        examples, updates = self.examples(degrees), self.updates(degrees, state.sizes[0], stages.groups[0].has_head)
+        ways = [way for way, least in state.ways if max(least) <= self.allowed_bytes]
+        return [(updates[way].optimizer_s, sending_s(scenario, examples[way], updates[way], m)) for way in ways]
+
+    def _find_state(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> tuple[Stages, State]:
+        stages = self.peaks.stages(pipeline)
+        counts = tuple([group.counts for group in stages.groups])
+        return stages, self._states(degrees, counts, gradient_phase(pipeline, m))
 
     def _find_states(self, degrees: Degrees, counts: tuple[Counts, ...], phase: int) -> State:
         sizes = tuple([self.peaks.sizes(each, degrees.tp, degrees.ep) for each in counts])
