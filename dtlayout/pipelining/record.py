@@ -42,8 +42,8 @@ class PipelineSchedule:
     """Whether a search tries it where the user names none: one whose actions have to be played is a slow one."""
     fast: Callable[[int, int, int, StageTimes], list[float]] | None = None
     """p, v, m and the stages' seconds → the end of each rank's last action, without playing them one by one."""
-    in_flight: Callable[[int, int, int, int], tuple[Moment, ...]] | None = None
-    """p, v, m and a rank → the moments at which it can hold most, likewise."""
+    in_flight: Callable[[int, int, int, int, bool], tuple[Moment, ...]] | None = None
+    """p, v, m, a rank and whether all gradients are to be there → the moments at which it can hold most, likewise."""
 
     def takes(self, pp: int, virtual_stages: int) -> bool:
         """Whether it goes with so many ranks and virtual stages."""

@@ -223,13 +223,15 @@ def lower_bound(schedule: str, num_ranks: int, virtual_stages: int, num_microbat
 
 def in_flight_peaks(
     schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int, rank: int,
-    until: tuple[Kind, ...] = RELEASE,
+    until: tuple[Kind, ...] = RELEASE, *, with_gradients: bool = False,
 ) -> tuple[Moment, ...]:  # fmt: skip
     """The moments at which a rank can hold most: microbatches in flight of each of its chunks.
 
     A microbatch is held from the start of its forward to the end of its backward, of both parts of it, or `until` the
     first one is over. Whatever one of them takes in each chunk, the most that is ever held is the largest of
     `weigh_moments`; no moment is below another.
+    `with_gradients` asks for those alone at which gradients of all chunks accumulate: each has had a backward, and its
+    last one is not over. There may be none.
     A rank's actions are played, or the schedule says it itself.
 
     >>> in_flight_peaks("interleaved-1f1b", 2, 2, 4, rank=0)
@@ -238,11 +240,13 @@ def in_flight_peaks(
     played = _check(schedule, num_ranks, virtual_stages, num_microbatches)
     placement = played.place(num_ranks, virtual_stages)
     if played.is_breadth_first:  # it holds a row of microbatches or none
+        if with_gradients:  # only while the last row of backwards is done, where less and less is held
+            return ()
         return count_in_flight(played, placement, 1, rank, each=num_microbatches, until=until)
     shortened = played.shorten(num_ranks, virtual_stages, num_microbatches)
     if played.in_flight:
-        return played.in_flight(num_ranks, virtual_stages, shortened, rank)
-    return count_in_flight(played, placement, shortened, rank, until=until)
+        return played.in_flight(num_ranks, virtual_stages, shortened, rank, with_gradients)
+    return count_in_flight(played, placement, shortened, rank, until=until, with_gradients=with_gradients)
 
 
 def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[float]:
@@ -265,20 +269,25 @@ def weigh_moments(moments: Sequence[Moment], sizes: Sequence[float]) -> list[flo
 @lru_cache(maxsize=1024)
 def count_in_flight(
     schedule: PipelineSchedule, placement: Placement, m: int, rank: int, each: int = 1,
-    until: tuple[Kind, ...] = RELEASE,
+    until: tuple[Kind, ...] = RELEASE, with_gradients: bool = False,
 ) -> tuple[Moment, ...]:  # fmt: skip
     """`in_flight_peaks` by playing a rank's actions, `each` of which stands for so many microbatches."""
     counts, grows = [0] * placement.virtual_stages, False
+    num_done = [0] * placement.virtual_stages
     moments: set[tuple[int, ...]] = set()
     for action in schedule.order(placement, rank, m):
+        chunk = placement.chunk_of(action.stage)
         if action.kind is Kind.FORWARD:
-            counts[placement.chunk_of(action.stage)] += each
+            counts[chunk] += each
             grows = True
         elif action.kind in until:
-            if grows:
+            if grows and (not with_gradients or 0 < min(num_done) <= max(num_done) < m):
                 moments.add(tuple(counts))
-            counts[placement.chunk_of(action.stage)] -= each
+            counts[chunk] -= each
             grows = False
+        if action.kind in RELEASE:
+            num_done[chunk] += 1
+            grows |= num_done[chunk] == 1  # there may be more gradients than before
 
     largest: list[tuple[int, ...]] = []
     for _, alike in groupby(sorted(moments, key=sum, reverse=True), key=sum):

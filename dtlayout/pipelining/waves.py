@@ -198,15 +198,22 @@ def _play_periods(advance: _Advance, ends: list[float], waves: list[_Wave], num_
 
 
 @lru_cache(maxsize=1024)
-def hold_rounds(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
+def hold_rounds(p: int, v: int, m: int, rank: int, with_gradients: bool) -> tuple[Moment, ...]:
     """`timing.in_flight_peaks` of interleaved-1f1b, or as many of them as hold most whatever a chunk takes.
 
     After the warm-up a rank holds most between a forward and the backward that follows, warm_up + 1 in all. From one
     such moment to the next the chunk of the forward gains one and the chunk of the backward loses one. That changes
     where either goes on to another chunk, and all repeats after p·v moments. Where the forward goes on it holds what it
     holds at some moment where the backward does: those, every p moments, are enough.
+
+    There are gradients of chunk 0 from the round's last p backwards on, and those of the others still accumulate if
+    another round follows; if two do, a rank then holds all that it ever does.
     """
     warm_up = _warm_up(rank, p, v)
+    if with_gradients and m >= 3 * p:
+        return hold_rounds(p, v, m, rank, False)
+    if with_gradients and m == p:
+        return ()
     if m * v <= warm_up:
         return (((m, v),),)
 
@@ -223,7 +230,9 @@ def hold_rounds(p: int, v: int, m: int, rank: int) -> tuple[Moment, ...]:
         runs = [(started(num_forwards, c) - started(n, v - 1 - c), end - c) for c, end in pairwise(cuts)]
         return tuple((count, sum(length for _, length in run)) for count, run in groupby(runs, key=itemgetter(0)))
 
-    return tuple(sorted({held(n) for n in range(0, min(p * v, m * v - warm_up), p)}, reverse=True))
+    first = [(v - 1) * p + 1] if with_gradients else []
+    all_begun = range(p * v if with_gradients else 0, m * v - warm_up, p)[:v]
+    return tuple(sorted({held(n) for n in (*first, *all_begun)}, reverse=True))
 
 
 def _warm_up(rank: int, p: int, v: int) -> int:

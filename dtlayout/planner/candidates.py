@@ -27,7 +27,7 @@ from dtlayout.costmodel.update import Update, find_update, hidden_share, sending
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.planner.peaks import BlockBytes, Counts, Moments, Peaks, RankGroup, RankSizes, Stages, gradient_phase
+from dtlayout.planner.peaks import BlockBytes, Counts, InFlight, Peaks, RankSizes, Stages
 from dtlayout.planner.space import Degrees, Order, Sharding, Space
 from dtlayout.recompute import Recompute
 
@@ -37,12 +37,12 @@ Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slow
 
 
 class State(NamedTuple):
-    """Parameters, gradients and optimizer of each group of ranks."""
+    """Parameters, gradients and optimizer of ranks."""
 
     sizes: tuple[RankSizes, ...]
-    """Parameters of a rank."""
+    """Parameters of a rank of each group."""
     ways: tuple[tuple[Sharding, tuple[float, ...]], ...]
-    """Least bytes, for each way to share them."""
+    """Least bytes whenever much is in flight, for each way to share them."""
     least: tuple[float, ...]
     """The least in any of them."""
 
@@ -51,10 +51,10 @@ class Pipeline(NamedTuple):
     """A pipeline with a number of microbatches, or with any larger one that holds no more, whatever they compute."""
 
     stages: Stages
-    in_flight: list[tuple[RankGroup, Moments]]
-    """Each group of ranks with what it has in flight."""
+    in_flight: list[InFlight]
+    """What each group of ranks has in flight."""
     state: State
-    """The state of each of these groups."""
+    """The state of these groups, and meanwhile."""
 
 
 class Spread(NamedTuple):
@@ -338,8 +338,9 @@ class Candidates:
         return self._short_pipelines(pipeline, spread.degrees, pipeline.shorten(spread.num_microbatches))
 
     def _find_short_pipeline(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> Pipeline:
-        stages, state = self._find_state(pipeline, degrees, m)
-        return Pipeline(stages, self.peaks.in_flight(pipeline, m), state)
+        stages, in_flight = self.peaks.stages(pipeline), self.peaks.in_flight(pipeline, m)
+        counts, moments = [group.counts for group in stages.groups], [(at.place, at.has_gradients) for at in in_flight]
+        return Pipeline(stages, in_flight, self._states(degrees, tuple(counts), tuple(moments)))
 
     def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[Busy]:
         waits, found = not find_schedule(pipeline.schedule).splits_backward, []
@@ -354,25 +355,22 @@ class Candidates:
         that alone fits.
         """
         degrees, m, scenario = spread.degrees, spread.num_microbatches, self.space.scenario
-        stages, state = self._find_state(layout, degrees, m)
+        stages, _, state = self._pipelines(spread, layout)
         examples, updates = self.examples(degrees), self.updates(degrees, state.sizes[0], stages.groups[0].has_head)
         ways = [way for way, least in state.ways if max(least) <= self.allowed_bytes]
         return [(updates[way].optimizer_s, sending_s(scenario, examples[way], updates[way], m)) for way in ways]
 
-    def _find_state(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> tuple[Stages, State]:
-        stages = self.peaks.stages(pipeline)
-        counts = tuple([group.counts for group in stages.groups])
-        return stages, self._states(degrees, counts, gradient_phase(pipeline, m))
-
-    def _find_states(self, degrees: Degrees, counts: tuple[Counts, ...], phase: int) -> State:
+    def _find_states(
+        self, degrees: Degrees, counts: tuple[Counts, ...], moments: tuple[tuple[int, bool], ...]
+    ) -> State:
         sizes = tuple([self.peaks.sizes(each, degrees.tp, degrees.ep) for each in counts])
-        least = [self._group_states(degrees, size, phase) for size in sizes]
+        least = [self._group_states(degrees, sizes[place], has_gradients) for place, has_gradients in moments]
         ways = tuple(zip(self.examples(degrees), zip(*least, strict=True), strict=True))
         return State(sizes, ways, tuple([min(each, default=inf) for each in least]))
 
-    def _find_group_states(self, degrees: Degrees, size: RankSizes, phase: int) -> list[float]:
+    def _find_group_states(self, degrees: Degrees, size: RankSizes, has_gradients: bool) -> list[float]:
         ways = [part_of(example, StateLayout) for example in self.examples(degrees).values()]
-        return [self.peaks.state_bytes(way, size, phase) for way in ways]
+        return [self.peaks.state_bytes(way, size, has_gradients) for way in ways]
 
     def _find_updates(self, degrees: Degrees, size: RankSizes, has_head: bool) -> dict[Sharding, Update]:
         n, scenario, of_experts = size.num_parameters, self.space.scenario, size.num_of_experts

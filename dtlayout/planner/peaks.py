@@ -30,7 +30,7 @@ from dtlayout.recompute import Recompute
 Counts = tuple[tuple[StageClass, int], ...]
 """Classes of stages, and how many of each."""
 Moments = set[tuple[float, float]]
-"""At the fullest moments of a step: blocks in flight that keep all, and blocks that are computed again."""
+"""At some moments of a step: blocks in flight that keep all, and blocks that are computed again."""
 
 
 class RankGroup(NamedTuple):
@@ -48,6 +48,17 @@ class RankGroup(NamedTuple):
     """Whether any of its blocks are computed again."""
     has_head: bool
     """Whether it holds the head."""
+
+
+class InFlight(NamedTuple):
+    """What a group of ranks has in flight when that is most."""
+
+    place: int
+    """Which of the pipeline's groups."""
+    group: RankGroup
+    has_gradients: bool
+    """Whether gradients of all its stages are there meanwhile."""
+    moments: Moments
 
 
 class Stages(NamedTuple):
@@ -120,31 +131,36 @@ class Peaks:
         self.sizes = cache(partial(_count_sizes, self.scenario))
         """Parameters of ranks with a group's `counts` at some tp and ep."""
         self.in_flight = cache(self._find_in_flight)
-        """Each group of ranks of a PipelineLayout with what it has in flight in a step of m microbatches."""
+        """What each group of ranks of a PipelineLayout has in flight in a step of m microbatches."""
         # What weights' gradients are made of may be less than what the first part of a backward needs.
         self._in_flight_peaks = cache(partial(in_flight_peaks, until=PASS_BACK if self._is_fsdp2 else RELEASE))
         self.need = cache(self.exact)
         """`exact`, remembered."""
 
-    def held_bytes(self, block: BlockBytes, in_flight: Iterable[tuple[RankGroup, Moments]]) -> Iterator[float]:
-        """Least bytes that each group of ranks holds beside its state."""
-        for group, moments in in_flight:
+    def held_bytes(self, block: BlockBytes, in_flight: Iterable[InFlight]) -> Iterator[float]:
+        """Least bytes that a group of ranks holds beside its state, for each of these."""
+        for _, group, _, moments in in_flight:
             blocks = max([n * block.whole + covered * block.kept for n, covered in moments])
             again = block.again if group.recomputes else 0.0
             logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
             yield blocks + (max(again, logits, block.running) if self._is_fsdp2 else again + logits)
 
-    def state_bytes(self, way: Any, size: RankSizes, phase: int) -> float:
+    def state_bytes(self, way: Any, size: RankSizes, has_gradients: bool) -> float:
         """The least bytes of a rank's state, whatever it computes: `least_state_bytes` and what is there anyway."""
-        return self.scenario.engine.constants.overhead_bytes + self.least_state_bytes(way, size, phase)
+        return self.scenario.engine.constants.overhead_bytes + self.least_state_bytes(way, size, has_gradients)
 
-    def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[tuple[RankGroup, Moments]]:
+    def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[InFlight]:
+        """A group that has its gradients when it holds most comes once; where it has them later, twice."""
         found = []
-        for group in self.stages(pipeline).groups:
+        for place, group in enumerate(self.stages(pipeline).groups):
             whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
-            peaks = self._in_flight_peaks(pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0])
-            moments = set(zip(weigh_moments(peaks, whole), weigh_moments(peaks, covered), strict=True))
-            found.append((group, moments))
+            step = pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0]
+            peaks = {False: self._in_flight_peaks(*step)}
+            if self._is_fsdp2 and (later := self._in_flight_peaks(*step, with_gradients=True)):
+                peaks = {True: later} if later == peaks[False] else peaks | {True: later}
+            for has_gradients, each in peaks.items():
+                moments = set(zip(weigh_moments(each, whole), weigh_moments(each, covered), strict=True))
+                found.append(InFlight(place, group, has_gradients, moments))
         return found
 
     def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
@@ -170,7 +186,7 @@ class Peaks:
                 break
         return needed, peak
 
-    def least_state_bytes(self, layout: Layout, size: RankSizes, phase: int) -> float:
+    def least_state_bytes(self, layout: Layout, size: RankSizes, has_gradients: bool) -> float:
         """The least bytes that parameters take of a rank, whatever it computes.
 
         Under fsdp2 masters with the optimizer's state, what is computed with where it stays, and accumulated gradients.
@@ -184,14 +200,14 @@ class Peaks:
         if layout.offloads_state:
             if state_on_host_bytes(self.scenario, layout, n) > self.estimator.host_capacity_bytes:
                 return inf
-            whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and phase == 2 else 0.0)
+            whole = (compute if layout.zero < 3 else 0.0) + (reduce if layout.zero == 1 and has_gradients else 0.0)
             return whole * n
         own = (n - of_experts) / count_state_shards(layout)
         own += of_experts / count_expert_shards(layout) if of_experts else 0.0
         gradients = reduce * n if layout.zero == 1 else min(reduce, params) * own
         state = (params + self.scenario.optimizer.state_bytes(params)) * own
         state += compute * n if layout.zero < 3 else 0.0
-        return state + (gradients if phase == 2 else 0.0)
+        return state + (gradients if has_gradients else 0.0)
 
 
 def _count_sizes(scenario: Scenario, counts: Counts, tp: int, ep: int = 1) -> RankSizes:
@@ -223,14 +239,3 @@ def _count_bytes_of_kind(scenario: Scenario, size_of: SizesOf, layout: Layout, k
     if layout.offloads_activations:  # nothing but what two blocks keep, of which one may be the last of a stage
         return BlockBytes(0.0, 0.0, again, size.loss, running=min(kept, size.block))
     return BlockBytes(size.block, kept, again, size.loss)
-
-
-def gradient_phase(layout: Layout | PipelineLayout, m: int) -> int:
-    """0: one microbatch, nothing accumulates; 2: gradients of all stages are there when most is in flight; else 1.
-
-    They are where a step repeats itself, whose last microbatch alone does something else.
-    """
-    if m == 1:
-        return 0
-    enough = find_schedule(layout.schedule).enough
-    return 2 if enough and m + 1 >= enough(layout.pp, layout.virtual_stages) else 1

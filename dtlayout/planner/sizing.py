@@ -72,5 +72,5 @@ def _may_fit(scenario: Scenario, num_gpus: int) -> bool:
     """Whether all GPUs together hold the state of the blocks, shared by all: a quick look before the search."""
     n = scenario.model.num_layers * count_block_parameters(scenario.model)
     layout = Layout(dp_shard=num_gpus, zero=3)
-    least = Peaks(Estimator(scenario)).least_state_bytes(layout, RankSizes(n, 0.0), phase=0)
+    least = Peaks(Estimator(scenario)).least_state_bytes(layout, RankSizes(n, 0.0), has_gradients=False)
     return least <= scenario.cluster.gpu.memory_bytes

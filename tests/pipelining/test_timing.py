@@ -258,6 +258,29 @@ def test_peaks_hold_as_much_as_any_moment_whatever_a_chunk_takes(case, data):
         assert max(weigh_moments(peaks, chunk_bytes)) == max(map(held, moments))
 
 
+@settings(deadline=None)
+@given(cases(most_microbatches=60), st.data())
+def test_peaks_with_gradients_hold_as_much_as_any_moment_at_which_all_of_them_accumulate(case, data):
+    name, p, v, m = case
+    assume(v >= find_schedule(name).least_virtual_stages)
+    chunk_bytes = data.draw(st.lists(st.integers(0, 100), min_size=v, max_size=v))
+    for rank, order in enumerate(orders_of(case)):
+        counts, num_done, moments = [0] * v, [0] * v, set()
+        for action in order:
+            chunk = action.stage // p
+            counts[chunk] += 1 if action.kind is Kind.FORWARD else -1
+            num_done[chunk] += action.kind is Kind.BACKWARD
+            if all(0 < number < m for number in num_done):
+                moments.add(tuple(counts))
+        peaks = in_flight_peaks(*case, rank, with_gradients=True)
+        if find_schedule(name).is_breadth_first:
+            assert not peaks
+            continue
+        assert set(map(spread, peaks)) <= moments and bool(peaks) == bool(moments)
+        most = [sum(count * size for count, size in zip(each, chunk_bytes, strict=True)) for each in moments]
+        assert max(weigh_moments(peaks, chunk_bytes), default=0) == max(most, default=0)
+
+
 @given(cases(most_microbatches=60))
 def test_no_peak_is_below_another(case):
     for rank in range(case[1]):

@@ -16,7 +16,7 @@ from dtlayout.costmodel.parts import PipelineLayout, StageLayout, StateLayout, p
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.model_shape import Experts, ModelShape
 from dtlayout.optimizers import SGD, AdamW
-from dtlayout.planner.peaks import Peaks, gradient_phase, group_stages
+from dtlayout.planner.peaks import Peaks, group_stages
 from dtlayout.planner.space import Space
 
 FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention": ["sdpa-math"]}
@@ -49,10 +49,10 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
     for layout, kernels in islice((pair for pair in pairs if pair[0].is_legal(model, scenario.batch)), 80):
         pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(scenario.batch)
         block = peaks.block_bytes(part_of(layout, StageLayout), kernels)
-        held = list(peaks.held_bytes(block, peaks.in_flight(pipeline, m)))
-        way, phase = part_of(layout, StateLayout), gradient_phase(layout, m)
-        sizes = [peaks.sizes(group.counts, layout.tp, layout.ep) for group in peaks.stages(pipeline).groups]
-        state = [peaks.state_bytes(way, size, phase) for size in sizes]
+        way, in_flight = part_of(layout, StateLayout), peaks.in_flight(pipeline, m)
+        held = list(peaks.held_bytes(block, in_flight))
+        sizes = [peaks.sizes(each.group.counts, layout.tp, layout.ep) for each in in_flight]
+        state = [peaks.state_bytes(way, size, each.has_gradients) for each, size in zip(in_flight, sizes, strict=True)]
         every_rank = estimator.memory(layout, kernels)
         needed = max(rank.needed for rank in every_rank)
         assert peaks.exact(layout, kernels) == (needed, max(rank.total for rank in every_rank)), layout
