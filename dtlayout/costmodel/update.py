@@ -85,11 +85,26 @@ def count_reductions(scenario: Scenario, layout: Layout, m: int) -> int:
     return m if is_each else 1
 
 
-def sending_s(scenario: Scenario, layout: Layout, update: Update, m: int) -> float:
-    """All of a step's reductions and gathers, hidden or not: computation of its m microbatches can hide its share."""
-    reductions = count_reductions(scenario, layout, m)
-    gathers = m if layout.zero == 3 else 1
-    return reductions * update.reduce_s + m * update.again_s + update.copy_s + gathers * update.gather_s
+class Sent(NamedTuple):
+    """Seconds of what a step sends for a rank's parameters, by the microbatch behind which it can hide."""
+
+    each_s: float
+    """Beside every microbatch but the last."""
+    last_s: float
+    """Beside the last one."""
+    alone_s: float
+    """What is not sent, and hides behind none: gradients are added and parameters updated."""
+
+    @classmethod
+    def of(cls, scenario: Scenario, layout: Layout, update: Update, m: int) -> "Sent":
+        """What an update sends in a step of m microbatches."""
+        reductions, all_s = count_reductions(scenario, layout, m), update.again_s + update.reduce_s + update.gather_s
+        each_s = update.again_s + update.reduce_s * (reductions > 1) + update.gather_s * (layout.zero == 3)
+        return cls(each_s, all_s + update.copy_s, (reductions - 1) * update.add_s + update.optimizer_s)
+
+    def least_s(self, m: int, hidden_s: float) -> float:
+        """A lower bound of `update_times`, where each of m microbatches hides at most so much."""
+        return self.alone_s + (m - 1) * max(0.0, self.each_s - hidden_s) + max(0.0, self.last_s - hidden_s)
 
 
 _Once = tuple[float, float, float, float]

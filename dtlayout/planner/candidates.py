@@ -23,7 +23,7 @@ from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.costmodel.scenario import find_kernel_refusals, find_lacks
 from dtlayout.costmodel.stage_work import LayoutWork
-from dtlayout.costmodel.update import Update, find_update, hidden_share, sending_s
+from dtlayout.costmodel.update import Sent, Update, find_update, hidden_share
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
@@ -258,8 +258,9 @@ class Candidates:
         """A lower bound of a step whose microbatches take `least_s` at least, with reduction and update of the first
         ranks, in any way in which the state alone fits: no more is hidden than a share of what the rank is busy.
         """
-        ways, hidden_s = self._ways(spread, layout._replace(recompute_every=0)), self._hidden * least_s
-        return least_s + min([update_s + max(0.0, sent_s - hidden_s) for update_s, sent_s in ways], default=0.0)
+        ways, m = self._ways(spread, layout._replace(recompute_every=0)), spread.num_microbatches
+        hidden_s = self._hidden * least_s / m
+        return least_s + min([sent.least_s(m, hidden_s) for sent in ways], default=0.0)
 
     def make(self, work: Work, spread: Spread, layout: PipelineLayout) -> Candidate | None:
         """The candidate of a work that is spread over this pipeline; None if no variant can fit."""
@@ -350,15 +351,13 @@ class Candidates:
             found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))
         return found
 
-    def _find_ways(self, spread: Spread, layout: PipelineLayout) -> list[tuple[float, float]]:
-        """Seconds of the first ranks' update and of all that they send for it, in each way to share the state in which
-        that alone fits.
-        """
+    def _find_ways(self, spread: Spread, layout: PipelineLayout) -> list[Sent]:
+        """What the first ranks send, in each way to share the state in which that alone fits."""
         degrees, m, scenario = spread.degrees, spread.num_microbatches, self.space.scenario
         stages, _, state = self._pipelines(spread, layout)
         examples, updates = self.examples(degrees), self.updates(degrees, state.sizes[0], stages.groups[0].has_head)
         ways = [way for way, least in state.ways if max(least) <= self.allowed_bytes]
-        return [(updates[way].optimizer_s, sending_s(scenario, examples[way], updates[way], m)) for way in ways]
+        return [Sent.of(scenario, examples[way], updates[way], m) for way in ways]
 
     def _find_states(
         self, degrees: Degrees, counts: tuple[Counts, ...], moments: tuple[tuple[int, bool], ...]
