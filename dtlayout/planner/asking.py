@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, nsmallest
 from math import inf
 from typing import Any, NamedTuple
 
-from dtlayout.planner.candidates import BoundSpread, Candidates, Reason, Spread, Work
+from dtlayout.planner.candidates import BoundSpread, Candidates, Reason, Recomputing, Spread, Work
 from dtlayout.planner.ranking import TIE, IsWorse, Timed, choose_best, never, to_percent
 from dtlayout.planner.space import Sharding
 from dtlayout.planner.step_times import StepTimes
@@ -29,10 +29,10 @@ class Question(IntEnum):
 
     RECOMPUTE = 1
     """How long do the steps of a family take at least with each recomputation?"""
-    WORKS = 2
-    """In which ways can they be computed then, and how long does each take at least, by the way it is spread?"""
-    SPREADS = 3
-    """How much longer is the step of each spread of a work at least with reduction and update?"""
+    SPREADS = 2
+    """How much longer is the step of each of their spreads at least with reduction and update?"""
+    WORKS = 3
+    """In which ways can these be computed, and how long does each take at least?"""
     BUSIEST = 4
     """Which spreads of a work may fit, and when can the busiest rank be done, if it waits for no more than its first
     microbatch?"""
@@ -54,8 +54,8 @@ class Open(NamedTuple):
     question: Question
     """The first thing that is not known yet."""
     subject: Any
-    """What it is asked of: a family; that with a recomputation; a work and some of its spreads; `StepTimes`; these with
-    the variant, and those that follow it; these with the variant."""
+    """What it is asked of: a family; that with a recomputation, or a work, and some of its spreads; `StepTimes`; these
+    with the variant, and those that follow it; these with the variant."""
 
 
 class Choice(NamedTuple):
@@ -73,9 +73,9 @@ class Choice(NamedTuple):
         match opened.question:
             case Question.RECOMPUTE:
                 return self.name not in _OF_FAMILY or self.allows(opened.subject.layout)
-            case Question.WORKS:
-                return self.name not in (*_OF_FAMILY, "recompute") or self.allows(opened.subject.layout)
-            case Question.SPREADS | Question.BUSIEST:
+            case Question.SPREADS | Question.WORKS:
+                return self.name not in (*_OF_FAMILY, "recompute") or self.allows(opened.subject[0].layout)
+            case Question.BUSIEST:
                 return self.name not in _OF_WORK or self.allows(opened.subject[0].layout)
         work, spread = opened.subject.candidate[:2]
         return self.name in Sharding._fields or self.allows(spread if hasattr(spread, self.name) else work.layout)
@@ -110,8 +110,8 @@ class Asking:
         self._placed = defaultdict[Hashable, list[Timed]](list)
         self._limit_s = inf
         self._answers: dict[Question, Callable[[Open], None]] = {
-            Question.RECOMPUTE: self._find_recomputing, Question.WORKS: self._find_works,
-            Question.SPREADS: self._raise_spreads, Question.BUSIEST: self._find_busiest,
+            Question.RECOMPUTE: self._find_recomputing, Question.SPREADS: self._raise_spreads,
+            Question.WORKS: self._find_works, Question.BUSIEST: self._find_busiest,
             Question.UPDATE: self._find_updates, Question.PLAY: self._play, Question.FIT: self._try,
         }  # fmt: skip
 
@@ -142,36 +142,42 @@ class Asking:
         )
 
     def _find_recomputing(self, opened: Open) -> None:
-        for least_s, recomputing in self._candidates.recomputing(opened.subject):
-            self._push(least_s, Question.WORKS, recomputing)
+        for recomputing, spreads in self._candidates.recomputing(opened.subject):
+            self._push_spreads(Question.SPREADS, recomputing, spreads)
 
-    def _find_works(self, opened: Open) -> None:
-        for work in self._candidates.works(opened.subject, self.counts):
-            self._push_spreads(Question.SPREADS, work, opened.subject.bound_spreads(*work.times.least_s))
-
-    def _push_spreads(self, question: Question, work: Work, spreads: list[BoundSpread]) -> None:
+    def _push_spreads(self, question: Question, subject: Recomputing | Work, spreads: list[BoundSpread]) -> None:
         if spreads:
-            self._push(min(spreads)[0], question, (work, spreads))
+            self._push(min([least_s for least_s, _ in spreads]), question, (subject, spreads))
 
     def _take_spreads(self, opened: Open) -> list[BoundSpread]:
         """Those that are asked now; those with a longer bound are when it is their turn."""
-        (work, spreads), asked_s = opened.subject, (1 + TIE) * opened.least_s
-        self._push_spreads(opened.question, work, [each for each in spreads if each[0] > asked_s])
+        (subject, spreads), asked_s = opened.subject, (1 + TIE) * opened.least_s
+        self._push_spreads(opened.question, subject, [each for each in spreads if each[0] > asked_s])
         return [each for each in spreads if each[0] <= asked_s]
 
     def _raise_spreads(self, opened: Open) -> None:
-        work = opened.subject[0]
+        with_update_s = self._candidates.with_update_s
         raised = [
-            (self._candidates.with_update_s(least_s, spread, pipeline), spread, pipeline)
-            for least_s, spread, pipeline in self._take_spreads(opened)
+            (with_update_s(least_s, each.spread, each.pipeline), each) for least_s, each in self._take_spreads(opened)
         ]
-        self._push_spreads(Question.BUSIEST, work, raised)
+        self._push_spreads(Question.WORKS, opened.subject[0], raised)
+
+    def _find_works(self, opened: Open) -> None:
+        taken, with_update_s = self._take_spreads(opened), self._candidates.with_update_s
+        works, num_slower = self._candidates.works(opened.subject[0])
+        self._count("slower kernels", num_slower * sum(each.spread.num_ways for _, each in taken))
+        for work in works:
+            bound = [
+                (with_update_s(each.bound_s(*work.times.least_s), each.spread, each.pipeline), each)
+                for _, each in taken
+            ]
+            self._push_spreads(Question.BUSIEST, work, bound)
 
     def _find_busiest(self, opened: Open) -> None:
         work, choice = opened.subject[0], self._choice
         left, num_misfits = list[BoundSpread](), 0
         for each in self._take_spreads(opened):
-            least_s, spread, pipeline = each
+            least_s, (spread, pipeline, _) = each
             if choice and not choice.allows(spread):
                 left.append(each)
                 continue
@@ -189,12 +195,12 @@ class Asking:
                 num_misfits += spread.num_ways - len(candidate.variants)
             else:
                 num_misfits += spread.num_ways
-        self._count_misfits(num_misfits)
+        self._count("does not fit", num_misfits)
         if left:
             self._left.append(opened._replace(subject=(work, left)))
 
-    def _count_misfits(self, number: int) -> None:
-        self.counts["does not fit"] += number
+    def _count(self, reason: Reason, number: int) -> None:
+        self.counts[reason] += number
         self.counts["bounded"] -= number
 
     def _find_updates(self, opened: Open) -> None:
@@ -232,7 +238,7 @@ class Asking:
         needed, peak = self._candidates.need(layout, work.kernels)
         if needed > self._candidates.allowed_bytes:
             self.num_alike[place] -= 1
-            self._count_misfits(1)
+            self._count("does not fit", 1)
             return
         timed = Timed(step_s + times.thrash_s(peak), needed, peak, layout, work.kernels, place)
         self.fitting.append(timed)

@@ -76,8 +76,6 @@ class Spread(NamedTuple):
 T = TypeVar("T")
 Busy = tuple[int, int, int]
 """Blocks that a rank waits for and computes in a step, forward and backward; blocks of these computed again; heads."""
-BoundSpread = tuple[float, Spread, PipelineLayout]
-"""A lower bound of a step, how that is spread, and its pipeline."""
 
 
 class Family(NamedTuple):
@@ -93,6 +91,25 @@ class Family(NamedTuple):
     spreads: list[Spread]
 
 
+class Spreading(NamedTuple):
+    """A spread of layouts with one recomputation."""
+
+    spread: Spread
+    pipeline: PipelineLayout
+    busy: list[Busy]
+    """What the last rank of each group of ranks is busy with."""
+
+    def bound_s(self, block_s: float, again_s: float, head_s: float) -> float:
+        """A lower bound of its step, from the least seconds of a block, of computing one again, and of the head:
+        `StepTimes.bound_s`, without host and messages.
+        """
+        return max([n * block_s + again * again_s + heads * head_s for n, again, heads in self.busy])
+
+
+BoundSpread = tuple[float, Spreading]
+"""A lower bound of a step, and how that is spread."""
+
+
 class Recomputing(NamedTuple):
     """The layouts of a family with one recomputation."""
 
@@ -100,19 +117,6 @@ class Recomputing(NamedTuple):
     """One of them."""
     parts: dict[StageLayout, Layout]
     """Each part on which a stage's work depends, and the layout with that tp_overlap."""
-    spreads: list[tuple[Spread, PipelineLayout, list[Busy]]]
-    """Those of the family, each with its pipeline and what the last rank of each group of ranks is busy with."""
-    num_ways: int
-    """Ways to spread them and to share the state, in all."""
-
-    def bound_spreads(self, block_s: float, again_s: float, head_s: float) -> list[BoundSpread]:
-        """Each spread with a lower bound of its step, from the least seconds of a block, of computing one again, and of
-        the head: `StepTimes.bound_s`, without host and messages.
-        """
-        return [
-            (max([n * block_s + again * again_s + heads * head_s for n, again, heads in busy]), spread, pipeline)
-            for spread, pipeline, busy in self.spreads
-        ]
 
 
 class Work(NamedTuple):
@@ -218,10 +222,9 @@ class Candidates:
                 families += [Family(layout, overlaps, found)] if overlaps and has_kernels else []
         return families
 
-    def recomputing(self, family: Family) -> list[tuple[float, Recomputing]]:
-        """A family with each recomputation, and a lower bound of the steps of that."""
+    def recomputing(self, family: Family) -> list[tuple[Recomputing, list[BoundSpread]]]:
+        """A family with each recomputation, and its spreads with lower bounds of their steps."""
         found, (block_s, head_s) = [], self._least_s(family)
-        num_ways = sum(spread.num_ways for spread in family.spreads)
         for recompute in self.space.recompute:
             layouts = [replace(family.layout, recompute=recompute, tp_overlap=each) for each in family.overlaps]
             parts = {part_of(layout, StageLayout): layout for layout in layouts}
@@ -229,21 +232,19 @@ class Candidates:
                 again_s = min([self._again_s(part, each) for part in parts for each in kernels])
                 pipelines = [(spread, _pipeline_of(spread, layouts[0])) for spread in family.spreads]
                 spreads = [
-                    (each, pipeline, self._busy(pipeline, each.num_microbatches)) for each, pipeline in pipelines
+                    Spreading(each, pipeline, self._busy(pipeline, each.num_microbatches))
+                    for each, pipeline in pipelines
                 ]
-                part = Recomputing(layouts[0], parts, spreads, num_ways)
-                found.append((min(part.bound_spreads(block_s, again_s, head_s))[0], part))
+                bound = [(each.bound_s(block_s, again_s, head_s), each) for each in spreads]
+                found.append((Recomputing(layouts[0], parts), bound))
         return found
 
-    def works(self, recomputing: Recomputing, counts: Counter[Reason]) -> list[Work]:
-        """The works with a recomputation that may be the fastest; what has other kernels is counted."""
-        layout, parts = recomputing.layout, recomputing.parts
+    def works(self, recomputing: Recomputing) -> tuple[list[Work], int]:
+        """The works with a recomputation that may be the fastest, and how many have slower kernels."""
+        layout, parts = recomputing
         best = self.undominated(tuple(parts), layout.splits_backward)
         found = [self.work(parts[part], part, kernels) for part, kernels in best]
-        num_slower = (len(parts) * len(self._kernels_of(layout)) - len(found)) * recomputing.num_ways
-        counts["slower kernels"] += num_slower
-        counts["bounded"] -= num_slower
-        return found
+        return found, len(parts) * len(self._kernels_of(layout)) - len(found)
 
     def work(self, layout: Layout, part: StageLayout, kernels: Kernels) -> Work:
         """What a microbatch of a layout, of which this is a part, is computed with."""
@@ -254,11 +255,11 @@ class Candidates:
         """What the fullest rank of a layout needs, and its peak, as far as that is allowed."""
         return self.peaks.need(layout, kernels, self.allowed_bytes)
 
-    def with_update_s(self, least_s: float, spread: Spread, layout: PipelineLayout) -> float:
+    def with_update_s(self, least_s: float, spread: Spread, pipeline: PipelineLayout) -> float:
         """A lower bound of a step whose microbatches take `least_s` at least, with reduction and update of the first
         ranks, in any way in which the state alone fits: no more is hidden than a share of what the rank is busy.
         """
-        ways, m = self._ways(spread, layout._replace(recompute_every=0)), spread.num_microbatches
+        ways, m = self._ways(spread, pipeline._replace(recompute_every=0)), spread.num_microbatches
         hidden_s = self._hidden * least_s / m
         return least_s + min([sent.least_s(m, hidden_s) for sent in ways], default=0.0)
 
@@ -279,12 +280,12 @@ class Candidates:
     def sort_by_need(self) -> list[tuple[float, Candidate, Sharding]]:
         """Every variant with what it needs at least, the smallest first."""
         counts = Counter[Reason]()
-        parts = [part for family in self.find(counts) for _, part in self.recomputing(family)]
+        parts = [each for family in self.find(counts) for each in self.recomputing(family)]
         works = (
             (work, spread, pipeline)
-            for part in parts
-            for work in self.works(part, counts)
-            for spread, pipeline, _ in part.spreads
+            for part, spreads in parts
+            for work in self.works(part)[0]
+            for _, (spread, pipeline, _) in spreads
         )
         candidates = filter(None, starmap(self.make, works))
         least = [
