@@ -3,8 +3,9 @@
 What a rank *holds* (activations, logits) depends on the microbatch, recomputation and the schedule; its *state*
 (parameters, gradients, optimizer) on how data-parallel ranks share it. So h ways to hold and s ways to share cost h + s
 evaluations. Their sum is a lower bound of the rank's need: the need itself where `costmodel.memory` adds components up
-(distributed optimizer), and what is there at the end of a forward where it plays the step (fsdp2). Pipeline ranks with
-the same blocks are one group: of a group the first rank, which warms up longest, holds most.
+(distributed optimizer), and what is there at the end of a forward where it plays the step (fsdp2): of the fullest
+forward, and of the fullest after which gradients of all stages wait for more. Pipeline ranks with the same blocks are
+one group: of a group the first rank, which warms up longest, holds most.
 """
 
 from collections import Counter
