@@ -207,7 +207,8 @@ def hold_rounds(p: int, v: int, m: int, rank: int, with_gradients: bool) -> tupl
     holds at some moment where the backward does: those, every p moments, are enough.
 
     There are gradients of chunk 0 from the round's last p backwards on, and those of the others still accumulate if
-    another round follows; if two do, a rank then holds all that it ever does.
+    another round follows; if two do, a rank then holds all that it ever does. If one does, so few forwards are left
+    that the moments count where either goes on, and the first and the last.
     """
     warm_up = _warm_up(rank, p, v)
     if with_gradients and m >= 3 * p:
@@ -230,9 +231,13 @@ def hold_rounds(p: int, v: int, m: int, rank: int, with_gradients: bool) -> tupl
         runs = [(started(num_forwards, c) - started(n, v - 1 - c), end - c) for c, end in pairwise(cuts)]
         return tuple((count, sum(length for _, length in run)) for count, run in groupby(runs, key=itemgetter(0)))
 
-    first = [(v - 1) * p + 1] if with_gradients else []
-    all_begun = range(p * v if with_gradients else 0, m * v - warm_up, p)[:v]
-    return tuple(sorted({held(n) for n in (*first, *all_begun)}, reverse=True))
+    num_moments = m * v - warm_up
+    moments = [*range(0, min(p * v, num_moments), p)]
+    if with_gradients:
+        first, forward_goes_on = (v - 1) * p + 1, -(warm_up + 1) % p
+        moments = [n for n in range(first, num_moments) if n % p in (0, forward_goes_on)]
+        moments += [first, num_moments - 1]
+    return tuple(sorted({held(n) for n in moments}, reverse=True))
 
 
 def _warm_up(rank: int, p: int, v: int) -> int:
