@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Kind(str, Enum):
+class Kind(Enum):
     """What an action does, for one stage and one microbatch; the letters are torch's."""
 
     FORWARD = "F"

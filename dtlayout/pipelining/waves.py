@@ -232,11 +232,12 @@ def hold_rounds(p: int, v: int, m: int, rank: int, with_gradients: bool) -> tupl
         return tuple((count, sum(length for _, length in run)) for count, run in groupby(runs, key=itemgetter(0)))
 
     num_moments = m * v - warm_up
-    moments = [*range(0, min(p * v, num_moments), p)]
     if with_gradients:
         first, forward_goes_on = (v - 1) * p + 1, -(warm_up + 1) % p
-        moments = [n for n in range(first, num_moments) if n % p in (0, forward_goes_on)]
-        moments += [first, num_moments - 1]
+        goes_on = [n for n in range(first, num_moments) if n % p in (0, forward_goes_on)]
+        moments = [first, *goes_on, num_moments - 1]
+    else:
+        moments = [*range(0, min(p * v, num_moments), p)]
     return tuple(sorted({held(n) for n in moments}, reverse=True))
 
 

@@ -257,7 +257,10 @@ class Candidates:
 
     def with_update_s(self, least_s: float, spread: Spread, pipeline: PipelineLayout) -> float:
         """A lower bound of a step whose microbatches take `least_s` at least, with reduction and update of the first
-        ranks, in any way in which the state alone fits: no more is hidden than a share of what the rank is busy.
+        ranks, in any way in which the state alone fits.
+
+        No more is hidden than a share of what the rank is busy, so a step that takes longer hides no more than it is
+        longer: what is bound for the least time is for any.
         """
         ways, m = self._ways(spread, pipeline._replace(recompute_every=0)), spread.num_microbatches
         hidden_s = self._hidden * least_s / m
@@ -341,7 +344,8 @@ class Candidates:
 
     def _find_short_pipeline(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> Pipeline:
         stages, in_flight = self.peaks.stages(pipeline), self.peaks.in_flight(pipeline, m)
-        counts, moments = [group.counts for group in stages.groups], [(at.place, at.has_gradients) for at in in_flight]
+        counts = [group.counts for group in stages.groups]
+        moments = [(each.group.counts, each.has_gradients) for each in in_flight]
         return Pipeline(stages, in_flight, self._states(degrees, tuple(counts), tuple(moments)))
 
     def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[Busy]:
@@ -361,12 +365,12 @@ class Candidates:
         return [Sent.of(scenario, examples[way], updates[way], m) for way in ways]
 
     def _find_states(
-        self, degrees: Degrees, counts: tuple[Counts, ...], moments: tuple[tuple[int, bool], ...]
+        self, degrees: Degrees, counts: tuple[Counts, ...], moments: tuple[tuple[Counts, bool], ...]
     ) -> State:
-        sizes = tuple([self.peaks.sizes(each, degrees.tp, degrees.ep) for each in counts])
-        least = [self._group_states(degrees, sizes[place], has_gradients) for place, has_gradients in moments]
+        sizes = {each: self.peaks.sizes(each, degrees.tp, degrees.ep) for each in counts}
+        least = [self._group_states(degrees, sizes[each], has_gradients) for each, has_gradients in moments]
         ways = tuple(zip(self.examples(degrees), zip(*least, strict=True), strict=True))
-        return State(sizes, ways, tuple([min(each, default=inf) for each in least]))
+        return State(tuple([sizes[each] for each in counts]), ways, tuple([min(each, default=inf) for each in least]))
 
     def _find_group_states(self, degrees: Degrees, size: RankSizes, has_gradients: bool) -> list[float]:
         ways = [part_of(example, StateLayout) for example in self.examples(degrees).values()]

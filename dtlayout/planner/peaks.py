@@ -54,8 +54,6 @@ class RankGroup(NamedTuple):
 class InFlight(NamedTuple):
     """What a group of ranks has in flight when that is most."""
 
-    place: int
-    """Which of the pipeline's groups."""
     group: RankGroup
     has_gradients: bool
     """Whether gradients of all its stages are there meanwhile."""
@@ -140,7 +138,7 @@ class Peaks:
 
     def held_bytes(self, block: BlockBytes, in_flight: Iterable[InFlight]) -> Iterator[float]:
         """Least bytes that a group of ranks holds beside its state, for each of these."""
-        for _, group, _, moments in in_flight:
+        for group, _, moments in in_flight:
             blocks = max([n * block.whole + covered * block.kept for n, covered in moments])
             again = block.again if group.recomputes else 0.0
             logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
@@ -153,7 +151,7 @@ class Peaks:
     def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[InFlight]:
         """A group that has its gradients when it holds most comes once; where it has them later, twice."""
         found = []
-        for place, group in enumerate(self.stages(pipeline).groups):
+        for group in self.stages(pipeline).groups:
             whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
             step = pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0]
             peaks = {False: self._in_flight_peaks(*step)}
@@ -161,7 +159,7 @@ class Peaks:
                 peaks = {True: later} if later == peaks[False] else peaks | {True: later}
             for has_gradients, each in peaks.items():
                 moments = set(zip(weigh_moments(each, whole), weigh_moments(each, covered), strict=True))
-                found.append(InFlight(place, group, has_gradients, moments))
+                found.append(InFlight(group, has_gradients, moments))
         return found
 
     def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
