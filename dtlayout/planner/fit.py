@@ -158,23 +158,43 @@ def _find_least(
 ) -> list[float]:
     """Values of the named constants with least loss of the residuals, each scaled by the width of its bounds.
 
-    Each of the losses starts where the one before ended.
+    Each of the losses starts where the one before ended. Constants of which the residuals don't speak are left out: the
+    trust region, wider than the step that is told, would fill up with them.
     """
-    if not names:
-        return []
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
-
-    def to_values(shares: np.ndarray) -> list[float]:
-        return np.clip(low + shares * (high - low), low, high).tolist()
-
     shares = (np.array(start) - low) / (high - low)
+
+    def find(shares: np.ndarray) -> np.ndarray:
+        return residuals(np.clip(low + shares * (high - low), low, high).tolist())
+
+    told = _find_told(find, shares)
+    if not told:
+        return list(start)
+
+    def with_told(values: np.ndarray) -> np.ndarray:
+        changed = shares.copy()
+        changed[told] = values
+        return changed
+
     for loss, scale in losses:
         found = least_squares(
-            lambda shares: residuals(to_values(shares)), np.clip(shares, 1e-3, 1 - 1e-3), bounds=(0, 1), loss=loss,
+            lambda values: find(with_told(values)), np.clip(shares[told], 1e-3, 1 - 1e-3), bounds=(0, 1), loss=loss,
             f_scale=scale, diff_step=1e-4, ftol=1e-5, xtol=1e-5, max_nfev=60,
         )  # fmt: skip
-        shares = found.x
-    return to_values(shares)
+        shares = with_told(found.x)
+    return [float(low[i] + shares[i] * (high[i] - low[i])) if i in told else start[i] for i in range(len(names))]
+
+
+def _find_told(find: Callable[[np.ndarray], np.ndarray], shares: np.ndarray) -> list[int]:
+    """Indices of the shares of which the residuals speak: with such a one at 0 or at 1 they are others than here."""
+    here = find(shares)
+
+    def at(index: int, end: float) -> np.ndarray:
+        changed = shares.copy()
+        changed[index] = end
+        return find(changed)
+
+    return [i for i in range(len(shares)) if any(not np.array_equal(at(i, end), here) for end in (0.0, 1.0))]
 
 
 def _memory_residuals(runs: Sequence[Run], weights: Mapping[str, float], engine: Engine) -> np.ndarray:

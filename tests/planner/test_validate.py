@@ -207,6 +207,17 @@ def test_a_fit_recovers_the_constants_that_made_the_runs(true_engine):
     assert {name: getattr(fitted.constants, name) for name in TRUE} == pytest.approx(TRUE, rel=0.02)
 
 
+def test_a_constant_that_no_run_speaks_of_stays_as_it_is(true_engine):
+    """Between the others, where the steps of the fit would have carried it anywhere."""
+    start = replace(
+        without_fit(true_engine), fitted=("matmul_efficiency", "fp8_efficiency", "link_efficiency", "memory_efficiency")
+    )
+    (fitted,) = fit_engines(generate_runs(true_engine), [start])
+    told = {name: getattr(fitted.constants, name) for name in start.fitted if name != "fp8_efficiency"}
+    assert all(value != getattr(start.constants, name) for name, value in told.items())
+    assert fitted == start.with_constants(**told)
+
+
 def test_a_model_is_predicted_by_constants_of_the_other_alone(true_engine):
     runs = generate_runs(true_engine)
     told = []
