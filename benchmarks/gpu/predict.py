@@ -5,7 +5,7 @@ from benchmarks.gpu.rows import Prediction
 from dtlayout.cluster import Cluster, Gpu
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.memory import count_stage_parameters, estimate_ranks
+from dtlayout.costmodel.memory import count_stage_parameters, rank_estimator
 from dtlayout.costmodel.parts import StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.update import find_update, update_times
@@ -32,7 +32,7 @@ def predict(cell: Training, gpu: Gpu, engine: Engine | None = None) -> Predictio
 def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     """A stage without embedding and head, of which there is no layout: its work, its update and the step's rest."""
     stage, layout = cell.stage, cell.layout
-    (memory,) = estimate_ranks(estimator.scenario, layout, cell.kernels, [stage], [0])
+    memory = rank_estimator(estimator.scenario, layout, cell.kernels, [stage])(0)
     stage_class = StageClass.of(stage, Recompute.parse(layout.recompute))
     work = estimator.layout_work(part_of(layout, StageLayout), cell.kernels).on(stage_class)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)

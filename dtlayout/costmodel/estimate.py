@@ -5,6 +5,7 @@ step is that of the pipeline rank that ends last: its own work, the pipeline's b
 and the optimizer as far as nothing hides them.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -13,13 +14,14 @@ from math import inf
 from dtlayout.costmodel.compute import block_time, head_time
 from dtlayout.costmodel.memory import (
     Components,
-    MemoryEstimate,
+    RankMemory,
     count_stage_experts,
     count_stage_parameters,
-    estimate_memory,
+    rank_estimator,
 )
 from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
 from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, StageClass, StageLayout, part_of
+from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.costmodel.stage_work import BlocksWork, LayoutWork, StageWork, send_s
 from dtlayout.costmodel.update import find_update, update_times
@@ -69,7 +71,7 @@ class Estimate:
     kernels: Kernels
     stage_layers: tuple[int, ...]
     """Blocks of each stage, as the engine cuts them."""
-    memory: tuple[MemoryEstimate, ...]
+    memory: RankMemory
     """Peak of each pipeline rank."""
     capacity_bytes: float
     """Bytes that the allocator of a GPU may hold."""
@@ -85,17 +87,17 @@ class Estimate:
     @property
     def busiest_rank(self) -> int:
         """The pipeline rank with the highest peak."""
-        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+        return self.memory.busiest_rank
 
     @property
     def peak_bytes(self) -> float:
         """The highest peak of any rank."""
-        return self.memory[self.busiest_rank].total
+        return self.memory.peak_bytes
 
     @property
     def needed_bytes(self) -> float:
         """Bytes that the fullest rank cannot run without."""
-        return max(rank.needed for rank in self.memory)
+        return self.memory.needed_bytes
 
     @property
     def fits_host(self) -> bool:
@@ -136,12 +138,12 @@ class Estimator:
         """`scenario` stays; what its layouts share is computed once."""
         self.scenario = scenario
         self.capacity_bytes, self.host_capacity_bytes = scenario.capacity_bytes, host_capacity_bytes(scenario)
-        self._cut = cut_once = cache(partial(cut, scenario))
+        self._cut = cache(partial(cut, scenario))
         self._play, self._play_shared = cache(time_pipeline), cache(time_shared_pipeline)
-        self.memory = cache(
-            lambda layout, kernels: estimate_memory(scenario, layout, kernels, cut_once(part_of(layout, CutLayout)))
-        )
+        self.memory = cache(self._find_memory)
         """Peak of each pipeline rank, from a Layout and kernels."""
+        self.groups = cache(self._find_groups)
+        """The stages of a PipelineLayout, and its ranks in groups."""
         self.blocks = {kind: cache(partial(block_time, of_kind)) for kind, of_kind in scenario.kinds.items()}
         """A block of each kind, of one microbatch and without recomputation, from a BlockLayout and kernels."""
         self.head = cache(partial(head_time, scenario))
@@ -154,6 +156,15 @@ class Estimator:
     def _find_layout_work(self, layout: StageLayout, kernels: Kernels) -> LayoutWork:
         blocks = self._blocks_work(layout, self._without_loss(kernels))
         return LayoutWork(blocks, self.head(part_of(layout, BlockLayout), kernels))
+
+    def _find_groups(self, pipeline: PipelineLayout) -> Stages:
+        return group_stages(self.stages(pipeline), pipeline, self.scenario.model.num_first)
+
+    def _find_memory(self, layout: Layout, kernels: Kernels) -> RankMemory:
+        fullest: Sequence[int] = ()
+        if not self.scenario.engine.features.runs_ahead:  # the further, the fewer microbatches are in flight
+            fullest = self.groups(PipelineLayout.of(layout)).list_fullest(layout.schedule)
+        return RankMemory(rank_estimator(self.scenario, layout, kernels, self.stages(layout)), layout.pp, fullest)
 
     def estimate(self, layout: Layout, kernels: Kernels) -> Estimate:
         """Memory and time of a layout, legal for our trainer or not."""
@@ -205,13 +216,14 @@ class Estimator:
         stages = [StageClass.of(stage, recompute, num_first) for stage in self.stages(layout)]
         return [work.on(stage) for stage in stages]
 
-    def time(self, layout: Layout, kernels: Kernels, memory: Sequence[MemoryEstimate]) -> TimeEstimate:
+    def time(self, layout: Layout, kernels: Kernels, memory: RankMemory) -> TimeEstimate:
         """The step of the rank that ends last."""
         work = self.work(layout, kernels)
         m = max(1, layout.num_microbatches(self.scenario.batch))
-        updates = {rank: self.update_s(rank, layout, m, work) for rank in range(layout.pp)}
-        peak_bytes = max(rank.total for rank in memory)
-        return self.step(layout, m, work, updates, delay_s=self.delay_s(layout), peak_bytes=peak_bytes)
+        groups = self.groups(PipelineLayout.of(layout)).groups
+        of_groups = [dict.fromkeys(g.ranks, self.update_s(g.ranks[0], layout, m, work)) for g in groups]
+        updates = dict(sorted(ChainMap(*of_groups).items()))
+        return self.step(layout, m, work, updates, delay_s=self.delay_s(layout), peak_bytes=memory.peak_bytes)
 
     def step(
         self,

@@ -7,7 +7,7 @@ what the last backward leaves.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import NamedTuple
@@ -32,20 +32,23 @@ _TOKEN_BYTES = 16
 """A token and its target, int64."""
 
 
-def fullest_bytes(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
-) -> Iterator[Bytes]:
-    """Bytes that each of these pipeline ranks holds at its fullest moment, by part."""
+def fullest_finder(
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
+) -> Callable[[int], Bytes]:
+    """What finds the bytes that a pipeline rank holds at its fullest moment, by part."""
     schedule, m = find_schedule(layout.schedule), max(1, layout.num_microbatches(scenario.batch))
     if not schedule.is_breadth_first:  # of a long step a part is enough, see `PipelineSchedule`
         m = schedule.shorten(layout.pp, layout.virtual_stages, m)
     to_stage = _stage_maker(scenario, layout, kernels)
-    for rank in ranks:
+
+    def find(rank: int) -> Bytes:
         own = [to_stage(chunk) for chunk in layout.placement.take(stages, rank)]
         rows, order = find_rows(schedule, layout.placement, m, rank, layout.offloads_activations)
         message = changes((_B, own[0].size.stream))
         phases = [_play(own, step).times(count) if step else message for step, count in rows]
-        yield fullest_of(sequence(stage.state for stage in own).left, phases, order)
+        return fullest_of(sequence(stage.state for stage in own).left, phases, order)
+
+    return find
 
 
 def fragment_bytes(

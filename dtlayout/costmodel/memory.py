@@ -9,12 +9,12 @@ beside it is not added, because activations are gone by then. Sources: ZeRO arXi
 arXiv:2205.05198, sec. 4.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from dtlayout.costmodel.engine_constants import RunAheadConstants
-from dtlayout.costmodel.fsdp2_memory import fragment_bytes, fullest_bytes, overhead_bytes, table_bytes
+from dtlayout.costmodel.fsdp2_memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
 from dtlayout.costmodel.phase import Part
 from dtlayout.costmodel.scenario import (
     Scenario,
@@ -89,62 +89,107 @@ class MemoryEstimate(Components):
         return self.total - sum(getattr(self, name) for name in NOT_NEEDED)
 
 
-def estimate_memory(
+class RankMemory(Sized, Iterable[MemoryEstimate]):
+    """Peak of each pipeline rank, computed when it is asked for."""
+
+    def __init__(self, find: Callable[[int], MemoryEstimate], num_ranks: int, fullest: Sequence[int] = ()):
+        """`find` says a rank's peak; one of the ranks in `fullest` holds most, any where none is named."""
+        self._find, self._num_ranks, self._fullest = cache(find), num_ranks, fullest or range(num_ranks)
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    def __getitem__(self, rank: int) -> MemoryEstimate:
+        return self._find(range(self._num_ranks)[rank])
+
+    def __iter__(self) -> Iterator[MemoryEstimate]:
+        return map(self._find, range(self._num_ranks))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankMemory) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @property
+    def may_be_fullest(self) -> Iterator[MemoryEstimate]:
+        """Peaks of which none of all ranks is higher, nor needs more, than the highest."""
+        return map(self._find, self._fullest)
+
+    @property
+    def busiest_rank(self) -> int:
+        """The pipeline rank with the highest peak."""
+        return max(self._fullest, key=lambda rank: self._find(rank).total)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The highest peak of any rank."""
+        return max(rank.total for rank in self.may_be_fullest)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Bytes that the fullest rank cannot run without."""
+        return max(rank.needed for rank in self.may_be_fullest)
+
+
+def rank_estimator(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
-) -> tuple[MemoryEstimate, ...]:
-    """Peak of each pipeline rank; `stages` as `scenario.cut` gives them."""
-    return tuple(estimate_ranks(scenario, layout, kernels, stages, range(layout.pp)))
+) -> Callable[[int], MemoryEstimate]:
+    """What estimates the peak of a pipeline rank; `stages` as `scenario.cut` gives them."""
+    is_fsdp2 = scenario.engine.features.sharding == "fsdp2"
+    find = (_fsdp2_ranks if is_fsdp2 else _distributed_optimizer_ranks)(scenario, layout, kernels, stages)
 
-
-def estimate_ranks(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
-) -> Iterator[MemoryEstimate]:
-    """Peak of some pipeline ranks, each computed when it is asked for."""
-    by_rank = _fsdp2_ranks if scenario.engine.features.sharding == "fsdp2" else _distributed_optimizer_ranks
-    for wanted in by_rank(scenario, layout, kernels, stages, ranks):
+    def estimate(rank: int) -> MemoryEstimate:
+        wanted = find(rank)
         beside = {name: size for name in NOT_NEEDED if (size := getattr(wanted, name))}
         if not beside:
-            yield wanted
-            continue
+            return wanted
         room = max(0.0, scenario.capacity_bytes - wanted.needed)
         share = min(1.0, room / sum(beside.values()))
-        yield replace(wanted, **{name: share * size for name, size in beside.items()})
+        return replace(wanted, **{name: share * size for name, size in beside.items()})
+
+    return estimate
 
 
 def _fsdp2_ranks(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
-) -> Iterator[MemoryEstimate]:
-    overhead, ranks = overhead_bytes(scenario, layout), list(ranks)
-    fullest_of_ranks = fullest_bytes(scenario, layout, kernels, stages, ranks)
-    for rank, fullest in zip(ranks, fullest_of_ranks, strict=True):
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
+) -> Callable[[int], MemoryEstimate]:
+    overhead, find_fullest = overhead_bytes(scenario, layout), fullest_finder(scenario, layout, kernels, stages)
+
+    def find(rank: int) -> MemoryEstimate:
         # Bytes that came and went may leave a rounding error below 0.
-        held = [max(0.0, size) for size in fullest]
+        held = [max(0.0, size) for size in find_fullest(rank)]
         parts = {part.name.lower(): size for part, size in zip(Part, held, strict=True)}
         parts["parameters"] += table_bytes(scenario, layout)
         fragments = 0.0
         if scenario.engine.features.reports_reserved:
             has_head = any(chunk.head for chunk in layout.placement.take(stages, rank))
             fragments = fragment_bytes(scenario, layout, kernels, held, has_head=has_head)
-        yield MemoryEstimate(**parts, run_ahead=0.0, overhead=overhead, fragments=fragments)
+        return MemoryEstimate(**parts, run_ahead=0.0, overhead=overhead, fragments=fragments)
+
+    return find
 
 
 def _distributed_optimizer_ranks(
-    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice], ranks: Iterable[int]
-) -> Iterator[MemoryEstimate]:
+    scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
+) -> Callable[[int], MemoryEstimate]:
     m = max(1, layout.num_microbatches(scenario.batch))
-    for rank in ranks:
+
+    def find(rank: int) -> MemoryEstimate:
         chunks = layout.placement.take(stages, rank)
         peaks = in_flight_peaks(layout.schedule, layout.pp, layout.virtual_stages, m, rank)
         n = sum(count_stage_parameters(scenario.model, chunk, layout.tp, layout.ep) for chunk in chunks)
         of_experts = sum(count_stage_experts(scenario.model, chunk, layout.ep) for chunk in chunks)
         unit = largest_unit(scenario.model, chunks, layout.tp, layout.ep)
-        yield MemoryEstimate(
+        return MemoryEstimate(
             **state_bytes(scenario, layout, n, unit, of_experts),
             activations=activation_bytes(scenario, layout, kernels, chunks, peaks),
             logits=logit_bytes(scenario, layout) if any(chunk.head for chunk in chunks) else 0.0,
             run_ahead=run_ahead_bytes(scenario, layout, kernels, chunks, peaks),
             overhead=scenario.engine.constants.overhead_bytes,
         )
+
+    return find
 
 
 def count_stage_parameters(model: ModelShape, stage: StageSlice, tp: int, ep: int = 1) -> float:

@@ -21,13 +21,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from dtlayout.costmodel.compute import recompute_time
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
+from dtlayout.costmodel.rank_groups import Counts, Stages
 from dtlayout.costmodel.scenario import find_kernel_refusals, find_lacks
 from dtlayout.costmodel.stage_work import LayoutWork
 from dtlayout.costmodel.update import Sent, Update, find_update, hidden_share
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.planner.peaks import BlockBytes, Counts, InFlight, Peaks, RankSizes, Stages
+from dtlayout.planner.peaks import BlockBytes, InFlight, Peaks, RankSizes
 from dtlayout.planner.space import Degrees, Order, Sharding, Space
 from dtlayout.recompute import Recompute
 
@@ -343,14 +344,14 @@ class Candidates:
         return self._short_pipelines(pipeline, spread.degrees, pipeline.shorten(spread.num_microbatches))
 
     def _find_short_pipeline(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> Pipeline:
-        stages, in_flight = self.peaks.stages(pipeline), self.peaks.in_flight(pipeline, m)
+        stages, in_flight = self.estimator.groups(pipeline), self.peaks.in_flight(pipeline, m)
         counts = [group.counts for group in stages.groups]
         moments = [(each.group.counts, each.has_gradients) for each in in_flight]
         return Pipeline(stages, in_flight, self._states(degrees, tuple(counts), tuple(moments)))
 
     def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[Busy]:
         waits, found = not find_schedule(pipeline.schedule).splits_backward, []
-        for group in self.peaks.stages(pipeline).groups:
+        for group in self.estimator.groups(pipeline).groups:
             done = [(each, waits * count) for each, count in group.before] + [(each, m) for each in group.classes]
             blocks = sum([each.num_layers * times for each, times in done])
             found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))

@@ -227,7 +227,7 @@ def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
     """Whether the engine runs it and it fits on each rank and its host; time, which takes longer, is not looked at."""
     return (
         not find_refusals(estimator.scenario, layout, kernels)
-        and max(rank.total for rank in estimator.memory(layout, kernels)) <= estimator.capacity_bytes
+        and estimator.memory(layout, kernels).peak_bytes <= estimator.capacity_bytes
         and estimator.fits_host(layout, kernels)
     )
 

@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 from dtlayout.costmodel.engine import ANY_GPU, Engine
 from dtlayout.costmodel.engine_constants import BOUNDS
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.memory import RankMemory
 from dtlayout.errors import DtlayoutError
 from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import LOWEST_MFU
@@ -205,13 +205,13 @@ def _memory_residuals(runs: Sequence[Run], weights: Mapping[str, float], engine:
         if run.peak_bytes:
             residuals.append(np.log(ranks[0].total / run.peak_bytes))
         elif run.outcome in weights:
-            distance = np.log(max(rank.needed for rank in ranks) / estimator.capacity_bytes) / _MARGIN
+            distance = np.log(ranks.needed_bytes / estimator.capacity_bytes) / _MARGIN
             side = distance if run.outcome == "ok" else -distance
             residuals.append(np.sqrt(weights[run.outcome] * np.logaddexp(0, side)))
     return np.array(residuals)
 
 
-def _time_residuals(runs: Sequence[Run], memory: Sequence[tuple[MemoryEstimate, ...]], engine: Engine) -> np.ndarray:
+def _time_residuals(runs: Sequence[Run], memory: Sequence[RankMemory], engine: Engine) -> np.ndarray:
     residuals = []
     for (run, estimator), ranks in zip(_with_estimators(runs, engine), memory, strict=True):
         step_time_s = estimator.time(run.layout, run.kernels, ranks).total

@@ -8,7 +8,6 @@ forward, and of the fullest after which gradients of all stages wait for more. P
 one group: of a group the first rank, which warms up longest, holds most.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from math import inf
@@ -18,37 +17,18 @@ from dtlayout.costmodel import memory
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2_sizes import Sizes
 from dtlayout.costmodel.offload import state_on_host_bytes
-from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageClass, part_of
+from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, part_of
+from dtlayout.costmodel.rank_groups import Counts, RankGroup
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards, tokens_of
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.actions import PASS_BACK, RELEASE
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
 from dtlayout.precision import BYTES
 from dtlayout.recompute import Recompute
 
-Counts = tuple[tuple[StageClass, int], ...]
-"""Classes of stages, and how many of each."""
 Moments = set[tuple[float, float]]
 """At some moments of a step: blocks in flight that keep all, and blocks that are computed again."""
-
-
-class RankGroup(NamedTuple):
-    """Pipeline ranks whose stages are of the same classes."""
-
-    ranks: tuple[int, ...]
-    """The ranks, first to last."""
-    classes: tuple[StageClass, ...]
-    """The class of each of their stages."""
-    counts: Counts
-    """What of them its parameters depend on, nothing recomputed: the different ones, and how many of each."""
-    before: Counts
-    """Classes of the first chunks of all ranks before the last of these, and how many of each."""
-    recomputes: bool
-    """Whether any of its blocks are computed again."""
-    has_head: bool
-    """Whether it holds the head."""
 
 
 class InFlight(NamedTuple):
@@ -58,17 +38,6 @@ class InFlight(NamedTuple):
     has_gradients: bool
     """Whether gradients of all its stages are there meanwhile."""
     moments: Moments
-
-
-class Stages(NamedTuple):
-    """The stages of a pipeline, and which of its ranks are alike."""
-
-    classes: tuple[StageClass, ...]
-    """Stage by stage."""
-    kinds: tuple[StageClass, ...]
-    """The different classes."""
-    groups: tuple[RankGroup, ...]
-    """All ranks in groups."""
 
 
 class RankSizes(NamedTuple):
@@ -97,23 +66,6 @@ class BlockBytes(NamedTuple):
     """Held in a block while it runs, where what it keeps goes to the host."""
 
 
-def group_stages(estimator: Estimator, pipeline: PipelineLayout) -> Stages:
-    """Put the ranks of a pipeline into groups."""
-    recompute, num_first = Recompute(pipeline.recompute_every), estimator.scenario.model.num_first
-    classes = tuple([StageClass.of(stage, recompute, num_first) for stage in estimator.stages(pipeline)])
-    placement, ranks = pipeline.placement, dict[tuple[StageClass, ...], list[int]]()
-    for rank in range(pipeline.pp):
-        ranks.setdefault(placement.take(classes, rank), []).append(rank)
-    groups = []
-    for group, members in ranks.items():
-        above = classes[: members[-1]]
-        before = tuple(Counter(above).items())
-        recomputes, has_head = any(c.num_recomputed for c in group), any(c.head for c in group)
-        counts = tuple(Counter(c._replace(num_recomputed=0) for c in group).items())
-        groups.append(RankGroup(tuple(members), group, counts, before, recomputes, has_head))
-    return Stages(classes, tuple(dict.fromkeys(classes)), tuple(groups))
-
-
 class Peaks:
     """Peak bytes of many layouts of one scenario."""
 
@@ -123,8 +75,6 @@ class Peaks:
         self.scenario = estimator.scenario
         self._is_fsdp2 = self.scenario.engine.features.sharding == "fsdp2"
         kinds = self.scenario.kinds.values()
-        self.stages = cache(partial(group_stages, estimator))
-        """The stages of a PipelineLayout in groups."""
         self.block_bytes = cache(partial(_count_block_bytes, [(each, cache(partial(Sizes, each))) for each in kinds]))
         """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
         self.sizes = cache(partial(_count_sizes, self.scenario))
@@ -151,7 +101,7 @@ class Peaks:
     def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[InFlight]:
         """A group that has its gradients when it holds most comes once; where it has them later, twice."""
         found = []
-        for group in self.stages(pipeline).groups:
+        for group in self.estimator.groups(pipeline).groups:
             whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
             step = pipeline.schedule, pipeline.pp, pipeline.virtual_stages, m, group.ranks[0]
             peaks = {False: self._in_flight_peaks(*step)}
@@ -169,17 +119,8 @@ class Peaks:
         """
         if layout.offload != "none" and not self.estimator.fits_host(layout, kernels):
             return inf, inf
-        ranks: Iterable[memory.MemoryEstimate]
-        if not self._is_fsdp2:
-            ranks = self.estimator.memory(layout, kernels)
-        else:
-            # Of a schedule that nobody looked at it is not known that the first rank of a group holds most.
-            num_looked_at = 1 if find_schedule(layout.schedule).fast else None
-            groups = self.stages(PipelineLayout.of(layout)).groups
-            members = [rank for group in groups for rank in group.ranks[:num_looked_at]]
-            ranks = memory.estimate_ranks(self.scenario, layout, kernels, self.estimator.stages(layout), members)
         needed = peak = 0.0
-        for rank in ranks:
+        for rank in self.estimator.memory(layout, kernels).may_be_fullest:
             needed, peak = max(needed, rank.needed), max(peak, rank.total)
             if needed > allowed_bytes:
                 break

@@ -96,7 +96,7 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
         mfu=None if scenario.is_on_host else estimate.mfu,
         peak_memory_bytes=tuple(round(memory.total) for memory in estimate.memory),
         time=estimate.time if is_timed else None,
-        memory=estimate.memory,
+        memory=tuple(estimate.memory),
         calibrated=scenario.engine.is_calibrated,
         step_time_interval=intervals.step_time if is_timed else None,
         peak_memory_interval=intervals.peak_memory,

@@ -4,12 +4,12 @@ from functools import cache, cached_property
 from operator import add
 
 from dtlayout.costmodel.parts import StageClass
+from dtlayout.costmodel.rank_groups import RankGroup
 from dtlayout.costmodel.stage_work import StageWork
 from dtlayout.costmodel.update import Update, update_times
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.planner.candidates import Candidate, Candidates
-from dtlayout.planner.peaks import RankGroup
 from dtlayout.planner.space import Sharding
 
 

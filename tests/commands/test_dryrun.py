@@ -13,7 +13,7 @@ from dtlayout.cli import main
 from dtlayout.cluster import find_gpu
 from dtlayout.commands.dryrun_tables import list_tables
 from dtlayout.config import load_config
-from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.memory import MemoryEstimate, RankMemory
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.ledger import Footprint, Highest
@@ -107,13 +107,14 @@ def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
     layout = config.layout.resolve(8)
     estimate = predict(config, layout, gpu)
     none = MemoryEstimate(**dict.fromkeys((f.name for f in fields(MemoryEstimate)), 0.0))
+    of_rank = replace(none, optimizer=predicted * 2**20)
     report = RankReport(
         rank=0, coordinate=coordinate(0, layout), peak_bytes=2**30, parts=Footprint(optimizer=int(dry * 2**20)),
         module="", action="", curve=[], done=[], num_microbatches=1, num_microbatches_run=1,
     )  # fmt: skip
     found = Findings(
         scenario=own_scenario(config, layout.world_size, gpu), layout=layout, reports=[report],
-        estimate=replace(estimate, memory=(replace(none, optimizer=predicted * 2**20),)), measured={},
+        estimate=replace(estimate, memory=RankMemory(lambda _: of_rank, num_ranks=1)), measured={},
     )  # fmt: skip
     *_, table = list_tables(report, found, compares=True)
     row = next(row for row in table if row[0] == "optimizer")

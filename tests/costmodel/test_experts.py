@@ -244,7 +244,7 @@ def test_stages_of_one_kind_of_block_take_and_hold_what_models_of_that_kind_do(f
     )
     works = [each.work(layout, kernels) for each in (mixed, all_experts, none)]
     assert works[0] == [works[2][0], works[1][1]]
-    peaks = [each.memory(layout, kernels) for each in (mixed, all_experts, none)]
+    peaks = [tuple(each.memory(layout, kernels)) for each in (mixed, all_experts, none)]
     assert peaks[0] == (peaks[2][0], peaks[1][1])
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
+from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2_memory import estimate_curve
-from dtlayout.costmodel.memory import MemoryEstimate, estimate_memory
+from dtlayout.costmodel.memory import RankMemory
 from dtlayout.costmodel.phase import IDLE, NOTHING, Part, Phase, add, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.kernels import Kernels, count_loss_chunks
@@ -37,14 +38,14 @@ def estimate(
     gpu: str = "a100-80g-sxm",
     precision: Precision | None = None,
     document_mask: bool = False,
-) -> tuple[MemoryEstimate, ...]:
+) -> RankMemory:
     scenario = replace(
         scenario_of(layout, microbatches, gpu),
         model=model,
         precision=precision or Precision(),
         document_mask=document_mask,
     )
-    return estimate_memory(scenario, layout, kernels or Kernels(), cut(scenario, layout))
+    return Estimator(scenario).memory(layout, kernels or Kernels())
 
 
 def scenario_of(layout: Layout, microbatches: int, gpu: str = "a100-80g-sxm") -> Scenario:
@@ -235,7 +236,7 @@ def assert_alike(a: Phase, b: Phase) -> None:
 def test_the_curve_of_a_step_has_the_peak_of_its_rank(layout):
     scenario = scenario_of(layout, microbatches=8)
     stages = cut(scenario, layout)
-    for rank, found in enumerate(estimate_memory(scenario, layout, Kernels(), stages)):
+    for rank, found in enumerate(Estimator(scenario).memory(layout, Kernels())):
         order = find_schedule(layout.schedule).order(layout.placement, rank, 8)
         curve = list(estimate_curve(scenario, layout, Kernels(), stages, rank, 8))
         assert [action for action, _, _ in curve] == [None, *order]

@@ -127,7 +127,8 @@ def test_rows_that_are_made_longer_hold_what_playing_them_whole_does(schedule, m
     scenario = replace(SCENARIO, batch=Batch(global_batch=2 * microbatches, seq_len=2048))
     with registered(replace(schedule, name="whole", is_breadth_first=False, fast=None)):
         rows, whole = (
-            Estimator(scenario).memory(replace(layout, schedule=name), Kernels()) for name in (schedule.name, "whole")
+            tuple(Estimator(scenario).memory(replace(layout, schedule=name), Kernels()))
+            for name in (schedule.name, "whole")
         )
     for one, other in zip(rows, whole, strict=True):
         assert one.as_dict() == pytest.approx(other.as_dict())

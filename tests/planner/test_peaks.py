@@ -16,7 +16,7 @@ from dtlayout.costmodel.parts import PipelineLayout, StageLayout, StateLayout, p
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.model_shape import Experts, ModelShape
 from dtlayout.optimizers import SGD, AdamW
-from dtlayout.planner.peaks import Peaks, group_stages
+from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.space import Space
 
 FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention": ["sdpa-math"]}
@@ -74,7 +74,7 @@ def test_ranks_with_the_same_stages_are_one_group():
         )
     )
     layout = next(pair[0] for pair in all_layouts(Space(estimator.scenario)) if pair[0].pp == 8)
-    stages = group_stages(estimator, PipelineLayout.of(replace(layout, recompute="full")))
+    stages = estimator.groups(PipelineLayout.of(replace(layout, recompute="full")))
     assert sorted(rank for group in stages.groups for rank in group.ranks) == list(range(8))
     assert all(group.recomputes for group in stages.groups)
     assert [group.has_head for group in stages.groups].count(True) == 1

@@ -89,7 +89,7 @@ def test_every_legal_layout_has_a_prediction_of_finite_positive_numbers(run, gpu
     assert describe(found, scenario).startswith("predicted: peak " if gpu.name == "cpu" else "predicted: step ")
     recorded = to_predicted(found, scenario)
     assert recorded.peak_memory_bytes == tuple(round(rank.total) for rank in found.memory)
-    assert (recorded.memory, recorded.time) == (found.memory, None if gpu.name == "cpu" else found.time)
+    assert (recorded.memory, recorded.time) == (tuple(found.memory), None if gpu.name == "cpu" else found.time)
     assert_json_holds(scenario, found, recorded)
 
 

@@ -199,7 +199,7 @@ def say(name: str) -> Iterator[Any]:
         peaks = Peaks(estimator)
         for layout, kernels in CASES[1::3]:
             yield estimator.lower_bound_s(layout, kernels), estimator.memory(layout, kernels)
-            for group in peaks.stages(PipelineLayout.of(layout)).groups:
+            for group in estimator.groups(PipelineLayout.of(layout)).groups:
                 yield peaks.state_bytes(
                     part_of(layout, StateLayout), peaks.sizes(group.counts, layout.tp, layout.ep), 2
                 )
@@ -207,7 +207,7 @@ def say(name: str) -> Iterator[Any]:
     candidates = find_candidates(SCENARIOS[name])
     for layout, kernels in CASES[1::3]:
         yield candidates.estimator.lower_bound_s(layout, kernels)
-        for group in candidates.peaks.stages(PipelineLayout.of(layout)).groups:
+        for group in candidates.estimator.groups(PipelineLayout.of(layout)).groups:
             size = candidates.peaks.sizes(group.counts, layout.tp, layout.ep)
             yield candidates.peaks.state_bytes(part_of(layout, StateLayout), size, 2)
     for case in cases_on(SCENARIOS[name])[1::3]:

@@ -5,8 +5,9 @@ from parity import MAX_NORM, SEED, Case, local_rows, local_starts
 
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
-from dtlayout.costmodel.memory import MemoryEstimate, estimate_memory
-from dtlayout.costmodel.scenario import Scenario, cut
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.memory import RankMemory
+from dtlayout.costmodel.scenario import Scenario
 from dtlayout.training.build import assemble
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.optimizer import build_optimizer
@@ -44,7 +45,6 @@ def make_scenario(case: Case) -> Scenario:
     )
 
 
-def predict(case: Case) -> tuple[MemoryEstimate, ...]:
+def predict(case: Case) -> RankMemory:
     """The same by the cost model."""
-    scenario = make_scenario(case)
-    return estimate_memory(scenario, case.layout, case.kernels, cut(scenario, case.layout))
+    return Estimator(make_scenario(case)).memory(case.layout, case.kernels)

@@ -6,7 +6,7 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimate, TimeEstimate
-from dtlayout.costmodel.memory import MemoryEstimate
+from dtlayout.costmodel.memory import MemoryEstimate, RankMemory
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -31,10 +31,11 @@ def predict(outcome="ok", measured=None, predicted=0.4, *, fits=True, peaks=(Non
         measured=Performance(mfu=measured, peak_memory_bytes=(measured_peak,)),
     )  # fmt: skip
     nothing = dict.fromkeys([f.name for f in fields(MemoryEstimate)], 0.0)
+    of_ranks = [MemoryEstimate(**nothing | {"parameters": peak}) for peak in predicted_peaks]
     estimate = Estimate(
         layout=Layout(), kernels=Kernels(), stage_layers=(2,),
         capacity_bytes=max(predicted_peaks) * (1 if fits else 0.9),
-        memory=tuple(MemoryEstimate(**nothing | {"parameters": peak}) for peak in predicted_peaks),
+        memory=RankMemory(of_ranks.__getitem__, len(of_ranks)),
         time=TimeEstimate(**dict.fromkeys([f.name for f in fields(TimeEstimate)], 1.0)), mfu=predicted,
     )  # fmt: skip
     return Prediction(run, estimate)
