@@ -19,6 +19,8 @@ from dtlayout.planner.step_times import StepTimes
 PlaceOf = Callable[[Work, Spread], Hashable]
 """What layouts that are alike have in common."""
 
+_AT_ONCE = 0.02
+"""Relative distance of bounds up to which spreads are asked together: fewer questions, of more than are needed."""
 _OF_FAMILY = ("tp", "cp", "cp_method", "ep", "micro_batch", "sequence_parallel")
 _OF_WORK = (*_OF_FAMILY, "recompute", "tp_overlap")
 """Fields of a layout in which those of a family, and of a work, are the same."""
@@ -151,7 +153,7 @@ class Asking:
 
     def _take_spreads(self, opened: Open) -> list[BoundSpread]:
         """Those that are asked now; those with a longer bound are when it is their turn."""
-        (subject, spreads), asked_s = opened.subject, (1 + TIE) * opened.least_s
+        (subject, spreads), asked_s = opened.subject, (1 + _AT_ONCE) * opened.least_s
         self._push_spreads(opened.question, subject, [each for each in spreads if each[0] > asked_s])
         return [each for each in spreads if each[0] <= asked_s]
 

@@ -358,12 +358,15 @@ class Candidates:
         return found
 
     def _find_ways(self, spread: Spread, layout: PipelineLayout) -> list[Sent]:
-        """What the first ranks send, in each way to share the state in which that alone fits."""
+        """What the first ranks send, in those ways to share the state in which that alone fits that cost no more in all
+        than another one.
+        """
         degrees, m, scenario = spread.degrees, spread.num_microbatches, self.space.scenario
         stages, _, state = self._pipelines(spread, layout)
         examples, updates = self.examples(degrees), self.updates(degrees, state.sizes[0], stages.groups[0].has_head)
         ways = [way for way, least in state.ways if max(least) <= self.allowed_bytes]
-        return [Sent.of(scenario, examples[way], updates[way], m) for way in ways]
+        sent = dict.fromkeys(Sent.of(scenario, examples[way], updates[way], m) for way in ways)
+        return [each for each in sent if not any(other is not each and all(map(le, other, each)) for other in sent)]
 
     def _find_states(
         self, degrees: Degrees, counts: tuple[Counts, ...], moments: tuple[tuple[Counts, bool], ...]
