@@ -7,21 +7,16 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from dtlayout.checkpoint.hf import load_weights
 from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import find_changes
-from dtlayout.cluster import gpu_named
 from dtlayout.config import Config, DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, open_samples, own_indices
-from dtlayout.data.suspects import Suspects
 from dtlayout.device import Device, find_host_bytes
 from dtlayout.errors import (
     EXIT_DONE,
@@ -32,62 +27,36 @@ from dtlayout.errors import (
     InvalidConfig,
     KernelError,
 )
-from dtlayout.files import expand, write_whole
+from dtlayout.files import expand
 from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
-from dtlayout.models.counting import count_parameters
-from dtlayout.models.weights import find_other_positions
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.pipelining.actions import Action
-from dtlayout.pipelining.partition import count_blocks
-from dtlayout.pipelining.timeline import Timeline
-from dtlayout.planner.prediction import (
-    describe,
-    own_scenario,
-    predict,
-    refuse_beyond_host,
-    refuse_hopeless,
-    to_predicted,
-)
-from dtlayout.planner.runs import Performance, Run
+from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless
 from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
-from dtlayout.text import join_alike, plural
+from dtlayout.text import plural
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
 from dtlayout.training.checkpoints import SPIKES, Checkpoints
 from dtlayout.training.devices import open_device, repeat_bits
-from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
-from dtlayout.training.metrics import (
-    MemoryCurves,
-    MetricsFile,
-    RecordedTimelines,
-    Speed,
-    StepMetrics,
-    Summary,
-    Validation,
-    note_crash,
-    time_steps,
-)
+from dtlayout.training.metrics import note_crash
 from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate, set_updates
+from dtlayout.training.records import Records
 from dtlayout.training.rendezvous import join_ranks, meet, open_store
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.timeline import TimelineRecorder
-from dtlayout.training.trackers import Start, Trackers
 from dtlayout.training.watch import SPARE_S, Watch
 
 STEPS_DRAWN = 4
 """How many steps of a run memory.json shows."""
-STEPS_RECORDED = 8
-"""How many of the last ones that were recorded timeline.json shows."""
 MAX_SKIPPED = 10
 """Steps in a row that are left out as not finite: after so many it is not the data, and the run ends."""
-OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
 
 
 def train(config: Config, layout: Layout, stop: StopRequest) -> int:
@@ -140,8 +109,8 @@ class _Run:
         self.layout = layout
         self.chosen = chosen
         self.device = device
-        self.folder = Path(config.train.run_folder)
-        self.is_writer = dist.get_rank() == 0
+        self.records = Records(config, layout, chosen, device)
+        self.is_writer = self.records.is_writer
         self.watch = watch
         self.stop = stop
         indices = own_indices(config.batch.global_batch, dp_rank(dist.get_rank(), layout), layout.dp)
@@ -152,8 +121,7 @@ class _Run:
         self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.fingerprint}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
-        console = Console(quiet=not self.is_writer)
-        self.display = Display(console, config.train.steps, config.metrics.log_every)
+        self.display = self.records.display
         self.checkpoints = Checkpoints(config, self.display.say, watch)
         self.host = self.checkpoints.host
         watch.at("building the model", is_long=True)
@@ -169,7 +137,6 @@ class _Run:
         mesh, max_norm, aliases = self.assembly.mesh, config.optimizer.max_norm, model.aliases
         self.assembly.runtime.before_action = self._before_action
         self.timeline: TimelineRecorder | None = None
-        self.timelines: dict[int, Timeline] = {}
         if config.metrics.timeline:
             self.timeline = TimelineRecorder(device.type, layout, config.train.timeout_s + SPARE_S)
             self.assembly.runtime.after_input = self.timeline.after_input
@@ -182,32 +149,17 @@ class _Run:
         # On a CPU a step whose storages are tracked runs uncompiled, with other bits and another peak.
         self.has_peaks = device.type == "cuda" or kernels.compile == "none"
         self.recorder = KernelRecorder()
-        self.speed = Speed(model, config.batch, layout.world_size, device.peak_flops_per_s)
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
-        self.trackers = Trackers(self.display.say)
-        self.step_times_s: list[float] = []
         self.skipped: list[int] = []
         self.spikes = SpikeDetector(config.spikes)
         self.num_drawn = 0  # steps of which memory.json shows the curve
         self.is_drawn = False  # whether this one is one of them
-        estimate = predict(replace(config, kernels=OpenKernels.of(kernels)), layout, device.gpu)
-        scenario = own_scenario(config, layout.world_size, device.gpu or gpu_named(device.name))
-        self.prediction_line = describe(estimate, scenario)
-        self.record = Run(
-            table=self.folder.resolve().parent.name, row=self.folder.name, scenario=scenario, layout=layout,
-            kernels=kernels, outcome="running", predicted=to_predicted(estimate, scenario),
-        )  # fmt: skip
 
     def execute(self) -> int:
         first_step = self._resume()
-        self._say_what_starts(first_step)
-        if self.is_writer:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            resolved = self._resolve()
-            write_whole(self.folder / "config.toml", resolved.to_toml())
-            noted = self.metrics.keep_until(first_step)
-            start = Start(folder=self.folder, config=asdict(resolved), done=first_step, noted=noted)
-            self.trackers.open(self.config.metrics.to, start)
+        is_loaded = bool(self.config.train.init_from) and self.checkpoints.newest is None
+        microbatches = self.assembly.schedule.num_microbatches
+        self.records.say_what_starts(first_step, self.assembly.slices, microbatches, is_loaded=is_loaded)
+        self.records.open(self._resolve(), first_step)
         if self.config.metrics.memory and first_step == 0:
             self.num_drawn = STEPS_DRAWN
         exit_code = None
@@ -218,8 +170,11 @@ class _Run:
                 if exit_code == EXIT_NON_FINITE and self.is_writer:
                     self.checkpoints.go_back(done, {*self.skipped, *self.spikes.found})
         finally:
-            self.trackers.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
-        self._report(exit_code, done)
+            self.records.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
+        self.records.report(
+            exit_code, done, self.memory.peaks_by_pp_rank, skipped=self.skipped, spikes=self.spikes.found,
+            executed=self.recorder.executed, first_timed=max(2, self.num_drawn),
+        )  # fmt: skip
         # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
         self.watch.at("waiting for the others to end", is_long=True, waits=True)
         dist.barrier(group=self.host)
@@ -308,7 +263,7 @@ class _Run:
             ended = time.perf_counter()
             step_time_s, started = ended - started, ended
             if self.is_drawn and (is_over or index + 1 == self.num_drawn):
-                self._write_curves(index + 1)
+                self.records.write_curves(index + 1, self.memory.gather_curves(self.layout, self.host))
             if is_broken:
                 return EXIT_NON_FINITE, index
             validated = self._validate() if is_validated else None
@@ -316,12 +271,14 @@ class _Run:
                 is_stopped = is_over = True
                 is_saved = self.config.checkpoint.save
             if result.is_finite:
-                self._note(
-                    index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, is_measured=is_measured,
-                    validation_loss=validated, is_spike=is_spike,
+                self.records.note(
+                    index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, validation_loss=validated,
+                    peak_bytes=max(self.memory.gather_peaks(self.layout)) if is_measured else None, is_spike=is_spike,
                 )  # fmt: skip
             if recorder is not None:
-                self._write_timeline(index + 1, recorder)
+                self.watch.at("gathering its timeline", waits=True)
+                if (timeline := recorder.gather()) is not None:
+                    self.records.write_timeline(index + 1, timeline)
             self.checkpoints.finish(waits=False)
             if is_kept:
                 self._save(index, SPIKES, is_last=False)
@@ -350,9 +307,10 @@ class _Run:
         self.skipped.append(step)
         in_a_row = self.skipped[-MAX_SKIPPED:] == list(range(step - MAX_SKIPPED + 1, step + 1))
         goes_on = self.config.train.on_nonfinite == "skip" and not in_a_row
+        noted = self.records.note_samples(self.batches.samples, step, result, "nonfinite")
         self.display.say(
             f"step {step}: loss {result.loss}, grad_norm {result.grad_norm}: nothing is updated; "
-            f"{self._note_samples(step, result, 'nonfinite')}; {'skipped' if goes_on else 'stopped'}"
+            f"{noted}; {'skipped' if goes_on else 'stopped'}"
         )
         if in_a_row and self.config.train.on_nonfinite == "skip":
             self.display.say(f"{MAX_SKIPPED} steps in a row were not finite: resume from an older checkpoint")
@@ -363,21 +321,12 @@ class _Run:
     def _say_spike(self, step: int, result: StepResult) -> None:
         """Say that a step is a spike, and note its samples."""
         limits, is_updated = self.spikes.limits, self.config.spikes.action == "warn"
+        noted = self.records.note_samples(self.batches.samples, step, result, "spike")
         self.display.say(
             f"step {step}: a spike: loss {result.loss:.4f} (limit {limits.loss:.4f}), grad_norm {result.grad_norm:.3f} "
-            f"(limit {limits.grad_norm:.3f}); {self._note_samples(step, result, 'spike')}; "
+            f"(limit {limits.grad_norm:.3f}); {noted}; "
             f"{'updated all the same' if is_updated else 'nothing is updated'}"
         )
-
-    def _note_samples(self, step: int, result: StepResult, kind: Literal["nonfinite", "spike"]) -> str:
-        """Write down which samples a step had; what to say of it, on the rank that writes."""
-        if not self.is_writer:
-            return ""
-        try:
-            suspects = Suspects.of(self.batches.samples, step, result.loss, result.grad_norm)
-            return f"dtlayout data show {suspects.write(self.folder, kind)} has its samples"
-        except OSError as error:
-            return f"its samples were not noted: {error.strerror}"
 
     def _wait_for_update(self) -> None:
         """So that it counts as part of its step, where another one does not come next."""
@@ -409,129 +358,9 @@ class _Run:
             total, num_targets = total + loss * count, num_targets + count
         return total / max(1, num_targets)
 
-    def _note(
-        self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float, is_measured: bool,
-        validation_loss: float | None, is_spike: bool,
-    ) -> None:  # fmt: skip
-        self.step_times_s.append(step_time_s)
-        metrics = StepMetrics(
-            step=done,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            tokens=done * self.config.batch.num_tokens,
-            step_time_s=step_time_s,
-            peak_memory_bytes=max(self.memory.gather_peaks(self.layout)) if is_measured else None,
-            data_wait_s=data_wait_s,
-            validation_loss=validation_loss,
-            spike=is_spike,
-            **self.speed.describe(step_time_s),  # type: ignore[arg-type]
-        )
-        if self.is_writer:
-            if problem := self.metrics.append(metrics):
-                self.display.say(problem)
-            self.trackers.write(metrics)
-        self.display.show(metrics)
-
     def _save(self, done: int, folder: str, *, is_last: bool) -> None:
         origin = {**self.origin, "learning_rate": asdict(self.learning_rate), "spikes": self.spikes.to_dict()}
         self.checkpoints.save(done, folder, resolved=self._resolve(), origin=origin, is_last=is_last)
-
-    def _write_curves(self, num_steps: int) -> None:
-        """memory.json."""
-        curves = self.memory.gather_curves(self.layout, self.host)
-        if self.is_writer:
-            MemoryCurves(num_steps=num_steps, by_pp_rank=curves, run=self.record).write(self.folder)
-
-    def _write_timeline(self, step: int, recorder: TimelineRecorder) -> None:
-        """timeline.json, with this step and some before it."""
-        self.watch.at("gathering its timeline", waits=True)
-        found = recorder.gather()
-        if found is None:
-            return
-        self.timelines[step] = found
-        for oldest in sorted(self.timelines)[:-STEPS_RECORDED]:
-            del self.timelines[oldest]
-        RecordedTimelines(steps=self.timelines, run=self.record).write(self.folder)
-
-    def _say_what_starts(self, first_step: int) -> None:
-        blocks = join_alike(count_blocks(self.assembly.slices))
-        model, schedule = self.config.model, self.assembly.schedule
-        self.display.say(
-            f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
-            f"{self.layout.world_size} x {self.device.name} as {self.layout}\n"
-            f"{plural(schedule.num_microbatches, 'microbatch')}, blocks by stage: {blocks}, "
-            f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
-        )
-        for line in self.chosen.describe():
-            self.display.say(line)
-        if self.config.train.init_from and self.checkpoints.newest is None:
-            self.display.say(f"weights of {self.config.train.init_from}")
-            for line in find_other_positions(self.config.train.init_from, model):
-                self.display.say(f"note: {line}")
-        if self.layout.offload != "none" and self.device.type == "cpu":
-            self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")
-        self.display.say(self.prediction_line)
-
-    def _report(self, exit_code: int, done: int) -> None:
-        """summary.json and the table at the end."""
-        if not self.is_writer:
-            return
-        lines = self.metrics.read()
-        losses = [line["loss"] for line in lines]
-        step_time_s, spread_s = time_steps(self.step_times_s, max(2, self.num_drawn))
-        speed = self.speed.describe(step_time_s) if step_time_s else {}
-        peaks = self.memory.peaks_by_pp_rank
-        measured = Performance(
-            step_time_s=step_time_s,
-            step_time_spread_s=spread_s,
-            tokens_per_s=speed.get("tokens_per_s"),
-            mfu=speed.get("mfu"),
-            peak_memory_bytes=None if peaks is None else tuple(peaks),
-        )
-        summary = Summary(
-            outcome=OUTCOMES[exit_code],
-            exit_code=exit_code,
-            steps=done,
-            skipped=self.skipped,
-            spikes=self.spikes.found,
-            final_loss=fmean(losses[-10:]) if losses else None,
-            validation=Validation.of(lines),
-            parameters=count_parameters(self.config.model),
-            device=self.device.name,
-            torch=torch.__version__,
-            attention_kernels=self.recorder.executed["attention"],
-            kernels=self.recorder.executed,
-            chosen=self.chosen.describe(),
-            run=replace(self.record, outcome="non_finite" if exit_code == EXIT_NON_FINITE else "ok", measured=measured),
-        )
-        summary.write(self.folder)
-        self.display.show_table(f"{summary.outcome} after {plural(done, 'step')}", self._describe(summary, measured))
-
-    def _describe(self, summary: Summary, measured: Performance) -> list[tuple[str, str]]:
-        predicted = self.record.predicted or Performance()
-        speed, predicted_speed = map(self._find_speed, (measured, predicted))
-        rows = [
-            ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
-            ("loss, mean of the last 10 steps", compare(summary.final_loss, None, "{:.4f}".format)),
-            *describe_validation(summary.validation),
-            ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
-            ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),
-            ("tokens/s/GPU", compare(speed, predicted_speed, "{:,.0f}".format)),
-            ("MFU", compare(measured.mfu, predicted.mfu, "{:.1%}".format)),
-            *describe_peaks(measured.peak_memory_bytes, predicted.peak_memory_bytes),
-            ("attention kernels", ", ".join(summary.attention_kernels)),
-            ("run folder", str(self.folder)),
-        ]
-        if measured.mfu is not None and measured.mfu > 1:
-            rows.append(("warning", "an MFU above 1 means that the peak or the clock is wrong: see [cluster] gpu"))
-        return rows
-
-    def _find_speed(self, of: Performance) -> float | None:
-        """Tokens a second of one GPU."""
-        if not of.step_time_s:
-            return None
-        return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)
 
 
 def _is_due(every: int, done: int) -> bool:

@@ -153,11 +153,11 @@ def play(
             clock.work(f"fetch {step}", FETCH_S)
             yield Fetched(step)
 
-    def note(done, result, lr, step_time_s, *, data_wait_s, is_measured, validation_loss, is_spike):
+    def note(done, result, lr, step_time_s, *, data_wait_s, peak_bytes, validation_loss, is_spike):
         assert data_wait_s == FETCH_S
         clock.work(f"note {done}", NOTE_S)
         times_s.append(step_time_s)
-        clock.measured += [done] * is_measured
+        clock.measured += [done] * (peak_bytes is not None)
 
     def save(done, folder, *, is_last):
         clock.work(f"save {done}" if folder == "checkpoints" else f"keep {done}", SAVE_S)
@@ -174,8 +174,9 @@ def play(
     )
     loop = SimpleNamespace(
         config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0, timeline=None,
-        has_peaks=has_peaks, memory=SimpleNamespace(watch=nullcontext), watch=mock.Mock(spec=Watch), _launch=launch,
-        _note=note, batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
+        has_peaks=has_peaks, memory=SimpleNamespace(watch=nullcontext, gather_peaks=lambda layout: [1]), layout=None,
+        watch=mock.Mock(spec=Watch), _launch=launch, records=SimpleNamespace(note=note),
+        batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,
         _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, checkpoints=mock.Mock(spec=Checkpoints),
