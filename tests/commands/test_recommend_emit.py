@@ -1,0 +1,97 @@
+"""dtlayout recommend --emit: configs that train what was recommended, for our trainer and for other programs."""
+
+import json
+
+import pytest
+from recommending import DEBUG, HF, LLAMA, ask, with_model
+
+from dtlayout.cli import main
+from dtlayout.config import check_layout, load_config
+from dtlayout.models.presets import PRESETS
+
+
+@pytest.mark.parametrize("extra", [[], ["--fix", "pp=2"], ["--engine", "aa-scaling", "--fix", "pp=4"]])
+def test_an_emitted_config_loads_and_is_legal_on_that_world(capsys, tmp_path, extra):
+    path = tmp_path / "best.toml"
+    document = ask(capsys, *LLAMA, "--vocab", "50_000", "--emit", str(path), *extra)
+    config = load_config(path)
+    layout = check_layout(config, 16)
+    best = document["layouts"][0]
+    assert {
+        name: getattr(layout, name) for name in ("tp", "pp", "dp_shard", "dp_replicate", "micro_batch", "zero")
+    } == {name: best["layout"][name] for name in ("tp", "pp", "dp_shard", "dp_replicate", "micro_batch", "zero")}
+    assert (config.model.vocab_size, config.train.device, config.cluster.gpu) == (50_000, "cuda", "a100-80g-sxm")
+    text = path.read_text()
+    assert text.startswith("# llama-7b on 16 x a100-80g-sxm") and "# Run it: torchrun --nnodes 2 " in text
+    assert "uncalibrated" in text or extra[:1] == ["--engine"]
+    if document["layouts"][1:]:
+        following = document["layouts"][1]["name"]
+        (lead,) = [line for line in text.splitlines() if line.startswith(f"# The next best is {following}; this is ")]
+        assert " than that" in lead or " as that within 0.5%" in lead
+
+
+def test_what_is_emitted_is_for_the_program_that_the_engine_predicts_for(capsys, tmp_path):
+    path, arguments = tmp_path / "job.yaml", [*with_model(LLAMA, "llama3.1-8b"), "--engine", "nanotron", "--top", "1"]
+    document = ask(capsys, *arguments, "--fix", "recompute=selective", "--emit", str(path))
+    assert document["emitted_for"]["program"] == "nanotron commit 00708b80c8"
+    gaps = document["emitted_for"]["gaps"]
+    assert any(gap.startswith("layout.recompute=selective is nothing that it has: every block") for gap in gaps)
+    lines = path.read_text().splitlines()
+    comments = [line for line in lines if line.startswith("# ")]
+    assert lines[0] == "# llama3.1-8b on 16 x a100-80g-sxm, by dtlayout recommend."
+    assert [f"# What they cannot say: {gap}." for gap in gaps] == [c for c in comments if "cannot say" in c]
+    assert any("run_train.py --config-file job.yaml" in comment for comment in comments)
+    assert f"  tp: {document['layouts'][0]['layout']['tp']}" in lines
+    assert main(["recommend", *arguments, "--emit", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert f"1 is written to {path}, for nanotron commit 00708b80c8\n" in said
+    assert "\n  model.rope_scaling is left out" in said
+
+
+def test_a_script_begins_with_its_shell(capsys, tmp_path):
+    path = tmp_path / "job.sh"
+    ask(capsys, *LLAMA, "--engine", "megatron", "--emit", str(path))
+    assert path.read_text().startswith("#!/usr/bin/env bash\n# llama-7b on 16 x")
+
+
+def test_an_emitted_config_for_the_cpu_needs_no_gpu_and_no_file(capsys, tmp_path):
+    path = tmp_path / "debug.toml"
+    assert main(["recommend", *DEBUG, "--precision", "compute=float32", "--emit", str(path), "--top", "1"]) == 0
+    assert f"1 is written to {path}" in capsys.readouterr().out
+    config = load_config(path)
+    assert check_layout(config, 4).world_size == 4
+    assert (config.train.device, config.data.source, config.data.tokenizer) == ("cpu", "python-stdlib", "bytes")
+    assert config.model == PRESETS["debug"] and config.precision.compute == "float32"
+
+
+def test_a_vocabulary_too_small_for_bytes_asks_for_a_tokenizer(capsys, tmp_path):
+    path = tmp_path / "small.toml"
+    ask(capsys, *DEBUG, "--vocab", "64", "--emit", str(path))
+    assert load_config(path).data.tokenizer == "data/tokenizer.json"
+    assert "Bytes need 257 ids, the model has 64" in path.read_text()
+
+
+def test_an_own_model_is_emitted_with_all_sizes(capsys, tmp_path):
+    hf, path = tmp_path / "config.json", tmp_path / "best.toml"
+    hf.write_text(json.dumps(HF))
+    ask(capsys, *with_model(LLAMA, hf), "--emit", str(path))
+    model = load_config(path).model
+    assert model.rope_scaling == PRESETS["llama3.1-8b"].rope_scaling and model.num_kv_heads == 8
+
+
+def test_an_emitted_config_can_say_whatever_its_model_and_its_cluster_say(capsys, tmp_path):
+    hf = {**HF, "rope_theta": 1e300, "num_hidden_layers": 4}
+    folder, path = tmp_path / "llama 😀 \x7f", tmp_path / "emitted.toml"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    assert main(["recommend", *with_model(LLAMA, folder), "--emit", str(path)]) == 0
+    model = load_config(path).model
+    assert (model.name, model.rope_theta) == (folder.name, 1e300)
+
+
+def test_an_engine_whose_arguments_nobody_knows_gets_our_own_config_and_the_answer_says_so(capsys, tmp_path):
+    path = tmp_path / "best.toml"
+    assert main(["recommend", *LLAMA, "--engine", "aa-scaling", "--emit", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert f"1 is written to {path}, for our own trainer, dtlayout\n  nobody knows the arguments of aa-scaling" in said
+    assert check_layout(load_config(path), 16).world_size == 16
