@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from dtlayout.planner.runs import Run
 from dtlayout.planner.scores import Errors, Prediction, Scores, by_table, score, score_group
 from dtlayout.planner.tables import Tables, read_tables
 from dtlayout.planner.validate import ablate, describe_group, find_engines, fit_group, group_for_fit, predict
+from dtlayout.text import find_version
 
 REFERENCES = {  # of the study's five main sweeps, and of the Playbook's 1B and 8B
     "aa_scaling_a100.csv": {"fit": 0.986, "mape": 0.033, "median_ape": 0.017, "tau": 0.90, "top1": 0.95},
@@ -107,7 +107,7 @@ def tell(line: str) -> None:
 def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     """Its lines."""
     yield "# Predictions against measured runs\n"
-    versions = ", ".join(f"{name} {_find_version(name)}" for name in ("dtlayout", "numpy", "scipy"))
+    versions = ", ".join(f"{name} {find_version(name)}" for name in ("dtlayout", "numpy", "scipy"))
     yield f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Predictions need"
     yield f"no GPU: {os.cpu_count()} CPU cores.\n"
     yield "Written by `make bench-validate`. Errors are predicted / measured - 1, of speed (MFU of rows that ran at 5 %"
@@ -121,13 +121,6 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     yield from _report_unpredicted(files)
     yield from _report_orders(rows.models.all_predictions)
     yield from _report_worst(rows)
-
-
-def _find_version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "from a checkout"
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from dtlayout.errors import DtlayoutError
+from dtlayout.text import find_version
 from dtlayout.toml import describe_unknown_key
 
 STAGES = {
@@ -79,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe_unknown_key(name, COMMANDS), file=sys.stderr)
             return 2
         overview = argparse.ArgumentParser(prog="dtlayout", description="Parallel layouts for Llama training.")
+        torch = find_version("torch", otherwise="not installed")
+        versions = f"dtlayout {find_version('dtlayout')}, torch {torch}"
+        overview.add_argument("--version", action="version", version=versions, help="that of dtlayout and of torch")
         commands = overview.add_subparsers(required=True, metavar="COMMAND")
         for each, text in COMMANDS.items():
             commands.add_parser(each, help=text)

@@ -94,3 +94,17 @@ def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
             line = " " * (len(start) - len(start.lstrip()) + 4)
         line += f"{word} "
     return [*lines, line.rstrip()]
+
+
+def find_version(package: str, otherwise: str = "a checkout") -> str:
+    """The version of an installed package; else what it is then, by default a checkout that is on the path.
+
+    >>> find_version("none-of-this-name", otherwise="not installed")
+    'not installed'
+    """
+    from importlib.metadata import PackageNotFoundError, version  # only now: it is slow, and few ask
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return otherwise

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ COMMANDS = ("check", "compare", "config", "explain", "prepare", "recommend", "sw
 @pytest.fixture
 def files(tmp_path: Path) -> TinyFiles:
     return write_tiny(tmp_path)
+
+
+def test_the_versions_are_those_that_are_installed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"dtlayout {version('dtlayout')}, torch {version('torch')}\n"
 
 
 def test_check_says_what_a_legal_config_would_do(files, capsys):

@@ -3,7 +3,6 @@
 import argparse
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +17,7 @@ from dtlayout.planner.scores import score
 from dtlayout.planner.validate import fit_group, on_cluster, with_engines
 from dtlayout.report.rows import read_rows
 from dtlayout.sweep.results import Journal, keep_longest
-from dtlayout.text import plural
+from dtlayout.text import find_version, plural
 
 EXAMPLE = "dtlayout refit sweeps/debug-4cpu --into lab.toml"
 
@@ -76,15 +75,8 @@ def make_record(folder: Path) -> Record | None:
     _, chosen_s, hardware = min(pairs)
     newest = datetime.fromtimestamp(Journal(folder).path.stat().st_mtime, timezone.utc)
     return Record(
-        sweep=folder.resolve().name, date=f"{newest:%Y-%m-%d}", version=_find_version(), hardware=hardware,
+        sweep=folder.resolve().name, date=f"{newest:%Y-%m-%d}", version=find_version("dtlayout"), hardware=hardware,
         runs=len(pairs),
         error=round(median(abs(predicted_s / measured_s - 1) for predicted_s, measured_s, _ in pairs), 4),
         regret=round(chosen_s / best_s - 1, 4),
     )  # fmt: skip
-
-
-def _find_version() -> str:
-    try:
-        return version("dtlayout")
-    except PackageNotFoundError:
-        return "a checkout"

@@ -1,7 +1,6 @@
 """A run's checkpoints: the one that it begins from, those that it leaves, and the weights that it exports."""
 
 from collections.abc import Callable, Collection
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpo
 from dtlayout.config import Config
 from dtlayout.errors import CheckpointError, DtlayoutError
 from dtlayout.mesh.build import open_host_group
-from dtlayout.text import plural
+from dtlayout.text import find_version, plural
 from dtlayout.training.watch import SPARE_S, Watch
 
 SPIKES = "spikes"
@@ -85,7 +84,7 @@ class Checkpoints:
             "samples": step * config.batch.global_batch,
             "layout": str(layout),
             "ranks": layout.world_size,
-            "versions": {"dtlayout": version("dtlayout"), "torch": torch.__version__},
+            "versions": {"dtlayout": find_version("dtlayout"), "torch": torch.__version__},
             "config": resolved.to_toml(),
         }
         self.watch.at("saving", is_long=True)
