@@ -134,11 +134,14 @@ def find_rows(
     rows: list[Row] = [(step, len(list(run))) for step, run in groupby(steps)]
     if schedule.is_breadth_first and offloads:  # the last forward of a row is like the others
         rows = [(s._replace(fetches=False) if s and s.kind is Kind.FORWARD else s, n) for s, n in rows]
-    if schedule.is_breadth_first:  # the last row of each kind is that of the microbatches in the middle
-        longest = {
-            step: place for place, (step, _) in enumerate(rows) if step and not step.is_first and not step.is_last
+    if schedule.is_breadth_first:  # of each chunk and kind the last row is that of the microbatches in the middle
+        middle = {
+            (step.chunk, step.kind): place
+            for place, (step, _) in enumerate(rows)
+            if step and not step.is_first and not step.is_last
         }
-        for step, place in longest.items():
-            rows[place] = (step, rows[place][1] + m - shorter)
+        for place in middle.values():
+            step, count = rows[place]
+            rows[place] = (step, count + m - shorter)
     places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
     return list(places), [places[row] for row in rows]

@@ -1,5 +1,6 @@
 """Records of schedules: what layouts, search and predictions read of one that is registered from outside."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,14 @@ from dtlayout.config import check_layout, load_config
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2_memory import estimate_curve
+from dtlayout.costmodel.fsdp2_steps import find_rows
 from dtlayout.costmodel.scenario import Scenario, engine_kernels
 from dtlayout.dryrun.rank import fold
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
+from dtlayout.pipelining.actions import Kind
 from dtlayout.pipelining.schedules import (
     DEFAULT_SCHEDULE,
     SCHEDULES,
@@ -119,7 +122,24 @@ def test_stages_in_a_v_lie_on_both_ends_of_rank_0():
     assert v.time.total > looped.time.total  # all forwards first, through both chunks: twice the bubble
 
 
-@pytest.mark.parametrize("schedule", [V_GPIPE, find_schedule("gpipe")], ids=lambda s: s.name)
+BREADTH_FIRST = [V_GPIPE, *(find_schedule(name) for name in ("gpipe", "looped-bfs"))]
+
+
+@pytest.mark.parametrize("schedule", BREADTH_FIRST, ids=lambda s: s.name)
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_rows_that_are_made_longer_have_each_microbatch_once(schedule, m, offloads):
+    placement = schedule.place(4, schedule.least_virtual_stages)
+    for rank in range(4):
+        rows, order = find_rows(schedule, placement, m, rank, offloads)
+        counts = Counter[tuple[int, Kind]]()
+        for step, count in (rows[place] for place in order):
+            counts += {(step.chunk, step.kind): count} if step else {}
+        chunks = range(schedule.least_virtual_stages)
+        assert counts == {(chunk, kind): m for chunk in chunks for kind in (Kind.FORWARD, Kind.BACKWARD)}
+
+
+@pytest.mark.parametrize("schedule", BREADTH_FIRST, ids=lambda s: s.name)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_rows_that_are_made_longer_hold_what_playing_them_whole_does(schedule, microbatches, zero):
