@@ -290,14 +290,14 @@ class _Stage:
         def run(unit: Unit, work: Phase, ahead: Unit | None, reduced: Unit | None) -> Phase:
             begin = sharding.begin_backward(unit, ahead) if sharding.zero == 3 else IDLE
             if head_is_gathered and unit is units.head:
-                begin = changes((_B, sharding.buffer(ahead)))
+                begin = changes(*sharding.fill(ahead))
             finish = finish_unit(unit, reduced if reduces else None)
             return sequence((begin, work, finish))
 
         if sharding.zero == 3:
             ahead = (None if head_is_gathered else units.head) if units.head else last_block or units.embedding
-            gathered = sharding.gathered(units.root) if units.root and not head_is_gathered else 0
-            yield changes((_P, gathered), (_B, sharding.buffer(ahead)))
+            root = sharding.take_out(units.root) if units.root and not head_is_gathered else []
+            yield changes(*root, *sharding.fill(ahead))
         if self.has_head:
             with_head = units.head or units.root
             assert with_head, "a stage with a head has its weight in a unit"

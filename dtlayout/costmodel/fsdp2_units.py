@@ -46,8 +46,15 @@ class Unit:
     of_experts: frozenset[str] = frozenset()
     """Names of the weights that are stacks of experts' matrices, which fewer ranks hold."""
 
+    def shard_sizes(self, shards: int, expert_shards: int) -> list[int]:
+        """Parameters of each weight's largest shard: rows are split over the ranks."""
+        return [
+            ceil(rows / (expert_shards if name in self.of_experts else shards)) * prod(columns)
+            for name, (rows, *columns) in self.weights.items()
+        ]
+
     def count(self, shards: int = 1, expert_shards: int = 1) -> int:
-        """Parameters of the largest shard: rows are split over the ranks."""
+        """Parameters of the largest shard."""
         return _count_shard(self, shards, is_of_experts=False) + _count_shard(self, expert_shards, is_of_experts=True)
 
 
@@ -139,16 +146,44 @@ class Sharding:
         """Bytes of the buffer through which a unit is gathered; one rank needs none."""
         return self.gathered(unit) if unit and self.shards > 1 else 0
 
+    def fill(self, unit: Unit | None) -> list[tuple[Part, float]]:
+        """A unit's shard is cast, and all ranks' shards come into its buffer; one rank needs none."""
+        if unit is None or self.shards == 1:
+            return []
+        flat: float = self.compute * self.shard(unit)
+        cast: list[tuple[Part, float]] = [(_B, flat)]
+        if self.copies_masters:
+            cast = [step for n in self._shard_sizes(unit) for step in self._fetch(n)]
+        return [*cast, (_B, self.buffer(unit)), (_B, -flat)]
+
+    def take_out(self, unit: Unit) -> list[tuple[Part, float]]:
+        """A unit's parameters, out of its buffer or, on one rank, each out of its master when the next one comes."""
+        if self.shards > 1:
+            return [(_P, self.gathered(unit))]
+        steps: list[tuple[Part, float]] = []
+        last = 0.0
+        for n in self._shard_sizes(unit):
+            steps += [*self._fetch(n), (_B, -last), (_P, self.compute * n)]
+            last = self.compute * n if self.copies_masters or self.params != self.compute else 0.0
+        return [*steps, (_B, -last)]
+
+    def _fetch(self, n: int) -> list[tuple[Part, float]]:
+        """n parameters are cast, after they have come from the host where they lie there."""
+        if self.params == self.compute:
+            return [(_B, self.compute * n)] * self.copies_masters
+        master = self.params * n * self.copies_masters
+        return [(_B, master), (_B, self.compute * n), (_B, -master)]
+
+    def _shard_sizes(self, unit: Unit) -> list[int]:
+        return unit.shard_sizes(self.shards, self.expert_shards)
+
     def gather(self, unit: Unit, before: Unit | None) -> Phase:
         """In forward: into its buffer, which stays until the next one is there, and out of it."""
-        size = self.buffer(unit)
-        flat = self.compute * self.shard(unit) if size else 0
-        flat += self.params * self.shard(unit) if self.copies_masters else 0
-        return changes((_B, size + flat), (_B, -flat - self.buffer(before)), (_P, self.gathered(unit)))
+        return changes(*self.fill(unit), (_B, -self.buffer(before)), *self.take_out(unit))
 
     def begin_backward(self, unit: Unit, ahead: Unit | None) -> Phase:
         """Under ZeRO-3: out of its buffer, which was filled ahead; the next one is filled."""
-        return changes((_P, self.gathered(unit)), (_B, self.buffer(ahead) - self.buffer(unit)))
+        return changes(*self.take_out(unit), (_B, -self.buffer(unit)), *self.fill(ahead))
 
     def drop(self, unit: Unit) -> Phase:
         """Gathered parameters go."""
