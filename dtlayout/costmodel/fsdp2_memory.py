@@ -371,9 +371,9 @@ class _Stage:
         for late in self._reduced_late(ends_wait=ends_wait) if reduces else []:
             if late:
                 yield sharding.finish_backward(late, before, is_first=is_first, is_last=is_last, is_late=True)
+                yield changes((_B, -sharding.summed(late) if is_last else 0.0))  # a unit's backward ends by itself
             else:
                 yield changes((_B, -sharding.reduction(before)))
             before = late
         if is_last:
-            summed = sum(n * sharding.summed(unit) for unit, n in self.counts.items())
-            yield changes((_B, -sharding.reduction(before) - summed))
+            yield changes((_B, -sharding.reduction(before)))

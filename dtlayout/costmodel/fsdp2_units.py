@@ -158,7 +158,7 @@ class Sharding:
 
     def take_out(self, unit: Unit) -> list[tuple[Part, float]]:
         """A unit's parameters, out of its buffer or, on one rank, each out of its master when the next one comes."""
-        if self.shards > 1:
+        if self.shards > 1 or unit.of_experts:
             return [(_P, self.gathered(unit))]
         steps: list[tuple[Part, float]] = []
         last = 0.0
