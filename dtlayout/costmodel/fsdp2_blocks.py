@@ -33,18 +33,10 @@ class WeightGradients(NamedTuple):
         return sum(self.num_bytes.values()) if self.pile_up else 0.0
 
 
-def block_forward(size: Sizes, kept: float) -> Phase:
-    """Leaves `kept`. Beside it: what attention needs, then the residual stream, down's output and its sum over tp.
-
-    Or, instead of these two, the results of experts and their sum.
-    """
+def block_forward(size: Sizes, kept: float, in_last_branch: float) -> Phase:
+    """Leaves `kept`; before that what attention needs, then the last branch."""
     in_attention = size.in_attention
-    dropped = min(size.block - kept, size.last_branch) if kept < size.block else 0.0
-    closing = size.whole + ((size.stream + size.whole * size.reorders) if size.is_split else 0.0)
-    if (experts := size.description.experts) and not size.description.tp_closes_block:
-        closing = size.copies(experts) + size.stream
-    at_end = kept + dropped + closing + 2 * size.stream
-    return changes((_A, in_attention), (_A, at_end - in_attention), (_A, kept - at_end))
+    return changes((_A, in_attention), (_A, in_last_branch - in_attention), (_A, kept - in_last_branch))
 
 
 def block_backward(

@@ -126,6 +126,8 @@ class _Run(NamedTuple):
     """Left by each for its backward."""
     recomputed: float
     """Added to that when it is computed again."""
+    in_last_branch: float
+    """Held in its forward's last branch."""
     num_blocks: int
 
 
@@ -150,7 +152,8 @@ class _Stage:
             (layer, *others), kind = run, model.without_experts if is_first else model
             own = sizes[kind]
             kept, again = own.kept(recompute, layer), own.recomputed(recompute, layer)
-            self.runs.append(_Run(own, block_unit(kind, layout.tp, layout.ep), kept, again, 1 + len(others)))
+            last = own.in_last_branch(recompute, layer)
+            self.runs.append(_Run(own, block_unit(kind, layout.tp, layout.ep), kept, again, last, 1 + len(others)))
         self.offloads = layout.offloads_activations
         is_kept = not self.offloads and (size.keeps_stream or any(map(recompute.covers, layers[:1])))
         self.kept_mask = size.mask if size.keeps_mask or recompute.count(layers) else 0.0
@@ -247,7 +250,7 @@ class _Stage:
         copied = self.last_kept if self.offloads and leaves_block else 0.0
         yield changes((_A, copied))
         for each in self.runs:
-            work = block_forward(each.size, each.kept)
+            work = block_forward(each.size, each.kept, each.in_last_branch)
             if not self.offloads:
                 yield run(each.unit, work, before)
                 yield run(each.unit, work, each.unit).times(each.num_blocks - 1)

@@ -219,10 +219,35 @@ class Sizes:
         return held
 
     @cached_property
-    def last_branch(self) -> float:
-        """Kept by a block after its last norm."""
+    def last_branch(self) -> list[Operation]:
+        """The operations of a block after its last norm."""
         after = takewhile(lambda each: not isinstance(each, Norm), reversed(self.description.block))
-        return sum(map(self.kept_by, after))
+        return [*after][::-1]
+
+    def in_last_branch(self, recompute: Recompute, layer: int) -> float:
+        """Held by a block's forward in its last branch, at the fullest.
+
+        That is at the activation, beside its inputs and its result, or at the end: the last matmul's output beside what
+        it reads, its sum over tp, and the sum with the residual stream. Whoever calls the branch holds what the norm
+        gave, also where it is gathered first. Experts have their results and the sum of these.
+        """
+        closing = self.whole + ((self.stream + self.whole * self.reorders) if self.is_split else 0.0)
+        kept, branch = self.kept(recompute, layer), sum(map(self.kept_by, self.last_branch))
+        if self.description.experts and not self.description.tp_closes_block:
+            closing = self.copies(self.description.experts) + self.stream
+        if self.description.experts:  # of whose way through a block no dry run tells
+            dropped = min(self.block - kept, branch) if recompute.covers(layer) else 0.0
+            return kept + dropped + closing + 2 * self.stream
+        if not recompute.covers(layer):
+            return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream)
+        *opening, last = [each for each in self.last_branch if isinstance(each, Linear)]
+        share = self.kept_matmuls if "matmuls" in recompute.kept else 0.0
+        opened = share * sum(sum(self.results_of(each)) for each in opening)
+        closed = share * self.whole * self.keeps_last
+        closed += self.stream * (self.is_split and recompute.is_selective and self.keeps_last)
+        given = 2 * self.stream + self.whole * self.shards_sequence  # the residual stream and what the norm gave
+        at_activation = branch - self.kept_by(opening[0]) - opened
+        return kept - closed + given + max(at_activation, self.kept_by(last) + closing)
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
@@ -300,9 +325,11 @@ class Sizes:
     def recomputed(self, recompute: Recompute, layer: int) -> float:
         """Added to what a block has kept when it is computed again, up to the last thing that backward needs.
 
-        The matmuls' results that it needs are there already, and the others are let go on the way.
+        The matmuls' results that it needs are there already; others, and sums that are not the last, are let go on the
+        way.
         """
         if not recompute.covers(layer):
             return 0.0
         again = self.block - (self.stream if self.keeps_stream else 0.0)
-        return again - self.results(recompute, last=False)
+        sums = (self.description.num_branches - 1) * self.stream if self.is_split and recompute.is_selective else 0.0
+        return again - sums - self.results(recompute, last=False)
