@@ -265,12 +265,12 @@ class _Stage:
                 yield run(each.unit, follows, each.unit).times(min(is_last, each.num_blocks - 1))
                 copied = each.kept
             before = each.unit
-        if self.offloads:  # what is left of it here is what the next action begins with
-            yield changes((_A, -copied * (not turns) - self.last_kept * fetches))
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
             work = autograd.head_forward(self.size)
             yield run(units.head, work, before) if units.head else work
+        if self.offloads:  # what is left of it here is what the next action begins with
+            yield changes((_A, -copied * (not turns) - self.last_kept * fetches))
         if gathers:
             yield changes((_B, -sharding.buffer(before if head_is_gathered else units.head or before)))
         if units.root and sharding.zero == 3 and not self.has_head:
