@@ -83,8 +83,19 @@ class StageWeights:
 def accumulate(put_off: list[PutOff]) -> None:
     """Add what was put off to the gradients of the weights, and empty the list."""
     while put_off:
-        work = put_off.pop()
-        torch.autograd.backward(work.edges, work.make())
+        _make(put_off.pop())
+
+
+def _make(work: PutOff) -> None:
+    """A parameter takes a gradient as its own: autograd would copy what somebody else holds too."""
+    for edge, gradient in zip(work.edges, work.make(), strict=True):
+        parameter = getattr(edge.node, "variable", None)
+        if parameter is None:
+            torch.autograd.backward(edge, gradient)
+        elif parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
 
 
 class _Linear(Function):
