@@ -229,14 +229,16 @@ class _Stage:
     ) -> Iterator[Phase]:
         """With activations on the host the device has, beside what a block keeps while it runs, what the one before
         it has kept, `leaves_block` if that was of another action; `fetches` if then one comes back for what follows.
+        What a unit `reads` is there while it is gathered.
         """
         sharding, units = self.sharding, self.units
 
-        def run(unit: Unit, work: Phase, before: Unit | None) -> Phase:
+        def run(unit: Unit, work: Phase, before: Unit | None, reads: float = self.size.stream) -> Phase:
             if not gathers or (head_is_gathered and unit is units.head):
                 return work
             drops = sharding.zero == 3 and unit is not units.head
-            return sequence((sharding.gather(unit, before), work, sharding.drop(unit) if drops else IDLE))
+            gather = sequence((changes((_A, reads)), sharding.gather(unit, before), changes((_A, -reads))))
+            return sequence((gather, work, sharding.drop(unit) if drops else IDLE))
 
         block_forward = cache(autograd.block_forward)
         before = None if head_is_gathered else units.root
@@ -244,27 +246,28 @@ class _Stage:
             yield sharding.gather(before, None)
         yield changes((_A, self.received))
         if units.embedding:
-            yield run(units.embedding, IDLE, before)
+            yield run(units.embedding, IDLE, before, reads=0.0)
             before = units.embedding
         yield changes((_A, self.size.mask))
         copied = self.last_kept if self.offloads and leaves_block else 0.0
         yield changes((_A, copied))
+        reads = self.size.stream - self.received
         for each in self.runs:
             work = block_forward(each.size, each.kept, each.in_last_branch)
             if not self.offloads:
-                yield run(each.unit, work, before)
+                yield run(each.unit, work, before, reads)
                 yield run(each.unit, work, each.unit).times(each.num_blocks - 1)
             else:
                 is_last = each is self.runs[-1]
                 follows = sequence((work, changes((_A, -each.kept))))  # of the block before, when this one is over
-                yield run(each.unit, work, before)
+                yield run(each.unit, work, before, reads)
                 yield changes((_A, -copied))
                 yield run(each.unit, follows, each.unit).times(each.num_blocks - 1 - is_last)
                 if is_last and fetches:
                     yield changes((_A, each.kept))
                 yield run(each.unit, follows, each.unit).times(min(is_last, each.num_blocks - 1))
                 copied = each.kept
-            before = each.unit
+            before, reads = each.unit, self.size.stream
         yield changes((_A, self.kept_mask - self.size.mask))
         if self.has_head:
             work = autograd.head_forward(self.size)

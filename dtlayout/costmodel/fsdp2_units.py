@@ -178,8 +178,8 @@ class Sharding:
         return unit.shard_sizes(self.shards, self.expert_shards)
 
     def gather(self, unit: Unit, before: Unit | None) -> Phase:
-        """In forward: into its buffer, which stays until the next one is there, and out of it."""
-        return changes(*self.fill(unit), (_B, -self.buffer(before)), *self.take_out(unit))
+        """In forward: into its buffer, which stays until the next unit is out of its own, and out of it."""
+        return changes(*self.fill(unit), *self.take_out(unit), (_B, -self.buffer(before)))
 
     def begin_backward(self, unit: Unit, ahead: Unit | None) -> Phase:
         """Under ZeRO-3: out of its buffer, which was filled ahead; the next one is filled."""
