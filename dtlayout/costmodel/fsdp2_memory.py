@@ -304,6 +304,9 @@ class _Stage:
             ahead = (None if head_is_gathered else units.head) if units.head else last_block or units.embedding
             root = sharding.take_out(units.root) if units.root and not head_is_gathered else []
             yield changes(*root, *sharding.fill(ahead))
+        copied = self.last_kept if self.offloads and leaves_block else 0.0
+        if self.offloads:
+            yield changes((_A, copied + self.last_kept * (not turns)))
         if self.has_head:
             with_head = units.head or units.root
             assert with_head, "a stage with a head has its weight in a unit"
@@ -313,9 +316,6 @@ class _Stage:
         else:
             yield changes((_B, size.stream))  # the gradient that is received
         block_backward = cache(self._block_backward)
-        copied = self.last_kept if self.offloads and leaves_block else 0.0
-        if self.offloads:
-            yield changes((_A, copied + self.last_kept * (not turns)))
         for i, each in reversed(list(enumerate(runs))):
             unit, work = each.unit, block_backward(each._replace(num_blocks=1), is_first, splits)
             first_work = last_work = work
