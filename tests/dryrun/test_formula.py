@@ -11,11 +11,14 @@ import pytest
 
 from benchmarks.dryrun import SUBJECTS, Subject
 from dtlayout.cluster import find_gpu
+from dtlayout.costmodel.estimate import Estimator
+from dtlayout.costmodel.fsdp2_memory import estimate_curve
 from dtlayout.dryrun.choose import default_ranks
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.kernels import Kernels
+from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.planner.prediction import own_scenario, predict
 
@@ -42,6 +45,34 @@ def test_the_formulas_agree_and_messages_are_those_of_theory(subject: Subject) -
             assert predicted == pytest.approx(dry, rel=0.05)
         assert count_messages(report) == expect_messages(subject, stage, blocks[stage])
     assert findings.time is not None and findings.time.total == pytest.approx(estimate.step_time_s, rel=0.15)
+
+
+STEPS = [
+    Layout(dp_shard=2, tp=2, micro_batch=2, zero=2, recompute="keep-matmuls"),
+    Layout(pp=2, tp=4, schedule="gpipe", zero=3, recompute="keep-attention"),
+    Layout(dp_shard=2, zero=3, micro_batch=2, recompute="full", offload="optimizer"),
+    Layout(pp=2, dp_replicate=2, dp_shard=2, schedule="zb-h1", zero=3, recompute="selective"),
+    Layout(pp=4, dp_shard=2, schedule="v-min", virtual_stages=2, zero=2, sequence_parallel=False, tp=2),
+]
+
+
+@pytest.mark.parametrize("layout", STEPS, ids=str)
+def test_each_action_of_a_step_holds_what_the_formula_says(layout: Layout) -> None:
+    """Forwards too, whose peaks are those of a step in few layouts."""
+    short = ("num_layers", max(4, layout.num_stages)), ("vocab_size", 32_000)
+    subject = Subject("llama3.1-8b", "h100-80g-sxm", 4096, 6 * layout.micro_batch * layout.dp, layout, short)
+    scenario = own_scenario(subject.config, layout.world_size, find_gpu(subject.gpu))
+    estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
+    stages, memory = estimator.stages(layout), estimator.memory(layout, Kernels())
+    firsts = [rank * layout.world_size // layout.pp for rank in range(layout.pp)]
+    options = {"device_type": "cuda", "gpus_per_node": 8, "folds": False}
+    for report in dry_run_ranks(subject.config, layout, Kernels(), firsts, **options):
+        rank = report.coordinate["pp"]
+        predicted = {str(a): fullest for a, fullest, _ in estimate_curve(scenario, layout, Kernels(), stages, rank, m)}
+        held = {part.action: part.nbytes for part in report.curve if part.action in predicted}
+        assert len(held) == m * (2 + layout.splits_backward) * layout.virtual_stages
+        assert held == pytest.approx({action: predicted[action] for action in held}, rel=0.02)  # a message more or less
+        assert memory[rank].total == pytest.approx(report.peak_bytes, rel=0.01)
 
 
 def count_messages(report: RankReport) -> Counter[tuple[str, str]]:
