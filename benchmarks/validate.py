@@ -107,7 +107,7 @@ def tell(line: str) -> None:
 def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     """Its lines."""
     yield "# Predictions against measured runs\n"
-    versions = ", ".join(f"{name} {find_version(name)}" for name in ("dtlayout", "numpy", "scipy"))
+    versions = ", ".join(f"{name} {find_version(name, 'not installed')}" for name in ("dtlayout", "numpy", "scipy"))
     yield f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Predictions need"
     yield f"no GPU: {os.cpu_count()} CPU cores.\n"
     yield "Written by `make bench-validate`. Errors are predicted / measured - 1, of speed (MFU of rows that ran at 5 %"

@@ -307,10 +307,10 @@ def _advise(problem: _Broken, broken: list[_Broken], layout: Layout, model: Mode
 
 
 def show_value(value: Any) -> str:
-    """A field's value as an override takes it: true, [3, 4], full."""
+    """A field's value as an override takes it: true, [3,4], full."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
 
 
 def _check_tensor_parallel(layout: Layout, model: ModelShape, batch: Batch) -> list[_Broken]:

@@ -13,7 +13,7 @@ from typing import Any
 from dtlayout import toml
 from dtlayout.cluster import load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.costmodel.engine import ANY_GPU, Engine
+from dtlayout.costmodel.engine import ANY_GPU
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner import validate
@@ -176,7 +176,7 @@ def _to_fits(fitted: validate.Fitted) -> dict[str, dict[str, Any]]:
             "at_bounds": [name for name in at_bounds if name in constants],
             "scores": asdict(score(_find_on(gpu, fitted.predictions))),
         }
-        for gpu, constants in _list_constants(fitted.engines).items()
+        for gpu, constants in _list_constants(fitted).items()
     }  # fmt: skip
 
 
@@ -387,8 +387,10 @@ def _format_fragment(fitted: validate.Fitted) -> str:
         spread = ", ".join(f"{name} {tenths[i]:+.1f} %" for name, i in (("p10", 0), ("median", 4), ("p90", 8)))
         summary.append(f"error of speed after: {spread}")
     summary.append(f"at a bound: {', '.join(_find_at_bounds(fitted)) or 'none'}")
+    if untold := _find_untold(fitted):
+        summary.append(f"left as they were, for no run speaks of them: {', '.join(untold)}")
     tables = {}
-    for gpu, constants in _list_constants(fitted.engines).items():
+    for gpu, constants in _list_constants(fitted).items():
         ran = [p.run for p in _find_on(gpu, fitted.predictions) if p.run.ran]
         models = ", ".join(dict.fromkeys(run.scenario.model.name for run in ran))
         gpus = {"gpus": sorted({run.scenario.cluster.gpu.name for run in ran})} if gpu == ANY_GPU else {}
@@ -400,12 +402,24 @@ def _find_at_bounds(fitted: validate.Fitted) -> list[str]:
     return list(dict.fromkeys(name for engine in fitted.engines for name in engine.at_bounds))
 
 
-def _list_constants(engines: Sequence[Engine]) -> dict[str, dict[str, float]]:
+def _find_untold(fitted: validate.Fitted) -> list[str]:
+    """Constants that the fit has left as they were on every GPU type."""
+    pairs = list(zip(fitted.starts, fitted.engines, strict=True))
+    names = dict.fromkeys(name for engine in fitted.engines for name in (*engine.shared, *engine.fitted))
+    return [
+        name
+        for name in names
+        if all(getattr(start.constants, name) == getattr(engine.constants, name) for start, engine in pairs)
+    ]
+
+
+def _list_constants(fitted: validate.Fitted) -> dict[str, dict[str, float]]:
     """GPU type → the constants fitted to its runs, with as many digits as a fit knows; ANY_GPU's are on all types."""
     tables: dict[str, dict[str, float]] = {}
-    for engine in engines:
+    for start, engine in zip(fitted.starts, fitted.engines, strict=True):
         for gpu, names in ((ANY_GPU, engine.shared), (engine.gpu, engine.fitted)):
-            values = {name: float(f"{getattr(engine.constants, name):.4g}") for name in names}
+            told = [name for name in names if getattr(engine.constants, name) != getattr(start.constants, name)]
+            values = {name: float(f"{getattr(engine.constants, name):.4g}") for name in told}
             if values:
                 tables.setdefault(gpu, {}).update(values)
     return dict(sorted(tables.items(), key=lambda item: item[0] != ANY_GPU))

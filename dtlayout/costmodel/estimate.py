@@ -1,11 +1,10 @@
 """Estimate: does a layout fit, how long is a step, and where does the time go.
 
 `Estimator` holds a scenario and computes once what its layouts share, parts.py [Note: results that are remembered]. The
-step is that of the pipeline rank that ends last: its own work, the pipeline's bubble, then the reduction of gradients
-and the optimizer as far as nothing hides them.
+step ends with the pipeline rank that ends last, and is told as the busiest one spends it: its own work, the reduction
+of gradients and the optimizer as far as nothing hides them, and waiting for the others.
 """
 
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -43,7 +42,7 @@ _THRASH_RAMP = 0.05
 
 @dataclass(frozen=True)
 class TimeEstimate(Components):
-    """Seconds of a step on the rank that ends last, by what it is spent on; the total is the step."""
+    """Seconds of a step by what the busiest rank spends them on; the total is the step."""
 
     compute: float
     """Forward and backward, each FLOP once."""
@@ -54,7 +53,7 @@ class TimeEstimate(Components):
     pp: float
     """Sending and receiving between stages."""
     bubble: float
-    """Waiting for other stages."""
+    """Waiting for other stages, also after its own end."""
     dp: float
     """Reducing gradients and gathering parameters."""
     optimizer: float
@@ -217,12 +216,12 @@ class Estimator:
         return [work.on(stage) for stage in stages]
 
     def time(self, layout: Layout, kernels: Kernels, memory: RankMemory) -> TimeEstimate:
-        """The step of the rank that ends last."""
+        """The step of the busiest rank."""
         work = self.work(layout, kernels)
         m = max(1, layout.num_microbatches(self.scenario.batch))
         groups = self.groups(PipelineLayout.of(layout)).groups
-        of_groups = [dict.fromkeys(g.ranks, self.update_s(g.ranks[0], layout, m, work)) for g in groups]
-        updates = dict(sorted(ChainMap(*of_groups).items()))
+        firsts = {group.ranks[0]: self.update_s(group.ranks[0], layout, m, work) for group in groups}
+        updates = {rank: firsts[group.ranks[0]] for group in groups for rank in group.ranks}
         return self.step(layout, m, work, updates, delay_s=self.delay_s(layout), peak_bytes=memory.peak_bytes)
 
     def step(
@@ -235,10 +234,11 @@ class Estimator:
         delay_s: float,
         peak_bytes: float,
     ) -> TimeEstimate:
-        """The step of the rank that ends last, of those whose `update_s` is given; `work` is that of all stages.
+        """The step of the busiest rank, of those whose `update_s` is given; `work` is that of all stages.
 
-        The bubble is what is left of the pipeline's time. Where ranks share cores all of a rank's own work is longer by
-        what the others took meanwhile.
+        The bubble is what is left of the time until the last of them ends. Which one that is tells little: they end
+        within a message of each other, and one that has a block less waits that much longer. Where ranks share cores
+        all of a rank's own work is longer by what the others took meanwhile.
         """
         pipeline = self.play(layout, m, work, delay_s)
         fixed_s = self.fixed_s(m, peak_bytes)
@@ -258,7 +258,10 @@ class Estimator:
                 host=times * own.host_s + fixed_s,
             )
 
-        return max((split(rank, *update) for rank, update in updates.items()), key=lambda time: time.total)
+        times = [split(rank, *update) for rank, update in updates.items()]
+        busiest = max(times, key=lambda time: time.total - time.bubble)
+        others = busiest.total - busiest.bubble
+        return replace(busiest, bubble=max(time.total for time in times) - others)
 
     def lower_bound_s(self, layout: Layout, kernels: Kernels) -> float:
         """No step of this layout is shorter: the busiest rank's own work, without bubble, reduction and update."""

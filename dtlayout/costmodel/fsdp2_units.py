@@ -158,21 +158,22 @@ class Sharding:
 
     def take_out(self, unit: Unit) -> list[tuple[Part, float]]:
         """A unit's parameters, out of its buffer or, on one rank, each out of its master when the next one comes."""
-        if self.shards > 1 or unit.of_experts:
+        if self.shards > 1 or unit.of_experts:  # of which other ranks have shards
             return [(_P, self.gathered(unit))]
         steps: list[tuple[Part, float]] = []
-        last = 0.0
+        last = 0.0  # what was fetched of the weight before, until the next one is there
         for n in self._shard_sizes(unit):
-            steps += [*self._fetch(n), (_B, -last), (_P, self.compute * n)]
-            last = self.compute * n if self.copies_masters or self.params != self.compute else 0.0
+            fetched = self._fetch(n)
+            steps += [*fetched, (_B, -last), (_P, self.compute * n)]
+            last = sum(size for _, size in fetched)
         return [*steps, (_B, -last)]
 
     def _fetch(self, n: int) -> list[tuple[Part, float]]:
-        """n parameters are cast, after they have come from the host where they lie there."""
-        if self.params == self.compute:
-            return [(_B, self.compute * n)] * self.copies_masters
-        master = self.params * n * self.copies_masters
-        return [(_B, master), (_B, self.compute * n), (_B, -master)]
+        """n parameters come from the host, where they lie there, and are cast, where their formats differ."""
+        master, casts = self.params * n, self.params != self.compute
+        if self.copies_masters and casts:
+            return [(_B, master), (_B, self.compute * n), (_B, -master)]
+        return [(_B, self.compute * n)] if self.copies_masters or casts else []
 
     def _shard_sizes(self, unit: Unit) -> list[int]:
         return unit.shard_sizes(self.shards, self.expert_shards)

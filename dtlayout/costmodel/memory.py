@@ -105,15 +105,18 @@ class RankMemory(Sized, Iterable[MemoryEstimate]):
     def __iter__(self) -> Iterator[MemoryEstimate]:
         return map(self._find, range(self._num_ranks))
 
+    def __repr__(self) -> str:
+        return f"RankMemory{tuple(self)}"
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RankMemory) and tuple(self) == tuple(other)
+        return tuple(self) == tuple(other) if isinstance(other, RankMemory) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
 
     @property
     def may_be_fullest(self) -> Iterator[MemoryEstimate]:
-        """Peaks of which none of all ranks is higher, nor needs more, than the highest."""
+        """Peaks among which are the highest and the greatest need of all ranks."""
         return map(self._find, self._fullest)
 
     @property

@@ -38,7 +38,7 @@ def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, l
     if config.data.document_mask:
         notes.append("data.document_mask is left out: the offsets of documents are a few kilobytes")
     if kernels.compile != "none":
-        notes.append(f"kernels.compile={kernels.compile} is left out: this is the memory of eager blocks")
+        notes.append(f"kernels.compile={kernels.compile} is left out: memory and time are those of eager blocks")
     return replace(kernels, compile="none"), notes
 
 

@@ -26,7 +26,7 @@ from dtlayout.pipelining.actions import Action, Kind
 
 
 def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]) -> TimeEstimate | None:
-    """The step of the rank, of those that were run, that ends last.
+    """The step of the busiest rank of those that were run.
 
     None unless both ends of the pipeline and some block were run, and with offload, of which operators do not say what
     hides it.

@@ -87,15 +87,25 @@ def accumulate(put_off: list[PutOff]) -> None:
 
 
 def _make(work: PutOff) -> None:
-    """A parameter takes a gradient as its own: autograd would copy what somebody else holds too."""
+    """A parameter takes its gradient, which has its format, as its own: autograd would copy what is held here too.
+
+    Where tp has made this rank's part of a parameter, autograd goes on from there.
+    """
+    edges, gradients = [], []
     for edge, gradient in zip(work.edges, work.make(), strict=True):
-        parameter = getattr(edge.node, "variable", None)
+        parameter = getattr(edge.node, "variable", None)  # of the node that ends a graph at a leaf
         if parameter is None:
-            torch.autograd.backward(edge, gradient)
-        elif parameter.grad is None:
+            edges.append(edge)
+            gradients.append(gradient)
+            continue
+        if parameter.grad is None:
             parameter.grad = gradient
         else:
             parameter.grad += gradient
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # as autograd would
+            hook(parameter)
+    if edges:
+        torch.autograd.backward(edges, gradients)
 
 
 class _Linear(Function):

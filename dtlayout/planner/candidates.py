@@ -365,6 +365,7 @@ class Candidates:
         stages, _, state = self._pipelines(spread, layout)
         examples, updates = self.examples(degrees), self.updates(degrees, state.sizes[0], stages.groups[0].has_head)
         ways = [way for way, least in state.ways if max(least) <= self.allowed_bytes]
+        # What sends more of anything takes no less.
         sent = dict.fromkeys(Sent.of(scenario, examples[way], updates[way], m) for way in ways)
         return [each for each in sent if not any(other is not each and all(map(le, other, each)) for other in sent)]
 

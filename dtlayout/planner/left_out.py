@@ -6,9 +6,10 @@ planner/intervals.py.
 
 The range of n ratios is that of split conformal prediction (arXiv:1604.04173, sec. 2.2), in which the next ratio lies
 with a probability of 0.9 if it is drawn like them and each tail holds 5 %. Rows of one model are more alike than that:
-with 5 %, 88 of 100 rows lay inside ranges of other models' rows, with 4 % there are 91. So a tail begins at the
-(n + 1)/25-th ratio from its end. Below 24 ratios there is none; then it is the largest error, either way, which takes
-9. Below 9 ratios nothing can be said, and the next kind of rows stands for them.
+with 5 %, 88 of 100 rows lay inside ranges of other models' rows, with 4 % there are 91, for `COVERED` to hold; that was
+chosen by these same rows. So a tail begins at the (n + 1)/25-th ratio from its end. Below 24 ratios there is none; then
+it is the largest error, either way, which takes 9. Below 9 ratios nothing can be said, and the next kind of rows stands
+for them.
 """
 
 from collections import Counter

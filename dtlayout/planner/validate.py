@@ -111,8 +111,10 @@ def _estimate(run: Run, find: Callable[[Scenario], Estimator]) -> Estimate:
 class Fitted:
     """An engine that was fitted to the runs of a group."""
 
+    starts: Sequence[Engine]
+    """The engine on each GPU type of the group, as it was."""
     engines: Sequence[Engine]
-    """The engine on each GPU type of the group."""
+    """The same, fitted."""
     before: Scores
     """Scores of the runs with the constants that the engine had."""
     predictions: Sequence[Prediction]
@@ -202,7 +204,7 @@ def fit_group(runs: Sequence[Run], progress: Progress = lambda line: None) -> Fi
         raise DtlayoutError(f"no run of engine {where} to fit to")
     progress(f"fitting {where}")
     engines = fit_engines(runs, starts)
-    return Fitted(engines, score(predict(runs)), predict(with_engines(runs, *engines)))
+    return Fitted(starts, engines, score(predict(runs)), predict(with_engines(runs, *engines)))
 
 
 def without_fit(engine: Engine) -> Engine:

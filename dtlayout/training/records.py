@@ -151,18 +151,18 @@ class Records:
 
     def report(
         self, exit_code: int, done: int, peaks: Sequence[int] | None, *, skipped: list[int], spikes: list[int],
-        executed: dict[str, list[str]], first_timed: int,
+        executed: dict[str, list[str]], num_slow: int,
     ) -> None:  # fmt: skip
         """summary.json and the table at the end.
 
-        `peaks` are those of pipeline ranks, `executed` the kernels that ran, and steps are timed from one on that is
-        not among the first.
+        `peaks` are those of pipeline ranks, bytes, `executed` the kernels that ran; the first `num_slow` steps of this
+        process are not timed.
         """
         if not self.is_writer:
             return
         lines = self._metrics.read()
         losses = [line["loss"] for line in lines]
-        step_time_s, spread_s = time_steps(self._step_times_s, first_timed)
+        step_time_s, spread_s = time_steps(self._step_times_s, num_slow)
         speed = self._speed.describe(step_time_s) if step_time_s else {}
         measured = Performance(
             step_time_s=step_time_s,

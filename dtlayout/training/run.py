@@ -173,7 +173,7 @@ class _Run:
             self.records.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
         self.records.report(
             exit_code, done, self.memory.peaks_by_pp_rank, skipped=self.skipped, spikes=self.spikes.found,
-            executed=self.recorder.executed, first_timed=max(2, self.num_drawn),
+            executed=self.recorder.executed, num_slow=max(2, self.num_drawn),
         )  # fmt: skip
         # A process that does not end with 0 has torchrun, and srun on other nodes, end those that are still writing.
         self.watch.at("waiting for the others to end", is_long=True, waits=True)
