@@ -387,8 +387,8 @@ def _format_fragment(fitted: validate.Fitted) -> str:
         spread = ", ".join(f"{name} {tenths[i]:+.1f} %" for name, i in (("p10", 0), ("median", 4), ("p90", 8)))
         summary.append(f"error of speed after: {spread}")
     summary.append(f"at a bound: {', '.join(_find_at_bounds(fitted)) or 'none'}")
-    if untold := _find_untold(fitted):
-        summary.append(f"left as they were, for no run speaks of them: {', '.join(untold)}")
+    if unchanged := _find_unchanged(fitted):
+        summary.append(f"left as they were by these runs: {', '.join(unchanged)}")
     tables = {}
     for gpu, constants in _list_constants(fitted).items():
         ran = [p.run for p in _find_on(gpu, fitted.predictions) if p.run.ran]
@@ -402,7 +402,7 @@ def _find_at_bounds(fitted: validate.Fitted) -> list[str]:
     return list(dict.fromkeys(name for engine in fitted.engines for name in engine.at_bounds))
 
 
-def _find_untold(fitted: validate.Fitted) -> list[str]:
+def _find_unchanged(fitted: validate.Fitted) -> list[str]:
     """Constants that the fit has left as they were on every GPU type."""
     pairs = list(zip(fitted.starts, fitted.engines, strict=True))
     names = dict.fromkeys(name for engine in fitted.engines for name in (*engine.shared, *engine.fitted))

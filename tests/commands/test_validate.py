@@ -284,7 +284,7 @@ def test_a_fit_is_a_piece_of_an_engines_file(measured, few_constants, capsys):
     fragment = printed[printed.index("# nanotron: scores") :]
     (values,) = toml.loads(fragment)["fitted"].values()
     assert values.pop("source") == "24 runs of narrow, wide"
-    assert tuple(values) == few_constants
+    assert (*values, "logit_bytes") == few_constants and "# left as they were by these runs: logit_bytes" in fragment
     assert all(type(value) is float and BOUNDS[name][0] <= value <= BOUNDS[name][1] for name, value in values.items())
     shipped = find_engine("nanotron", "h100-80g-sxm").constants.matmul_efficiency
     assert values["matmul_efficiency"] < shipped  # the runs were made slower
@@ -297,7 +297,7 @@ def test_a_fit_can_be_written_to_a_file(measured, few_constants, tmp_path, capsy
     fitted = document["fitted"]["h100-80g-sxm"]
     assert fitted.keys() == {"engine", "constants", "at_bounds", "scores"}
     written = toml.loads(out.read_text(encoding="utf-8"))["fitted"]["h100-80g-sxm"]
-    assert {name: written[name] for name in few_constants} == fitted["constants"]
+    assert fitted["constants"] == {name: written[name] for name in few_constants if name != "logit_bytes"}
     assert fitted["scores"]["mape"] < document["pooled"]["mape"]
     assert main(["validate", str(measured), "--fit", "--out", str(out)]) == 0
     printed = capsys.readouterr().out

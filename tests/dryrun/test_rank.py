@@ -43,10 +43,10 @@ CASES = [
 ]
 
 
-def measure(case: Case) -> tuple[Footprint, Footprint, Counter[tuple[str, int]]]:
-    """A later step of a real run: what is held at the peak, on the host too, and the messages by name and size.
+def measure(case: Case) -> tuple[list[tuple[Footprint, Footprint]], Counter[tuple[str, int]]]:
+    """Later steps of a real run: what is held at the peak, on the host too, and the messages by name and size.
 
-    A thread of gloo may let go of a buffer late, so of two steps the one with the lower peak counts.
+    A thread of gloo may let go of a buffer late, so of two steps those with the lower peak count.
     """
     assembly = assemble(case.model, case.batch, case.layout, case.kernels, case.precision, seed=0, device_type="cpu")
     optimizer = build_optimizer(assembly.modules, case.model, case.optimizer)
@@ -62,7 +62,9 @@ def measure(case: Case) -> tuple[Footprint, Footprint, Counter[tuple[str, int]]]
             step(tokens, targets)
         peaks.append((tracker.ledger.peak, tracker.host.peak))
     events = (event for event in collectives.events if len(event.ranks) > 1)
-    return *min(peaks, key=lambda peak: peak[0].total), Counter((event.name, event.nbytes) for event in events)
+    lower = min(peak.total for peak, _ in peaks)
+    lowest = [(peak, host) for peak, host in peaks if peak.total == lower]
+    return lowest, Counter((event.name, event.nbytes) for event in events)
 
 
 @pytest.mark.parametrize("case", mostly_thorough(CASES), ids=[str(case.layout) for case in CASES])
@@ -70,8 +72,9 @@ def test_a_rank_holds_and_sends_what_a_real_one_does(ranks4: Ranks, case: Case) 
     found = rehearse(case, [3] if case.layout.pp == 1 else [0, 3])
     real = ranks4.run(measure, case)
     for rank, report in found.items():
-        footprint, on_host, messages = real[rank]
-        assert (report.parts, report.host_parts) == (footprint, on_host)
+        lowest, messages = real[rank]
+        assert (report.parts, report.host_parts) in lowest
+        footprint, on_host = lowest[0]
         assert bool(on_host.total) == (case.layout.offload != "none")
         if on_host.total:
             expected = Estimator(make_scenario(case)).host_bytes(case.layout, case.kernels)
