@@ -110,6 +110,8 @@ class Features:
     """Highest stage of ZeRO that it has in a pipeline: below 3 parameters stay gathered, below 2 gradients whole."""
     schedules: tuple[str, ...] = ()
     """Pipeline schedules that it has; all, where none is named."""
+    recompute: tuple[str, ...] = ()
+    """Kinds of recomputation that it has, every-N for any N; what `checkpointing` says, where none is named."""
     even_stages: bool = False
     """Whether its stages have as many blocks each, where the embedding, the head or both may count as one."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
@@ -207,6 +209,10 @@ class Engine:
 
     def recompute_problems(self, recompute: str) -> list[str]:
         """A line for a kind that the engine does not have; none but ours and torchtitan's tells operations apart."""
+        if known := self.features.recompute:
+            kind = "every-N" if Recompute.parse(recompute).every > 1 else recompute
+            line = f"layout.recompute={recompute} is nothing that {self.name} has; use {' or '.join(known)}"
+            return [] if kind in known else [line]
         if self.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1:
             return []
         advice = "use selective, which computes attention alone again, or full"
