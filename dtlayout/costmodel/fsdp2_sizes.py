@@ -231,17 +231,20 @@ class Sizes:
         it reads, its sum over tp, and the sum with the residual stream. Whoever calls the branch holds what the norm
         gave, also where it is gathered first. Experts have their results and the sum of these.
         """
-        closing = self.whole + ((self.stream + self.whole * self.reorders) if self.is_split else 0.0)
         kept, branch = self.kept(recompute, layer), sum(map(self.kept_by, self.last_branch))
-        if self.description.experts and not self.description.tp_closes_block:
-            closing = self.copies(self.description.experts) + self.stream
+        # The last matmul's output and its sum over tp, which a reduce-scatter first puts in the order of ranks.
+        closing = self.whole + ((self.stream + self.whole * self.reorders) if self.is_split else 0.0)
         if self.description.experts:  # of whose way through a block no dry run tells
+            if not self.description.tp_closes_block:
+                closing = self.copies(self.description.experts) + self.stream
             dropped = min(self.block - kept, branch) if recompute.covers(layer) else 0.0
             return kept + dropped + closing + 2 * self.stream
         if not recompute.covers(layer):
+            # All is kept but what a norm gave that is gathered; or branch and sum are there.
             return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream)
         *opening, last = [each for each in self.last_branch if isinstance(each, Linear)]
         share = self.kept_matmuls if "matmuls" in recompute.kept else 0.0
+        # Counted in what is kept, and there already at the activation; and not there before the end.
         opened = share * sum(sum(self.results_of(each)) for each in opening)
         closed = share * self.whole * self.keeps_last
         closed += self.stream * (self.is_split and recompute.is_selective and self.keeps_last)
