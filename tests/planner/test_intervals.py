@@ -129,3 +129,13 @@ def test_pairs_that_were_predicted_further_apart_came_in_order_more_often():
         assert [order.least for order in orders] == sorted(order.least for order in orders)
         assert shares[0] < 0.7 and shares[-1] > COVERED
     assert sum(order.pairs for order in find_order("aa-scaling")) < sum(order.pairs for order in find_order("dtlayout"))
+
+
+def test_the_shipped_ranges_are_those_of_the_rules_that_make_them():
+    """Of fewer than 24 rows the largest error stands for either side."""
+    errors = read_errors()
+    entries = [entry for quantity in QUANTITIES for entry in errors[quantity]]
+    assert len(entries) > 20 and {entry["rows"] < 24 for entry in entries} == {True, False}
+    for entry in entries:
+        is_symmetric = entry["low"] * entry["high"] == pytest.approx(1, abs=2e-3)
+        assert is_symmetric == (entry["rows"] < 24), entry
