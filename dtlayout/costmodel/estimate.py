@@ -19,7 +19,7 @@ from dtlayout.costmodel.memory import (
     rank_estimator,
 )
 from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
-from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, StageClass, StageLayout, part_of
+from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, StageLayout, part_of
 from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.costmodel.stage_work import BlocksWork, LayoutWork, StageWork, send_s
@@ -31,7 +31,6 @@ from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timing import PipelineTime, time_pipeline, time_shared_pipeline
 from dtlayout.pipelining.waves import StageTimes
-from dtlayout.recompute import Recompute
 
 HOPELESS_SHARE = 1.25
 """Fraction of the capacity above which nobody should try a predicted peak on a GPU: well beyond the model's error, and
@@ -210,10 +209,8 @@ class Estimator:
 
     def work(self, layout: Layout, kernels: Kernels) -> list[StageWork]:
         """One microbatch on each stage."""
-        recompute, work = Recompute.parse(layout.recompute), self.layout_work(part_of(layout, StageLayout), kernels)
-        num_first = self.scenario.model.num_first
-        stages = [StageClass.of(stage, recompute, num_first) for stage in self.stages(layout)]
-        return [work.on(stage) for stage in stages]
+        work = self.layout_work(part_of(layout, StageLayout), kernels)
+        return [work.on(stage) for stage in self.groups(PipelineLayout.of(layout)).classes]
 
     def time(self, layout: Layout, kernels: Kernels, memory: RankMemory) -> TimeEstimate:
         """The step of the busiest rank."""

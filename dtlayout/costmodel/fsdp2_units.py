@@ -49,8 +49,7 @@ class Unit:
     def shard_sizes(self, shards: int, expert_shards: int) -> list[int]:
         """Parameters of each weight's largest shard: rows are split over the ranks."""
         return [
-            ceil(rows / (expert_shards if name in self.of_experts else shards)) * prod(columns)
-            for name, (rows, *columns) in self.weights.items()
+            _cut(shape, expert_shards if name in self.of_experts else shards) for name, shape in self.weights.items()
         ]
 
     def count(self, shards: int = 1, expert_shards: int = 1) -> int:
@@ -61,7 +60,13 @@ class Unit:
 @lru_cache(maxsize=1024)
 def _count_shard(unit: Unit, shards: int, *, is_of_experts: bool) -> int:
     own = (shape for name, shape in unit.weights.items() if (name in unit.of_experts) == is_of_experts)
-    return sum(ceil(rows / shards) * prod(columns) for rows, *columns in own)
+    return sum(_cut(shape, shards) for shape in own)
+
+
+def _cut(shape: Shape, shards: int) -> int:
+    """Parameters of the largest of so many shards of a weight."""
+    rows, *columns = shape
+    return ceil(rows / shards) * prod(columns)
 
 
 class StageUnits(NamedTuple):
