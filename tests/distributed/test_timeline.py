@@ -81,27 +81,31 @@ def test_a_message_is_on_its_way_until_it_is_used(recorded):
 
 
 def record(layout):
-    """A step's timeline, None but on the first rank of all, and the part of its time that recording took."""
+    """A step's timeline, None but on the first rank of all, and the part of its time that recording took.
+
+    Of the thread's own time, and of the best of some steps: that of a busy machine is not the recorder's.
+    """
     case = Case(layout, precision=FP32)
     assembly, step = build_step(case)
     recorder = TimelineRecorder("cpu", layout, timeout_s=60)
-    spent_s = []
+    spent_s, parts = [], []
 
     def timed(function, *arguments):
-        started = time.perf_counter()
+        started = time.thread_time()
         function(*arguments)
-        spent_s.append(time.perf_counter() - started)
+        spent_s.append(time.thread_time() - started)
 
     assembly.runtime.before_action = partial(timed, recorder.before_action)
     assembly.runtime.after_input = partial(timed, recorder.after_input)
     for sync in assembly.sync:
         sync.observe(recorder.transfer)
-    for _ in range(2):
+    for _ in range(4):
         spent_s.clear()
         timed(recorder.begin)
         started = time.perf_counter()
         step(*local_rows(case))
-    return recorder.gather(), sum(spent_s) / (time.perf_counter() - started)
+        parts.append(sum(spent_s) / (time.perf_counter() - started))
+    return recorder.gather(), min(parts)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
