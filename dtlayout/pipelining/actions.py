@@ -22,6 +22,8 @@ class Kind(Enum):
     SEND_BACKWARD = "SEND_B"
     RECEIVE_BACKWARD = "RECV_B"
 
+    __hash__ = object.__hash__  # there is one of each; Enum hashes the name, by a function in Python
+
 
 SEND = {False: Kind.SEND_FORWARD, True: Kind.SEND_BACKWARD}
 RECEIVE = {False: Kind.RECEIVE_FORWARD, True: Kind.RECEIVE_BACKWARD}
