@@ -159,9 +159,7 @@ class Asking:
 
     def _raise_spreads(self, opened: Open) -> None:
         with_update_s = self._candidates.with_update_s
-        raised = [
-            (with_update_s(least_s, each.spread, each.pipeline), each) for least_s, each in self._take_spreads(opened)
-        ]
+        raised = [(with_update_s(least_s, each.spread), each) for least_s, each in self._take_spreads(opened)]
         self._push_spreads(Question.WORKS, opened.subject[0], raised)
 
     def _find_works(self, opened: Open) -> None:
@@ -169,10 +167,7 @@ class Asking:
         works, num_slower = self._candidates.works(opened.subject[0])
         self._count("slower kernels", num_slower * sum(each.spread.num_ways for _, each in taken))
         for work in works:
-            bound = [
-                (with_update_s(each.bound_s(*work.times.least_s), each.spread, each.pipeline), each)
-                for _, each in taken
-            ]
+            bound = [(with_update_s(each.bound_s(*work.times.least_s), each.spread), each) for _, each in taken]
             self._push_spreads(Question.BUSIEST, work, bound)
 
     def _find_busiest(self, opened: Open) -> None:

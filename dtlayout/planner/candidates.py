@@ -89,7 +89,7 @@ class Family(NamedTuple):
     """One of them."""
     overlaps: list[bool]
     """Their values of tp_overlap."""
-    spreads: list[Spread]
+    spreads: tuple[Spread, ...]
 
 
 class Spreading(NamedTuple):
@@ -181,6 +181,7 @@ class Candidates:
         self._group_states, self._overlaps = cache(self._find_group_states), cache(self._find_overlaps)
         self._allows_pipeline, self._orders = cache(space.allows_pipeline), cache(self._find_orders)
         self._busy, self._ways = cache(self._find_busy), cache(self._find_ways)
+        self._spreadings = cache(self._find_spreadings)
         self._hidden = hidden_share(space.scenario)
         self.updates = cache(self._find_updates)
         """Reductions and updates of ranks with these RankSizes at some degrees, with a head or without, by Sharding."""
@@ -220,7 +221,7 @@ class Candidates:
                     sequence_parallel=sp, **pipeline, **space.constant,
                 )  # fmt: skip
                 has_kernels = any(self._kernels_with(layout, recompute) for recompute in space.recompute)
-                families += [Family(layout, overlaps, found)] if overlaps and has_kernels else []
+                families += [Family(layout, overlaps, tuple(found))] if overlaps and has_kernels else []
         return families
 
     def recomputing(self, family: Family) -> list[tuple[Recomputing, list[BoundSpread]]]:
@@ -231,12 +232,8 @@ class Candidates:
             parts = {part_of(layout, StageLayout): layout for layout in layouts}
             if kernels := _with_one_loss(self._kernels_of(layouts[0])):
                 again_s = min([self._again_s(part, each) for part in parts for each in kernels])
-                pipelines = [(spread, _pipeline_of(spread, layouts[0])) for spread in family.spreads]
-                spreads = [
-                    Spreading(each, pipeline, self._busy(pipeline, each.num_microbatches))
-                    for each, pipeline in pipelines
-                ]
-                bound = [(each.bound_s(block_s, again_s, head_s), each) for each in spreads]
+                spreadings = self._spreadings(family.spreads, Recompute.parse(recompute).every)
+                bound = [(each.bound_s(block_s, again_s, head_s), each) for each in spreadings]
                 found.append((Recomputing(layouts[0], parts), bound))
         return found
 
@@ -256,16 +253,16 @@ class Candidates:
         """What the fullest rank of a layout needs, and its peak, as far as that is allowed."""
         return self.peaks.need(layout, kernels, self.allowed_bytes)
 
-    def with_update_s(self, least_s: float, spread: Spread, pipeline: PipelineLayout) -> float:
+    def with_update_s(self, least_s: float, spread: Spread) -> float:
         """A lower bound of a step whose microbatches take `least_s` at least, with reduction and update of the first
         ranks, in any way in which the state alone fits.
 
         No more is hidden than a share of what the rank is busy, so a step that takes longer hides no more than it is
         longer: what is bound for the least time is for any.
         """
-        ways, m = self._ways(spread, pipeline._replace(recompute_every=0)), spread.num_microbatches
+        m = spread.num_microbatches
         hidden_s = self._hidden * least_s / m
-        return least_s + min([sent.least_s(m, hidden_s) for sent in ways], default=0.0)
+        return least_s + min([sent.least_s(m, hidden_s) for sent in self._ways(spread)], default=0.0)
 
     def make(self, work: Work, spread: Spread, layout: PipelineLayout) -> Candidate | None:
         """The candidate of a work that is spread over this pipeline; None if no variant can fit."""
@@ -349,6 +346,19 @@ class Candidates:
         moments = [(each.group.counts, each.has_gradients) for each in in_flight]
         return Pipeline(stages, in_flight, self._states(degrees, tuple(counts), tuple(moments)))
 
+    def _find_spreadings(self, spreads: tuple[Spread, ...], recompute_every: int) -> list[Spreading]:
+        """Of layouts that compute again each `recompute_every`-th block."""
+        pipelines = [self._pipeline_of(each, recompute_every) for each in spreads]
+        return [
+            Spreading(each, pipeline, self._busy(pipeline, each.num_microbatches))
+            for each, pipeline in zip(spreads, pipelines, strict=True)
+        ]
+
+    def _pipeline_of(self, spread: Spread, recompute_every: int) -> PipelineLayout:
+        """The pipeline of layouts that are spread in this way."""
+        cuts = self.space.constant.get("stage_layers", ())
+        return PipelineLayout(spread.pp, spread.schedule, spread.virtual_stages, cuts, recompute_every)
+
     def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[Busy]:
         waits, found = not find_schedule(pipeline.schedule).splits_backward, []
         for group in self.estimator.groups(pipeline).groups:
@@ -357,12 +367,12 @@ class Candidates:
             found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))
         return found
 
-    def _find_ways(self, spread: Spread, layout: PipelineLayout) -> list[Sent]:
+    def _find_ways(self, spread: Spread) -> list[Sent]:
         """What the first ranks send, in those ways to share the state in which that alone fits that cost no more in all
         than another one.
         """
         degrees, m, scenario = spread.degrees, spread.num_microbatches, self.space.scenario
-        stages, _, state = self._pipelines(spread, layout)
+        stages, _, state = self._pipelines(spread, self._pipeline_of(spread, recompute_every=0))
         examples, updates = self.examples(degrees), self.updates(degrees, state.sizes[0], stages.groups[0].has_head)
         ways = [way for way, least in state.ways if max(least) <= self.allowed_bytes]
         # What sends more of anything takes no less.
@@ -447,12 +457,6 @@ def _leave_best(compared: Mapping[T, Costs]) -> list[T]:
             for j, other in enumerate(compared.values()) if j != i
         )
     ]  # fmt: skip
-
-
-def _pipeline_of(spread: Spread, layout: Layout) -> PipelineLayout:
-    """The pipeline of a layout that is spread in this way."""
-    every = Recompute.parse(layout.recompute).every
-    return PipelineLayout(spread.pp, spread.schedule, spread.virtual_stages, layout.stage_layers, every)
 
 
 def _with_one_loss(kernels: list[Kernels]) -> list[Kernels]:

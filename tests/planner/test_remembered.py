@@ -158,9 +158,9 @@ def describe(candidates: Candidates, layout: Layout, kernels: Kernels) -> tuple[
     pipeline = PipelineLayout.of(layout)
     candidate = candidates.make(work, spread, pipeline)
     if candidate is None:
-        return None, m, candidates.with_update_s(1.0, spread, pipeline)
+        return None, m, candidates.with_update_s(1.0, spread)
     times = StepTimes(candidates, candidate)
-    with_update_s = candidates.with_update_s(times.bound_s, spread, pipeline)
+    with_update_s = candidates.with_update_s(times.bound_s, spread)
     assert with_update_s <= (1 + 1e-9) * times.updated[0][0]
     steps = [times.step_s(sharding) for sharding in candidate.variants]
     made = (*candidate[1:], work.block, candidates.undominated((part,)))
