@@ -42,6 +42,8 @@ class PipelineSchedule:
     """Whether a search tries it where the user names none: one whose actions have to be played is a slow one."""
     fast: Callable[[int, int, int, StageTimes], list[float]] | None = None
     """p, v, m and the stages' seconds → the end of each rank's last action, without playing them one by one."""
+    least: Callable[[int, StageTimes], float] | None = None
+    """m and the stages' seconds → no step is shorter, which knows of more waits than those for the first microbatch."""
     in_flight: Callable[[int, int, int, int, bool], tuple[Moment, ...]] | None = None
     """p, v, m, a rank and whether all gradients are to be there → the moments at which it can hold most, likewise."""
 

@@ -20,7 +20,7 @@ from dtlayout.pipelining.split_orders import (
     order_zb_h1,
     order_zb_v,
 )
-from dtlayout.pipelining.waves import finish_1f1b, finish_gpipe, finish_interleaved_1f1b, hold_rounds
+from dtlayout.pipelining.waves import finish_1f1b, finish_gpipe, finish_interleaved_1f1b, hold_rounds, least_1f1b
 
 DEFAULT_SCHEDULE = "1f1b"
 """What a layout has that names none, and one whose pipeline is off."""
@@ -44,7 +44,10 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
     for schedule in (
         PipelineSchedule(name="gpipe", order=order_breadth_first, is_breadth_first=True, fast=finish_gpipe),
-        PipelineSchedule(name="1f1b", order=order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=finish_1f1b),
+        PipelineSchedule(
+            name="1f1b", order=order_1f1b, least_rounds=1, enough=_two_more_than_ranks, fast=finish_1f1b,
+            least=least_1f1b,
+        ),
         PipelineSchedule(
             name="interleaved-1f1b", order=order_interleaved_1f1b, least_virtual_stages=2, most_virtual_stages=inf,
             whole_rounds=True, enough=_three_rounds, fast=finish_interleaved_1f1b, in_flight=hold_rounds,

@@ -211,14 +211,15 @@ def lower_bound(schedule: str, num_ranks: int, virtual_stages: int, num_microbat
     """Seconds that the pipeline takes at least; exact for equal stages without messages, unless backwards are split.
 
     Rank r is busy after the first microbatch has come down to it and before the last one has gone back up from it; or,
-    where the weights' part of a backward may wait, only after.
+    where the weights' part of a backward may wait, only after. A schedule may know of more waits.
     """
     played = _check(schedule, num_ranks, virtual_stages, num_microbatches, times)
     ways = zip(times.forward_s, times.backward_s, times.message_s, strict=False)
     hops_s = (f + message + (0.0 if played.splits_backward else b + message) for f, b, message in ways)
     away_s = accumulate(hops_s, initial=0.0)
     busy_s = _busy(played.place(num_ranks, virtual_stages), num_microbatches, times)
-    return max(away + busy for away, busy in zip(away_s, busy_s, strict=False))
+    least_s = max(away + busy for away, busy in zip(away_s, busy_s, strict=False))
+    return max(least_s, played.least(num_microbatches, times)) if played.least else least_s
 
 
 def in_flight_peaks(

@@ -109,6 +109,23 @@ def _advance_1f1b(ends: list[float], wave: _Wave) -> list[float]:
     return after
 
 
+def least_1f1b(m: int, times: StageTimes) -> float:
+    """No step is shorter: the way of one microbatch through all ranks and back, and what keeps the last from it.
+
+    A rank with n = p - r microbatches in flight does its forward k + n after its backward k, which comes once the
+    forward k has gone from there to the last rank and back. Of m - 1 = q·n + j microbatches before the last one, q
+    cost that way around, and j the rank's own work; of that the forwards alone, where there is no backward between.
+    """
+    around_s = longest_s = 0.0
+    from_last = zip(times.forward_s[::-1], times.backward_s[::-1], (0.0, *times.message_s[::-1]), strict=True)
+    for n, (forward_s, backward_s, message_s) in enumerate(from_last, start=1):
+        around_s += forward_s + backward_s + 2 * message_s
+        q, j = divmod(m - 1, n)
+        waited_s = q * around_s + j * (forward_s + (backward_s if q else 0.0))
+        longest_s = waited_s if waited_s > longest_s else longest_s
+    return around_s + longest_s
+
+
 def finish_interleaved_1f1b(p: int, v: int, m: int, times: StageTimes) -> list[float]:
     """The end of each rank's last action, by [Note: waves]."""
     ends = [0.0] * (2 * p)

@@ -221,6 +221,10 @@ class Asking:
         place = self._place_of(times.candidate.work, times.candidate.spread)
         if self._has_better(place, opened.least_s):
             return
+        least_s = times.waiting_s + times.update_s(sharding)
+        if least_s > opened.least_s:
+            self._push(least_s, Question.PLAY, opened.subject)
+            return
         if not self._has_better(place, opened.least_s, times.candidate.variants[sharding]):
             self._push(times.step_s(sharding), Question.FIT, (times, sharding))
         self._push_next(times, others)

@@ -3,6 +3,7 @@
 from functools import cache, cached_property
 from operator import add
 
+from dtlayout.costmodel.estimate import stage_times
 from dtlayout.costmodel.parts import StageClass
 from dtlayout.costmodel.rank_groups import RankGroup
 from dtlayout.costmodel.stage_work import StageWork
@@ -29,6 +30,11 @@ class StepTimes:
         return {each: self.candidate.work.times.on(each) for each in self.candidate.stages.kinds}
 
     @cached_property
+    def _stage_work(self) -> list[StageWork]:
+        """That of each stage."""
+        return [self._work[each] for each in self.candidate.stages.classes]
+
+    @cached_property
     def bound_s(self) -> float:
         """No variant's step is shorter: that of the pipeline's busiest rank, without reduction and update."""
         return max([self._bound_group_s(group) for group in self.candidate.stages.groups]) + self._fixed_s
@@ -40,6 +46,15 @@ class StepTimes:
         busy_s = sum([work[c].forward_s + work[c].backward_s for c in group.classes])
         m = self.candidate.spread.num_microbatches
         return away_s + (1 + comes_back) * self._delay_s * group.ranks[-1] + m * busy_s
+
+    @cached_property
+    def waiting_s(self) -> float:
+        """`bound_s`, or more, by the waits that the schedule knows of; of each stage, so that it takes longer."""
+        spread = self.candidate.spread
+        if not (least := find_schedule(spread.schedule).least):
+            return self.bound_s
+        times = stage_times(spread.schedule, self._stage_work, self._delay_s)
+        return max(self.bound_s, least(spread.num_microbatches, times) + self._fixed_s)
 
     @cached_property
     def updated(self) -> list[tuple[float, Sharding]]:
@@ -77,7 +92,6 @@ class StepTimes:
     @cached_property
     def _finished_s(self) -> list[float]:
         """When the last rank of each group is done with its microbatches."""
-        candidate = self.candidate
-        work = [self._work[each] for each in candidate.stages.classes]
-        pipeline = self.estimator.play(candidate.layout, candidate.spread.num_microbatches, work, self._delay_s)
+        candidate, m = self.candidate, self.candidate.spread.num_microbatches
+        pipeline = self.estimator.play(candidate.layout, m, self._stage_work, self._delay_s)
         return [max(pipeline.finished_s[rank] for rank in group.ranks) for group in candidate.stages.groups]

@@ -199,6 +199,16 @@ def test_equal_stages_idle_as_long_as_the_papers_say(case, forward, backward):
     assert lower_bound(*case, times) == time.total_s
 
 
+@given(st.integers(2, 8), st.integers(1, 30), st.integers(0, 40), st.integers(1, 9), st.integers(1, 9))
+def test_the_bound_of_1f1b_knows_how_long_its_loops_wait_for_messages(p, rounds, message, forward, backward):
+    """Exact where the last microbatch follows a whole number of ways around all ranks."""
+    times = equal_stages(p, forward, backward, message)
+    around = p * (forward + backward) + 2 * (p - 1) * message
+    case = "1f1b", p, 1, rounds * p + 1
+    assert lower_bound(*case, times) == time_pipeline(*case, times).total_s == (rounds + 1) * around
+    assert lower_bound(*case, replace(times, message_s=(0,) * (p - 1))) < around * (rounds + 1) or not message
+
+
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 200), st.floats(0.01, 10), st.floats(0.01, 10))
 def test_one_rank_never_waits(schedule, m, forward, backward):
     time = time_pipeline(schedule, 1, 1, m, equal_stages(1, forward, backward))
