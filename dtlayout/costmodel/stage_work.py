@@ -1,7 +1,7 @@
 """Stage work: seconds of one microbatch on one stage, with recomputation, embedding, head, host and messages."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from dtlayout.costmodel.comm import message_s
@@ -71,8 +71,11 @@ class BlocksWork:
         else:
             self._host_again_s = constants.full_host_tp_s if is_tp else constants.full_host_s
         self._sees_ends = scenario.is_on_host or self._sending_s > 0.0
-        self.on = cache(self._find_work)
-        """The work of a StageClass, as if it had no head."""
+
+    @cached_property
+    def on(self) -> Callable[[StageClass], StageWork]:
+        """The work of a stage, as if it had no head."""
+        return cache(self._find_work)
 
     def _find_work(self, stage: StageClass) -> StageWork:
         """Where blocks differ and only some are recomputed, these are of all kinds alike."""
@@ -135,11 +138,14 @@ class LayoutWork:
         self.blocks, self.head = blocks, head
         self.least_s = *blocks.least_s, head.gpu_s
         """Seconds that a microbatch takes at least in a block, in computing it again, and in the head."""
-        self._with_head = cache(self._add_head)
 
     def on(self, stage: StageClass) -> StageWork:
         """The work of a stage."""
         return self._with_head(stage) if stage.head else self.blocks.on(stage)
+
+    @cached_property
+    def _with_head(self) -> Callable[[StageClass], StageWork]:
+        return cache(self._add_head)
 
     def _add_head(self, stage: StageClass) -> StageWork:
         work, head = self.blocks.on(stage), self.head

@@ -262,7 +262,7 @@ class Candidates:
         """
         m = spread.num_microbatches
         hidden_s = self._hidden * least_s / m
-        return least_s + min([sent.least_s(m, hidden_s) for sent in self._ways(spread)], default=0.0)
+        return least_s + Sent.least_s(self._ways(spread), m, hidden_s)
 
     def make(self, work: Work, spread: Spread, layout: PipelineLayout) -> Candidate | None:
         """The candidate of a work that is spread over this pipeline; None if no variant can fit."""
