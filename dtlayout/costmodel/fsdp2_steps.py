@@ -4,9 +4,9 @@ Steps that follow each other and are alike are one row, so that long steps of a 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, repeat, starmap
 from typing import NamedTuple
 
 from dtlayout.pipelining.actions import COMPUTE, RELEASE, Action, Kind, result_of
@@ -76,46 +76,50 @@ def follow_steps(
 
     Those are the first ones to each neighbour.
     """
-    around = zip([None, *actions], actions, [*actions[1:], None], strict=False)
-    neighbours = [_look_around(*three) if offloads else {} for three in around]
+    neighbours: Iterable[Iterable[bool]] = repeat(())
+    if offloads:
+        neighbours = starmap(_look_around, zip([None, *actions], actions, [*actions[1:], None], strict=False))
     last = {action.stage: action for action in actions if action.kind in RELEASE}
     begun: dict[Kind, set[int]] = {kind: set() for kind in COMPUTE}
     forwarded: set[int] = set()
     reduced: Reduced | None = None
     last_kind: dict[int, Kind] = {}
     num_sent = Counter[int | None]()
-    receivers = dict[tuple[Kind, int], int | None]()
-    for action, neighbour in zip(actions, neighbours, strict=True):
-        chunk, kind = placement.chunk_of(action.stage), action.kind
-        is_forward = kind is Kind.FORWARD
-        is_first, is_last = chunk not in begun[kind], action == last.get(action.stage)
+    known = dict[tuple[Kind, int], tuple[int, int | None]]()
+    for action, neighbour in zip(actions, neighbours, strict=False):
+        kind, stage, _ = action
+        if (of_stage := (kind, stage)) not in known:  # the same for all of its microbatches
+            receiver = None if (result := result_of(action)) is None else placement.receiver_of(result)
+            known[of_stage] = placement.chunk_of(stage), receiver
+        chunk, receiver = known[of_stage]
+        is_first, is_last = chunk not in begun[kind], action == last.get(stage)
         alternates = last_kind.get(chunk) is not kind
         reduces = kind in RELEASE
         before = reduced if reduces else None
-        step = Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, before, **neighbour)
+        yield (
+            action,
+            Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, before, *neighbour),
+            receiver is not None and num_sent[receiver] < SENDS_IN_FLIGHT,
+        )
+        num_sent[receiver] += 1
         if reduces:
             reduced = None if is_last else Reduced(chunk, kind, alternates)
-        if not is_forward:
+        if kind is Kind.FORWARD:
+            forwarded.add(chunk)
+        else:
+            forwarded.discard(chunk)
             last_kind[chunk] = kind
         for alike in _BEGUN_WITH.get(kind, (kind,)):
             begun[alike].add(chunk)
-        (forwarded.add if is_forward else forwarded.discard)(chunk)
-        if (of_stage := (kind, action.stage)) not in receivers:  # the same one for all of its microbatches
-            receivers[of_stage] = None if (result := result_of(action)) is None else placement.receiver_of(result)
-        receiver = receivers[of_stage]
-        num_sent[receiver] += 1
-        yield action, step, receiver is not None and num_sent[receiver] <= SENDS_IN_FLIGHT
 
 
-def _look_around(before: Action | None, action: Action, after: Action | None) -> dict[str, bool]:
-    """What a step of a rank whose activations go to the host has to know of its neighbours."""
+def _look_around(before: Action | None, action: Action, after: Action | None) -> tuple[bool, bool, bool]:
+    """What a step of a rank whose activations go to the host has to know of its neighbours: from `Step.turns` on."""
     turned = before is not None and before.kind is Kind.FORWARD and before[1:] == action[1:]
     turns = after is not None and action.kind is Kind.FORWARD and _is_backward_of(action, after)
-    return {
-        "turns": turns or turned,
-        "leaves_block": before is not None and before.kind is Kind.FORWARD and not turned,
-        "fetches": after is not None and after.kind is not Kind.FORWARD and not turns,
-    }
+    leaves_block = before is not None and before.kind is Kind.FORWARD and not turned
+    fetches = after is not None and after.kind is not Kind.FORWARD and not turns
+    return turns or turned, leaves_block, fetches
 
 
 def _is_backward_of(forward: Action, action: Action) -> bool:
