@@ -208,7 +208,7 @@ class Engine:
         return bool(self.fitted) or self.gpu in self.shared_by
 
     def recompute_problems(self, recompute: str) -> list[str]:
-        """A line for a kind that the engine does not have; none but ours and torchtitan's tells operations apart."""
+        """A line for a kind that the engine does not have."""
         if known := self.features.recompute:
             kind = "every-N" if Recompute.parse(recompute).every > 1 else recompute
             line = f"layout.recompute={recompute} is nothing that {self.name} has; use {' or '.join(known)}"

@@ -6,8 +6,9 @@ that names what is written instead. What the program would refuse at its start i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
+from typing import Any
 
 from dtlayout.costmodel.engine import find_usual
 from dtlayout.costmodel.estimate import Estimate
@@ -62,9 +63,12 @@ class Job:
         meeting = "" if nodes == 1 else f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         return f"torchrun --nproc-per-node {processes}{meeting}"
 
-    def odd_kernels(self, said: Sequence[str] = ()) -> list[str]:
-        """A gap for each kernel that is not the program's usual one, but for those keys that its options say."""
-        usual, kernels = find_usual(self.scenario.engine.name).kernels, self.estimate.kernels
+    def odd_kernels(self, said: Sequence[str] = (), **own: Any) -> list[str]:
+        """A gap for each kernel that is not the program's usual one, but for those keys that its options say.
+
+        `own` are those of the version that is written for, where published runs have others.
+        """
+        usual, kernels = replace(find_usual(self.scenario.engine.name).kernels, **own), self.estimate.kernels
         keys = [f.name for f in fields(Kernels) if f.name not in said]
         odd = [key for key in keys if getattr(kernels, key) != getattr(usual, key)]
         return [f"kernels.{key}={getattr(kernels, key)} is no option: the program takes its own" for key in odd]

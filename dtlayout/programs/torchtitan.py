@@ -41,8 +41,7 @@ def write(job: Job) -> Arguments:
     gaps += unknown
     optimizer, unknown = choose("optimizer.name", scenario.optimizer.name, {"adamw": "AdamW"}, "AdamW")
     gaps += unknown
-    recompute, unknown = _recompute(layout.recompute)
-    gaps += unknown + job.odd_kernels(said=("compile",))
+    gaps += job.odd_kernels(said=("compile",), attention="sdpa-cudnn")  # which it tries first
     precision = scenario.precision
     if precision.reduce != "float32":
         gaps.append(f"precision.reduce={precision.reduce} is no choice of mixed_precision_reduce: it stays float32")
@@ -59,7 +58,7 @@ def write(job: Job) -> Arguments:
             "mixed_precision_reduce": "float32", "dataset": "c4_test",
         },
         "parallelism": parallelism,
-        "activation_checkpoint": recompute,
+        "activation_checkpoint": _recompute(layout.recompute),
         "compile": {"enable": kernels.compile != "none"},
     }  # fmt: skip
     if layout.offloads_state:
@@ -182,17 +181,16 @@ def _parallelism(job: Job) -> tuple[dict[str, Any], list[str]]:
     return table, gaps
 
 
-def _recompute(text: str) -> tuple[dict[str, str], list[str]]:
-    """[activation_checkpoint] and gaps."""
+def _recompute(text: str) -> dict[str, str]:
+    """[activation_checkpoint]."""
     parsed = Recompute.parse(text)
     if parsed.every == 0:
-        return {"mode": "none"}, []
+        return {"mode": "none"}
     if parsed.is_selective:
-        gap = f"layout.recompute={text} is nothing that it has: selective by operation is written instead"
-        return {"mode": "selective", "selective_ac_option": "op"}, [gap] * (text != "selective")
+        return {"mode": "selective", "selective_ac_option": "op"}
     if parsed.every > 1:
-        return {"mode": "selective", "selective_ac_option": f"{parsed.every}"}, []
-    return {"mode": "full"}, []
+        return {"mode": "selective", "selective_ac_option": f"{parsed.every}"}
+    return {"mode": "full"}
 
 
 TORCHTITAN = Program(

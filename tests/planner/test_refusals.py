@@ -31,13 +31,18 @@ def scenario(engine: str = "dtlayout", gpu: str = "a100-80g-sxm") -> Scenario:
 
 @pytest.mark.parametrize(
     ("engine", "advice"),
-    [("megatron", "use selective"), ("aa-scaling", "use selective"), ("nanotron", "use none or full")],
+    [
+        ("megatron", "use selective"),
+        ("aa-scaling", "use selective"),
+        ("nanotron", "use none or full"),
+        ("torchtitan", "use none or selective or every-N or full"),
+    ],
 )
 def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine, advice):
     assert not {"keep-attention", "keep-matmuls"} & set(Space(scenario(engine)).recompute)
-    assert "keep-attention" in Space(scenario("torchtitan")).recompute
+    assert "keep-attention" in Space(scenario("prime-rl")).recompute
     layout = Layout(dp_shard=4, recompute="keep-attention")
-    (problem,) = find_refusals(scenario(engine), layout, Kernels())
+    (problem,) = find_refusals(scenario(engine), layout, find_usual(engine).kernels)
     assert problem.startswith(f"layout.recompute=keep-attention is nothing that {engine} has; {advice}")
     (problem,) = find_engine(engine, "a100-80g-sxm").recompute_problems("keep-matmuls")
     assert advice in problem
