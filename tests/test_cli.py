@@ -42,9 +42,9 @@ def test_check_says_what_a_legal_config_would_do(files, capsys):
         ["stages", "blocks 2, 2"],
         ["microbatches", "2 of 2 on each of 2 dp ranks"],
         ["tokens", "128"],
-        ["memory", "not predicted: [cluster] names no GPU type"],
+        ["memory", "not predicted: nobody names a GPU type, with --gpu or as cluster.gpu"],
         ["data", "not checked here: --data looks for them"],
-        ["kernels", "those that are auto depend on the run's GPU: name it as cluster.gpu to see them"],
+        ["kernels", "those that are auto depend on the run's GPU: name it with --gpu, or as cluster.gpu"],
     ]
 
 
@@ -88,7 +88,7 @@ def test_json_is_one_document_with_the_layout_that_fits(files, capsys):
     [
         ("cpu", "compile none: a CPU gains little", "none"),
         ("h100-80g-sxm", "attention sdpa-cudnn: the fastest of PyTorch's on Hopper", "blocks"),
-        ("auto", "those that are auto depend on the run's GPU: name it as cluster.gpu to see them", "auto"),
+        ("auto", "those that are auto depend on the run's GPU: name it with --gpu, or as cluster.gpu", "auto"),
     ],
 )
 def test_check_says_what_auto_is_on_the_device_that_is_named(files, capsys, gpu, said, compile):
@@ -100,6 +100,9 @@ def test_check_says_what_auto_is_on_the_device_that_is_named(files, capsys, gpu,
     assert main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["kernels"]["compile"] == compile
+    if gpu != "auto":
+        assert main([*arguments, "--json", "--cluster.gpu=v100-32g-sxm", "--gpu", gpu]) == 0
+        assert json.loads(capsys.readouterr().out) == document
     assert document["chosen"] == ([] if gpu == "auto" else [line for key, line in lines if key == "kernels"])
 
 

@@ -36,6 +36,11 @@ def add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", "--gpus", type=int, dest="world", metavar="N", help=text)
 
 
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """Add the GPU type that a config is for."""
+    parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
+
+
 def choose_gpu(config: "Config", asked: str | None) -> Gpu:
     """The GPU type that is asked for, or that the config's [cluster] names; InvalidConfig if neither names one."""
     if asked is None and (known := config.cluster.known_gpu) is not None:

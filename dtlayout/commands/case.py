@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dtlayout.commands.arguments import add_world, choose_gpu, choose_world, find_assumed_world
+from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
 from dtlayout.config import Config, check_layout, load_plan
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_lacks
@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 def add_machines(parser: argparse.ArgumentParser) -> None:
     """Add the GPUs and the engine that a config is predicted for."""
-    parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
+    add_gpu(parser)
     add_world(parser)
     parser.add_argument("--engine", default=OWN_ENGINE, metavar="NAME", help="training program; %(default)s by default")
 

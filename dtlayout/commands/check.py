@@ -3,7 +3,8 @@
 import argparse
 from dataclasses import asdict, replace
 
-from dtlayout.commands.arguments import add_config, add_world, choose_world, find_assumed_world, show
+from dtlayout.cluster import find_gpu
+from dtlayout.commands.arguments import add_config, add_gpu, add_world, choose_world, find_assumed_world, show
 from dtlayout.config import PLANNED_STEPS, Config, check_layout, load_plan
 from dtlayout.kernel import find_packages
 from dtlayout.kernels import Kernels
@@ -16,13 +17,14 @@ from dtlayout.text import join_alike, plural
 from dtlayout.trackers import package_problems
 
 EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
-_OPEN_KERNELS = "those that are auto depend on the run's GPU: name it as cluster.gpu to see them"
+_OPEN_KERNELS = "those that are auto depend on the run's GPU: name it with --gpu, or as cluster.gpu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config, the world and the plan."""
+    """The config, the machines and the plan."""
     add_config(parser)
     add_world(parser)
+    add_gpu(parser)
     parser.add_argument("--data", action="store_true", help="look for the data and the tokenizer too, as a run would")
     parser.add_argument("--plan", action="store_true", help="print what happens to which module")
 
@@ -30,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what the config would do, or refuse it."""
     config = load_plan(options.config, options.overrides)
+    if options.gpu:
+        config = replace(config, cluster=replace(config.cluster, gpu=find_gpu(options.gpu).name, file=""))
     world_size = choose_world(config, options.world)
     layout = check_layout(config, world_size, config.device)
     if options.world is not None and config.device.gpu is not None:
@@ -77,7 +81,7 @@ def _predict_memory(config: Config, layout: Layout) -> tuple[float | None, str]:
     gpu = config.device.gpu
     predicted = predict(config, layout, gpu)
     if predicted is None or gpu is None:
-        return None, "not predicted: [cluster] names no GPU type"
+        return None, "not predicted: nobody names a GPU type, with --gpu or as cluster.gpu"
     return predicted.peak_bytes, f"predicted {describe_peak(predicted, own_scenario(config, layout.world_size, gpu))}"
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dtlayout.cluster import Gpu
-from dtlayout.commands.arguments import add_config, add_world, choose_gpu, choose_world, show
+from dtlayout.commands.arguments import add_config, add_gpu, add_world, choose_gpu, choose_world, show
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, the world and the ranks."""
     add_config(parser)
     add_world(parser)
-    parser.add_argument("--gpu", metavar="NAME", help="GPU type; that of [cluster] by default")
+    add_gpu(parser)
     parser.add_argument(
         "--ranks", metavar="R,R,…", help="all, or some; the first, the last and the predicted busiest by default"
     )

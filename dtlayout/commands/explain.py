@@ -49,16 +49,18 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     speed = scenario.batch.tokens_per_s_per_gpu(now.step_time_s, now.layout.world_size)
     of_step, of_peak = find_intervals(scenario)
     least_s, most_s = of_step.around(now.step_time_s)
-    least, most = map(format_bytes, of_peak.around(now.peak_bytes))
+    least_bytes, most_bytes = of_peak.around(now.peak_bytes)
+    is_open = least_bytes <= now.capacity_bytes < most_bytes
+    verdict = f"{'yes' if now.fits else 'no'}{', if the prediction holds' * is_open}"
     facts = [
         ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
         ("engine", f"{engine.name}, {state}"),
-        ("fits", f"{'yes' if now.fits else 'no'}: {peak} of {capacity} on {where}"),
+        ("fits", f"{verdict}: {peak} of {capacity} on {where}"),
         ("step", f"{now.step_time_s:.3f} s, MFU {mfu}, {three_digits(speed)} tokens/s/GPU{if_fits}"),
         *_describe_offload(explanation),
         ("bound by", bound),
         ("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}"),
-        ("", f"peak {least} to {most}, for {of_peak.basis}"),
+        ("", f"peak {format_bytes(least_bytes)} to {format_bytes(most_bytes)}, for {of_peak.basis}"),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
     return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes]

@@ -25,7 +25,7 @@ _PARTS = {
     "bubble": "the bubble", "dp": "data-parallel communication", "optimizer": "the optimizer", "host": "the host",
 }  # fmt: skip
 
-_KEPT_BESIDE_KERNELS = ("tp", "pp", "cp", "cp_method", "ep", "schedule", "virtual_stages", "sequence_parallel")
+_KEPT_BESIDE_KERNELS = ("tp", "pp", "cp", "ep", "schedule", "virtual_stages", "sequence_parallel")
 """Fields of a layout that another kernel changes nothing about."""
 _LEAST_DIFFERENCE = 0.0005
 """Relative difference of step times that is written as a number."""
