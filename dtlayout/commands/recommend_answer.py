@@ -180,7 +180,9 @@ class Answer:
             number = self.scenario.cluster.num_gpus
             said.append(f"Fewest GPUs that train it: {number}. Parts of a node and whole nodes were tried.")
         said += [describe_cost(self.scenario, best.step_time_s, self.budget)] if self.budget else []
-        lines += ["", *said] if said else []
+        kernels = ", ".join(f"{name} {kernel}" for name, kernel in asdict(best.kernels).items())
+        said.append(f"Kernels of 1: {kernels}.")
+        lines += ["", *said]
         if self.verified:
             lines += ["", "Dry runs:", *(f"  {run}" for run in self.verified)]
         if self.against:
