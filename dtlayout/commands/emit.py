@@ -11,6 +11,7 @@ from dtlayout.config import check_layout, parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.errors import InvalidConfig
 from dtlayout.files import write
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
@@ -23,6 +24,8 @@ from dtlayout.programs.registry import PROGRAMS
 _BYTES_VOCAB = 257
 """Ids of the tokenizer that needs no file."""
 _STEPS = 100
+_MARK = "by dtlayout recommend."
+"""Stands at the head of each file."""
 _SAID_OF_LAYOUTS = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute")
 
 
@@ -37,6 +40,12 @@ class Emitted(NamedTuple):
     def to_lines(self, path: Path) -> list[str]:
         """What people are told of it."""
         return [f"1 is written to {path}, for {self.program}", *(f"  {gap}" for gap in self.gaps)]
+
+
+def check_own(path: Path) -> None:
+    """InvalidConfig where something is there that no recommend wrote, such as a config of the user's."""
+    if path.is_file() and (there := path.read_bytes()) and _MARK.encode() not in there:
+        raise InvalidConfig(f"--emit={path} is there already, and no dtlayout recommend wrote it; name another file")
 
 
 def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
@@ -117,7 +126,7 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
 
 def _name_scenario(scenario: Scenario) -> str:
     cluster = scenario.cluster
-    return f"{scenario.model.name} on {cluster.num_gpus} x {cluster.gpu.name}, by dtlayout recommend."
+    return f"{scenario.model.name} on {cluster.num_gpus} x {cluster.gpu.name}, {_MARK}"
 
 
 def _comment(line: str) -> str:

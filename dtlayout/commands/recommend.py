@@ -145,6 +145,10 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidConfig(problems)
     for path in filter(None, (options.emit, options.page)):
         check_writable(path)
+    if options.emit:
+        from dtlayout.commands.emit import check_own  # only now: a search does without configs
+
+        check_own(options.emit)
 
 
 def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenario:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from recommending import DEBUG, HF, LLAMA, ask, with_model
+from recommending import DEBUG, HF, LLAMA, ask, refuse, with_model
 
 from dtlayout.cli import main
 from dtlayout.config import check_layout, load_config
@@ -62,6 +62,19 @@ def test_an_emitted_config_for_the_cpu_needs_no_gpu_and_no_file(capsys, tmp_path
     assert check_layout(config, 4).world_size == 4
     assert (config.train.device, config.data.source, config.data.tokenizer) == ("cpu", "python-stdlib", "bytes")
     assert config.model == PRESETS["debug"] and config.precision.compute == "float32"
+
+
+def test_only_what_it_wrote_itself_is_written_over(capsys, tmp_path):
+    path = tmp_path / "best.toml"
+    path.touch()  # as mktemp does
+    ask(capsys, *DEBUG, "--top", "1", "--emit", str(path))
+    ask(capsys, *DEBUG, "--top", "1", "--emit", str(path))
+    own = path.read_text().replace("by dtlayout recommend", "by me")
+    path.write_text(own)
+    assert f"--emit={path} is there already, and no dtlayout recommend wrote it" in refuse(
+        capsys, *DEBUG, "--top", "1", "--emit", str(path)
+    )
+    assert path.read_text() == own
 
 
 def test_a_vocabulary_too_small_for_bytes_asks_for_a_tokenizer(capsys, tmp_path):
