@@ -139,7 +139,7 @@ def _check(options: argparse.Namespace) -> None:
         problems.append("--price is money for a GPU-hour of a whole training; give its --tokens")
     if options.price is not None and not 0 <= options.price < inf:
         problems.append(f"--price={options.price:g} must not be negative")
-    if options.scale and (options.emit or options.why_not or options.baseline or options.min_gpus):
+    if options.scale and (options.emit or options.why_not is not None or options.baseline or options.min_gpus):
         problems.append("--scale compares clusters; ask --emit, --why-not, --baseline and --min-gpus of one of them")
     if problems:
         raise InvalidConfig(problems)

@@ -110,7 +110,7 @@ class Answer:
         self.completed: Estimate | None = None
         self.reopened: Estimate | None = None
         self.baseline: Baseline | None = None
-        if options.why_not:
+        if options.why_not is not None:
             choices = parse_choices(options.why_not)
             self.why_not = verdict(*reasons.parse_layout(search.space, choices))
             self.completed = _complete(search, choices)

@@ -93,7 +93,7 @@ class Summary:
     steps: int = 0
     """Optimizer steps that the newest state has seen."""
     final_loss: float | None = None
-    """Mean of the last ten steps, nats a token."""
+    """Mean of the last ten steps, or of all where they are fewer, nats a token."""
     validation: Validation | None = None
     """None of a run that validates nothing."""
     parameters: int | None = None

@@ -195,7 +195,10 @@ class Records:
         speed, predicted_speed = map(self._find_speed, (measured, predicted))
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
-            ("loss, mean of the last 10 steps", compare(summary.final_loss, None, "{:.4f}".format)),
+            (
+                f"loss, mean of the last {plural(min(10, summary.steps), 'step')}",
+                compare(summary.final_loss, None, "{:.4f}".format),
+            ),
             *describe_validation(summary.validation),
             ("step time", compare(measured.step_time_s, predicted.step_time_s, "{:.3f} s".format)),
             ("tokens/s", compare(measured.tokens_per_s, None, "{:,.0f}".format)),

@@ -229,6 +229,10 @@ def test_less_memory_may_be_allowed(capsys):
     assert all(found["peak_bytes"] <= 0.3 * capacity for found in document["layouts"])
 
 
+def test_why_not_nothing_is_refused(capsys):
+    assert "'' is no choice; write a layout as it is printed" in refuse(capsys, *LLAMA, "--why-not", "")
+
+
 @pytest.mark.parametrize(
     ("choices", "outcome", "problem"),
     [
