@@ -13,7 +13,7 @@ from typing import Any
 from dtlayout import toml
 from dtlayout.cluster import load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.costmodel.engine import ANY_GPU
+from dtlayout.costmodel.engine import ANY_GPU, Engine
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import check_writable
 from dtlayout.planner import validate
@@ -404,13 +404,15 @@ def _find_at_bounds(fitted: validate.Fitted) -> list[str]:
 
 def _find_unchanged(fitted: validate.Fitted) -> list[str]:
     """Constants that the fit has left as they were on every GPU type."""
-    pairs = list(zip(fitted.starts, fitted.engines, strict=True))
     names = dict.fromkeys(name for engine in fitted.engines for name in (*engine.shared, *engine.fitted))
-    return [
-        name
-        for name in names
-        if all(getattr(start.constants, name) == getattr(engine.constants, name) for start, engine in pairs)
-    ]
+    told = set[str]().union(*map(_find_told, fitted.starts, fitted.engines))
+    return [name for name in names if name not in told]
+
+
+def _find_told(start: Engine, engine: Engine) -> set[str]:
+    """Constants that a fit has moved away from where it started."""
+    names = (*engine.shared, *engine.fitted)
+    return {name for name in names if getattr(engine.constants, name) != getattr(start.constants, name)}
 
 
 def _list_constants(fitted: validate.Fitted) -> dict[str, dict[str, float]]:
@@ -418,8 +420,8 @@ def _list_constants(fitted: validate.Fitted) -> dict[str, dict[str, float]]:
     tables: dict[str, dict[str, float]] = {}
     for start, engine in zip(fitted.starts, fitted.engines, strict=True):
         for gpu, names in ((ANY_GPU, engine.shared), (engine.gpu, engine.fitted)):
-            told = [name for name in names if getattr(engine.constants, name) != getattr(start.constants, name)]
-            values = {name: float(f"{getattr(engine.constants, name):.4g}") for name in told}
+            told = _find_told(start, engine)
+            values = {name: float(f"{getattr(engine.constants, name):.4g}") for name in names if name in told}
             if values:
                 tables.setdefault(gpu, {}).update(values)
     return dict(sorted(tables.items(), key=lambda item: item[0] != ANY_GPU))
