@@ -29,6 +29,8 @@ OWN_ENGINE = "dtlayout"
 """The engine whose features are this trainer's."""
 KNOWN_AXES = ("tp", "pp", "cp", "ep", "tp_overlap", "ep_overlap")
 """Fields of a layout that a program may lack."""
+DATA_PARALLEL = ("replicated", "hybrid", "sharded")
+"""Whether data-parallel ranks share the state: none do, those of a group do, of which there are copies, or all do."""
 _OFF = Layout()
 
 
@@ -104,6 +106,10 @@ class Features:
     """Kernels that it has beside its usual ones, by our names."""
     matmuls: tuple[str, ...] = ()
     """Formats below bf16 in which its linear layers multiply, as `Precision.matmuls`."""
+    always_sequence_parallel: bool = False
+    """Whether its tensor parallelism always shards the sequence too."""
+    data_parallel: tuple[str, ...] = DATA_PARALLEL
+    """Which of `DATA_PARALLEL` it has."""
     highest_zero: Literal[1, 2, 3] = 3
     """Highest stage of ZeRO that it has."""
     pipeline_zero: Literal[1, 2, 3] = 3
@@ -131,7 +137,10 @@ class Features:
     """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
 
     def __post_init__(self) -> None:
-        known = {"axes": KNOWN_AXES, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS, "matmuls": MATMUL_FORMATS}
+        known = {
+            "axes": KNOWN_AXES, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS, "matmuls": MATMUL_FORMATS,
+            "data_parallel": DATA_PARALLEL,
+        }  # fmt: skip
         problems = [
             f"features.{field}: {name!r} is unknown; use some of {list(names)}"
             for field, names in known.items()
@@ -233,6 +242,17 @@ class Engine:
             return []
         return [f"layout.zero={zero}{where} is nothing that {self.name} has; use zero={most}{' or less' * (most > 1)}"]
 
+    def data_parallel_problems(self, dp_replicate: int, dp_shard: int) -> list[str]:
+        """A line for copies of the state that the engine does not have."""
+        known = self.features.data_parallel
+        kind = "sharded" if dp_replicate == 1 else "hybrid" if dp_shard > 1 else "replicated"
+        if kind in known:
+            return []
+        where = "without shards" if kind == "replicated" else f"beside dp_shard={dp_shard}"
+        others = " or dp_shard=1" * (kind == "hybrid" and "replicated" in known)
+        copies = f"layout.dp_replicate={dp_replicate} {where}"
+        return [f"{copies} is nothing that {self.name} has; use dp_replicate=1{others}"]
+
     def axis_problems(self, layout: Layout) -> list[str]:
         """A line for each axis of a layout, each way to attend over it, and what lies on the host, that it lacks."""
         problems, methods = list[str](), self.features.cp_methods
@@ -263,6 +283,11 @@ class Engine:
         """A line for everything in a legal layout of a model and a batch that the engine does not have."""
         problems = self.axis_problems(layout) + self.schedule_problems(layout.schedule)
         problems += self.zero_problems(layout.zero, layout.pp) + self.recompute_problems(layout.recompute)
+        problems += self.data_parallel_problems(layout.dp_replicate, layout.dp_shard)
+        if self.features.always_sequence_parallel and layout.tp > 1 and not layout.sequence_parallel:
+            problems.append(
+                f"layout.sequence_parallel=false is nothing that {self.name} has; use layout.sequence_parallel=true"
+            )
         return problems + self._division_problems(layout, model, batch)
 
     def _division_problems(self, layout: Layout, model: ModelShape, batch: Batch) -> list[str]:

@@ -237,7 +237,13 @@ class Space:
         ways = [
             Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if are_shared[n] else alone)
         ]
-        return [way for way in ways if not self.scenario.engine.zero_problems(way.zero, pp)]
+        engine = self.scenario.engine
+        return [
+            way
+            for way in ways
+            if not engine.zero_problems(way.zero, pp)
+            and not engine.data_parallel_problems(dp // way.dp_shard, way.dp_shard)
+        ]
 
     def micro_batches(self, cp: int) -> list[int]:
         """Divisors of the global batch."""

@@ -78,9 +78,6 @@ def _distributed(job: Job) -> tuple[dict[str, Any], list[str]]:
     recompute, gaps = _recompute(layout.recompute)
     if job.estimate.kernels.attention not in _ATTENTION:
         gaps.append(f"kernels.attention={job.estimate.kernels.attention} is no sdpa_method: it takes its own")
-    copies, is_hsdp = layout.dp_replicate, layout.dp_shard > 1
-    if copies > 1 and not is_hsdp:
-        gaps.append("layout.dp_replicate without shards is nothing that it has: FSDP2 shards over all of dp")
     table: dict[str, Any] = {
         "strategy": "fsdp2", "dp_size": layout.dp, "tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp,
         "sequence_parallel": layout.shards_sequence, "enable_async_tensor_parallel": layout.overlaps_tp,
@@ -93,8 +90,8 @@ def _distributed(job: Job) -> tuple[dict[str, Any], list[str]]:
     }  # fmt: skip
     if layout.offloads_state:
         table["offload_policy"] = {"_target_": "torch.distributed.fsdp.CPUOffloadPolicy"}
-    if copies > 1 and is_hsdp:
-        table["dp_replicate_size"] = copies
+    if layout.dp_replicate > 1:
+        table["dp_replicate_size"] = layout.dp_replicate
     if compile == "model":
         gaps.append("kernels.compile=model: blocks are compiled one by one instead")
     if layout.is_pipelined:

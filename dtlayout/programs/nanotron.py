@@ -66,8 +66,6 @@ def _find_gaps(job: Job) -> list[str]:
             f"layout.zero={layout.zero} is nothing that it has: zero_stage 1 is written instead, which needs more "
             f"memory; --fix zero=1 finds the best layout for that"
         )
-    if layout.dp_replicate > 1 and job.shards_state:
-        gaps.append("layout.dp_replicate beside dp_shard is no option: the optimizer is sharded over all of dp")
     if job.model.rope_scaling:
         gaps.append("model.rope_scaling is left out: the time of a step and its memory are the same")
     if job.scenario.precision.matmul_format:

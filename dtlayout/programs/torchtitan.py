@@ -164,8 +164,6 @@ def _parallelism(job: Job) -> tuple[dict[str, Any], list[str]]:
         table["fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
         if layout.zero == 1 and not layout.is_pipelined and job.num_microbatches > 1:
             gaps.append("layout.zero=1 is nothing that it has: gradients are reduced after each microbatch, as zero=2")
-    if layout.tp > 1 and not layout.sequence_parallel:
-        gaps.append("layout.sequence_parallel=false is no option: its tensor parallelism shards the sequence")
     if layout.overlaps_tp and job.estimate.kernels.compile == "none":
         gaps.append("layout.tp_overlap takes effect only with [compile] enable = true")
     if layout.is_pipelined:

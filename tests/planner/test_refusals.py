@@ -105,6 +105,34 @@ def test_no_engine_is_asked_for_what_its_code_lacks():
     assert not Search(Space(here, fixed={"pp": 2, "zero": 3})).run().ranked
 
 
+@pytest.mark.parametrize(
+    ("engine", "lacking", "problem"),
+    [
+        (
+            "nanotron",
+            {"dp_replicate": 2, "dp_shard": 2},
+            "dp_replicate=2 beside dp_shard=2 is nothing that nanotron has; use dp_replicate=1 or dp_shard=1",
+        ),
+        (
+            "automodel",
+            {"dp_replicate": 4},
+            "dp_replicate=4 without shards is nothing that automodel has; use dp_replicate=1",
+        ),
+        (
+            "torchtitan",
+            {"tp": 2, "dp_shard": 2, "sequence_parallel": False},
+            "sequence_parallel=false is nothing that torchtitan has; use layout.sequence_parallel=true",
+        ),
+    ],
+)
+def test_no_program_is_recommended_what_its_file_cannot_say(engine, lacking, problem):
+    here, layout = scenario(engine, "h100-80g-sxm"), Layout(**lacking)
+    assert find_refusals(here, layout, find_usual(engine).kernels) == [f"layout.{problem}"]
+    assert not find_refusals(scenario("megatron", "h100-80g-sxm"), layout, find_usual("megatron").kernels)
+    assert not Search(Space(here, fixed=lacking)).run().ranked
+    assert Search(Space(here)).run().ranked
+
+
 def test_matmuls_below_bf16_are_predicted_of_others_where_the_gpu_has_them():
     here, layout = scenario("megatron", "h100-80g-sxm"), Layout(dp_shard=4)
     fp8, mxfp8 = (replace(here, precision=Precision(matmuls=name)) for name in ("fp8-tensorwise", "mxfp8"))

@@ -279,7 +279,6 @@ GAPS = [
     ("megatron", {"kernels": Kernels(attention="sdpa-cudnn", swiglu="liger")}, "kernels.swiglu=liger is no option"),
     ("torchtitan", {"kernels": Kernels(attention="sdpa-flash")}, "kernels.attention=sdpa-flash is no option"),
     ("torchtitan", {"layout": LAYOUTS["hsdp"]}, "layout.zero=1 is nothing that it has"),
-    ("torchtitan", {"layout": LAYOUTS["tp alone"]}, "layout.sequence_parallel=false is no option"),
     ("torchtitan", {"layout": LAYOUTS["tp"]}, "layout.tp_overlap takes effect only with [compile] enable = true"),
     ("torchtitan", {"model": "llama-13b"}, "the model's sizes are no options: add to llama3_args"),
     ("torchtitan", {"model": replace(PRESETS["qwen3-8b"], vocab_size=9)}, "add to qwen3_args of torchtitan a flavor"),
@@ -289,7 +288,6 @@ GAPS = [
     ("torchtitan", {"model": replace(QWEN, num_layers=9)}, "moe_args=MoEArgs(num_experts=128, num_shared_experts=0,"),
     ("megatron", {"model": replace(QWEN, gated_ffn=False)}, "the feed-forward without a gate takes GELU"),
     ("megatron", {"model": replace(QWEN, experts=replace(QWEN.experts, bias=True))}, "model.experts.bias is no option"),
-    ("automodel", {"layout": LAYOUTS["copies"]}, "layout.dp_replicate without shards is nothing that it has"),
     ("automodel", {"layout": LAYOUTS["tp"]}, "every block is recomputed instead"),
     ("automodel", {"kernels": Kernels(attention="fa3")}, "kernels.attention=fa3 is no sdpa_method"),
     ("automodel", {"kernels": Kernels(compile="model")}, "kernels.compile=model: blocks are compiled one by one"),
@@ -298,7 +296,6 @@ GAPS = [
     ("nanotron", {"layout": LAYOUTS["zero2"]}, "layout.recompute=selective is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["interleaved"]}, "layout.schedule=interleaved-1f1b is nothing that it has"),
     ("nanotron", {"layout": LAYOUTS["cut"]}, "predicted are 11, 11, 10 blocks"),
-    ("nanotron", {"layout": LAYOUTS["hsdp"]}, "the optimizer is sharded over all of dp"),
     ("nanotron", {"matmuls": "mxfp8"}, "precision.matmuls=mxfp8 is nothing that it has"),
     ("nanotron", {}, "model.rope_scaling is left out"),
 ]
