@@ -8,8 +8,8 @@ from tiny import write_tiny
 FAKE = Path(__file__).with_name("fake_trainer.py")
 
 
-def write_sweep(folder: Path, *, seeds: int, timeout_s: float = 5, more: str = "") -> Path:
-    """A sweep over seeds, which end as fake_trainer.py says."""
+def write_sweep(folder: Path, *, seeds: int, timeout_s: float = 15, more: str = "") -> Path:
+    """A sweep over seeds, which end as fake_trainer.py says; within the time limit a busy machine starts them all."""
     write_tiny(folder)
     path = folder / "sweep.toml"
     path.write_text(

@@ -52,7 +52,7 @@ def test_a_halving_that_cannot_be_is_refused(tmp_path, text, problem):
 
 def test_a_sweep_is_halved_for_real_and_goes_on_where_it_was(tmp_path, capsys):
     """Of seeds 0 to 9 seven end badly; the fastest of the rest runs twice, and nothing that ended runs again."""
-    path = write_sweep(tmp_path, seeds=10, timeout_s=3, more="[halving]\nfirst = 1.0\nkeep = 0.2\nsteps = [4, 6]")
+    path = write_sweep(tmp_path, seeds=10, more="[halving]\nfirst = 1.0\nkeep = 0.2\nsteps = [4, 6]")
     folder = tmp_path / "out"
     command = ["sweep", str(path), "--folder", str(folder), "--json"]
     assert main(command) == 0

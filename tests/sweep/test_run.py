@@ -63,7 +63,7 @@ def test_a_sweep_that_was_killed_goes_on_and_runs_nothing_twice(tmp_path, capsys
     sweep.wait()
     with (folder / "trials.jsonl").open("a") as file:
         file.write('{"key": "to')  # as a kill in the middle of a line leaves it
-    path.write_text(path.read_text().replace("timeout_s = 600", "timeout_s = 8"))
+    path.write_text(path.read_text().replace("timeout_s = 600", "timeout_s = 15"))
     assert main(["sweep", str(path), "--folder", str(folder), "--json"]) == 0
     trials = json.loads(capsys.readouterr().out)["trials"]
     assert len(trials) == 12 and len(ended) < 12
