@@ -43,7 +43,7 @@ class PipelineSchedule:
     fast: Callable[[int, int, int, StageTimes], list[float]] | None = None
     """p, v, m and the stages' seconds → the end of each rank's last action, without playing them one by one."""
     least: Callable[[int, StageTimes], float] | None = None
-    """m and the stages' seconds → no step is shorter, which knows of more waits than those for the first microbatch."""
+    """m and the stages' seconds → what a step takes at least, by more waits than the one for the first microbatch."""
     in_flight: Callable[[int, int, int, int, bool], tuple[Moment, ...]] | None = None
     """p, v, m, a rank and whether all gradients are to be there → the moments at which it can hold most, likewise."""
 
