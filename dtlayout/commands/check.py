@@ -3,8 +3,16 @@
 import argparse
 from dataclasses import asdict, replace
 
-from dtlayout.cluster import find_gpu
-from dtlayout.commands.arguments import add_config, add_gpu, add_world, choose_world, find_assumed_world, show
+from dtlayout.cluster import Gpu
+from dtlayout.commands.arguments import (
+    add_config,
+    add_gpu,
+    add_world,
+    choose_gpu,
+    choose_world,
+    find_assumed_world,
+    show,
+)
 from dtlayout.config import PLANNED_STEPS, Config, check_layout, load_plan
 from dtlayout.kernel import find_packages
 from dtlayout.kernels import Kernels
@@ -33,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what the config would do, or refuse it."""
     config = load_plan(options.config, options.overrides)
     if options.gpu:
-        config = replace(config, cluster=replace(config.cluster, gpu=find_gpu(options.gpu).name, file=""))
+        config = _put_on(config, choose_gpu(config, options.gpu))
     world_size = choose_world(config, options.world)
     layout = check_layout(config, world_size, config.device)
     if options.world is not None and config.device.gpu is not None:
@@ -60,6 +68,12 @@ def run(options: argparse.Namespace) -> int:
         "predicted_peak_memory_bytes": peak_bytes,
     }  # fmt: skip
     return show(options, {**document, "chosen": chosen.describe() if is_known else [], "notes": notes}, lines)
+
+
+def _put_on(config: Config, gpu: Gpu) -> Config:
+    """The config on another GPU type than its own, in nodes of as many."""
+    cluster = replace(config.cluster, gpu=gpu.name, file="", gpus_per_node=config.cluster.ranks_per_node)
+    return replace(config, cluster=cluster, train=replace(config.train, device="auto"))
 
 
 def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ _BYTES_VOCAB = 257
 """Ids of the tokenizer that needs no file."""
 _STEPS = 100
 _MARK = "by dtlayout recommend."
-"""Stands at the head of each file."""
+"""Stands in the first of each file's comments."""
+_HEAD_BYTES = 400
 _SAID_OF_LAYOUTS = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute")
 
 
@@ -44,7 +46,12 @@ class Emitted(NamedTuple):
 
 def check_own(path: Path) -> None:
     """InvalidConfig where something is there that no recommend wrote, such as a config of the user's."""
-    if path.is_file() and (there := path.read_bytes()) and _MARK.encode() not in there:
+    try:
+        with path.open("rb") if path.is_file() else BytesIO() as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise InvalidConfig(f"--emit={path} is there already, and cannot be read: {error.strerror}") from error
+    if head and _MARK.encode() not in head:
         raise InvalidConfig(f"--emit={path} is there already, and no dtlayout recommend wrote it; name another file")
 
 

@@ -50,7 +50,7 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     of_step, of_peak = find_intervals(scenario)
     least_s, most_s = of_step.around(now.step_time_s)
     least_bytes, most_bytes = of_peak.around(now.peak_bytes)
-    is_open = least_bytes <= now.capacity_bytes < most_bytes
+    is_open = now.fits_host and least_bytes <= now.capacity_bytes < most_bytes
     verdict = f"{'yes' if now.fits else 'no'}{', if the prediction holds' * is_open}"
     facts = [
         ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),

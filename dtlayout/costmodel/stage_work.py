@@ -74,7 +74,7 @@ class BlocksWork:
 
     @cached_property
     def on(self) -> Callable[[StageClass], StageWork]:
-        """The work of a stage, as if it had no head."""
+        """The work of a stage, as if it had no head; remembered, and most layouts are only bounded: of them none is."""
         return cache(self._find_work)
 
     def _find_work(self, stage: StageClass) -> StageWork:

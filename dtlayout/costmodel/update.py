@@ -102,18 +102,18 @@ class Sent(NamedTuple):
         each_s = update.again_s + update.reduce_s * (reductions > 1) + update.gather_s * (layout.zero == 3)
         return cls(each_s, all_s + update.copy_s, (reductions - 1) * update.add_s + update.optimizer_s)
 
-    @staticmethod
-    def least_s(ways: Iterable["Sent"], m: int, hidden_s: float) -> float:
-        """A lower bound of `update_times` in any of some ways, where each of m microbatches hides at most so much."""
-        return min(
-            [
-                alone_s
-                + (m - 1) * (each_s - hidden_s if each_s > hidden_s else 0.0)
-                + (last_s - hidden_s if last_s > hidden_s else 0.0)
-                for each_s, last_s, alone_s in ways
-            ],
-            default=0.0,
-        )
+
+def least_update_s(ways: Iterable[Sent], m: int, hidden_s: float) -> float:
+    """A lower bound of `update_times` in any of some ways, where each of m microbatches hides at most so much."""
+    return min(
+        [
+            alone_s
+            + (m - 1) * (each_s - hidden_s if each_s > hidden_s else 0.0)
+            + (last_s - hidden_s if last_s > hidden_s else 0.0)
+            for each_s, last_s, alone_s in ways
+        ],
+        default=0.0,
+    )
 
 
 _Once = tuple[float, float, float, float]

@@ -24,7 +24,7 @@ from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, S
 from dtlayout.costmodel.rank_groups import Counts, Stages
 from dtlayout.costmodel.scenario import find_kernel_refusals, find_lacks
 from dtlayout.costmodel.stage_work import LayoutWork
-from dtlayout.costmodel.update import Sent, Update, find_update, hidden_share
+from dtlayout.costmodel.update import Sent, Update, find_update, hidden_share, least_update_s
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.pipelining.schedules import find_schedule
@@ -262,7 +262,7 @@ class Candidates:
         """
         m = spread.num_microbatches
         hidden_s = self._hidden * least_s / m
-        return least_s + Sent.least_s(self._ways(spread), m, hidden_s)
+        return least_s + least_update_s(self._ways(spread), m, hidden_s)
 
     def make(self, work: Work, spread: Spread, layout: PipelineLayout) -> Candidate | None:
         """The candidate of a work that is spread over this pipeline; None if no variant can fit."""

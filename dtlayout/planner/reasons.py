@@ -26,7 +26,7 @@ _PARTS = {
 }  # fmt: skip
 
 _KEPT_BESIDE_KERNELS = ("tp", "pp", "cp", "ep", "schedule", "virtual_stages", "sequence_parallel")
-"""Fields of a layout that another kernel changes nothing about."""
+"""Fields of a layout that another kernel, or tp_overlap, changes nothing about."""
 _LEAST_DIFFERENCE = 0.0005
 """Relative difference of step times that is written as a number."""
 

@@ -40,7 +40,7 @@ class StepTimes:
         return max([self._bound_group_s(group) for group in self.candidate.stages.groups]) + self._fixed_s
 
     def _bound_group_s(self, group: RankGroup) -> float:
-        """`timing.lower_bound` of a group: its last rank is busy while the first microbatch is down there and back."""
+        """Of a group the last rank is busy while the first microbatch is not on its way down there or back."""
         work, comes_back = self._work, not find_schedule(self.candidate.spread.schedule).splits_backward
         away_s = sum([n * (work[c].forward_s + comes_back * work[c].backward_s) for c, n in group.before])
         busy_s = sum([work[c].forward_s + work[c].backward_s for c in group.classes])
@@ -49,7 +49,7 @@ class StepTimes:
 
     @cached_property
     def waiting_s(self) -> float:
-        """`bound_s`, or more, by the waits that the schedule knows of; of each stage, so that it takes longer."""
+        """`bound_s`, or more where the schedule knows of more waits; it costs more, as each stage is looked at."""
         spread = self.candidate.spread
         if not (least := find_schedule(spread.schedule).least):
             return self.bound_s

@@ -188,15 +188,16 @@ class Records:
             run=replace(self._run, outcome="non_finite" if exit_code == EXIT_NON_FINITE else "ok", measured=measured),
         )
         summary.write(self.folder)
-        self.display.show_table(f"{summary.outcome} after {plural(done, 'step')}", self._describe(summary, measured))
+        rows = self._describe(summary, measured, len(losses[-10:]))
+        self.display.show_table(f"{summary.outcome} after {plural(done, 'step')}", rows)
 
-    def _describe(self, summary: Summary, measured: Performance) -> list[tuple[str, str]]:
+    def _describe(self, summary: Summary, measured: Performance, num_losses: int) -> list[tuple[str, str]]:
         predicted = self._run.predicted or Performance()
         speed, predicted_speed = map(self._find_speed, (measured, predicted))
         rows = [
             ("layout", f"{self.layout} on {self.layout.world_size} x {self.device.name}"),
             (
-                f"loss, mean of the last {plural(min(10, summary.steps), 'step')}",
+                f"loss, mean of the last {plural(num_losses, 'step')}",
                 compare(summary.final_loss, None, "{:.4f}".format),
             ),
             *describe_validation(summary.validation),

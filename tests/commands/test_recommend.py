@@ -73,6 +73,14 @@ def test_under_cp_the_other_ways_to_share_a_sequence_are_said(capsys):
         assert "% slower: " in against[f"cp_method={method}"] and "waiting for cp" in against[f"cp_method={method}"]
 
 
+def test_a_kernel_that_some_way_to_share_a_sequence_allows_is_judged_with_that(capsys):
+    model = ("--model", "llama3.1-405b", "--gpu", "h100-80g-sxm", "--gpus", "1024", "--top", "1")
+    document = ask(capsys, *model, "--seq-len", "4096", "--global-batch", "1024")
+    assert document["layouts"][0]["layout"]["cp_method"] == "ring", "which cuDNN's attention is not for"
+    (cudnn,) = (each for each in document["against"] if each["change"] == "attention=sdpa-cudnn")
+    assert (cudnn["outcome"], cudnn["layout"]["cp_method"]) == ("slower", "all-to-all")
+
+
 def test_what_differs_in_one_choice_may_be_near_a_first_place_that_stands_apart(capsys):
     model = ("--model", "llama3.1-405b", "--gpu", "h100-80g-sxm", "--gpus", "16384", "--engine", "megatron")
     document = ask(capsys, *model, "--seq-len", "8192", "--global-batch", "2048", "--top", "2")

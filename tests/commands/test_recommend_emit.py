@@ -6,7 +6,9 @@ import pytest
 from recommending import DEBUG, HF, LLAMA, ask, refuse, with_model
 
 from dtlayout.cli import main
+from dtlayout.commands import emit
 from dtlayout.config import check_layout, load_config
+from dtlayout.errors import InvalidConfig
 from dtlayout.models.presets import PRESETS
 
 
@@ -64,7 +66,7 @@ def test_an_emitted_config_for_the_cpu_needs_no_gpu_and_no_file(capsys, tmp_path
     assert config.model == PRESETS["debug"] and config.precision.compute == "float32"
 
 
-def test_only_what_it_wrote_itself_is_written_over(capsys, tmp_path):
+def test_only_what_it_wrote_itself_is_written_over(capsys, tmp_path, monkeypatch):
     path = tmp_path / "best.toml"
     path.touch()  # as mktemp does
     ask(capsys, *DEBUG, "--top", "1", "--emit", str(path))
@@ -75,6 +77,14 @@ def test_only_what_it_wrote_itself_is_written_over(capsys, tmp_path):
         capsys, *DEBUG, "--top", "1", "--emit", str(path)
     )
     assert path.read_text() == own
+
+    def refuse_to_open(path, *mode):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(emit.Path, "open", refuse_to_open)
+        with pytest.raises(InvalidConfig, match="is there already, and cannot be read: Permission denied"):
+            emit.check_own(path)
 
 
 def test_a_vocabulary_too_small_for_bytes_asks_for_a_tokenizer(capsys, tmp_path):

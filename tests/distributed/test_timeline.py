@@ -83,7 +83,7 @@ def test_a_message_is_on_its_way_until_it_is_used(recorded):
 def record(layout):
     """A step's timeline, None but on the first rank of all, and the part of its time that recording took.
 
-    Of the thread's own time, and of the best of some steps: that of a busy machine is not the recorder's.
+    The thread's own time first, then all of it; each of the best of some steps, as a busy machine takes some too.
     """
     case = Case(layout, precision=FP32)
     assembly, step = build_step(case)
@@ -91,9 +91,9 @@ def record(layout):
     spent_s, parts = [], []
 
     def timed(function, *arguments):
-        started = time.thread_time()
+        started = time.thread_time(), time.perf_counter()
         function(*arguments)
-        spent_s.append(time.thread_time() - started)
+        spent_s.append((time.thread_time() - started[0], time.perf_counter() - started[1]))
 
     assembly.runtime.before_action = partial(timed, recorder.before_action)
     assembly.runtime.after_input = partial(timed, recorder.after_input)
@@ -104,15 +104,16 @@ def record(layout):
         timed(recorder.begin)
         started = time.perf_counter()
         step(*local_rows(case))
-        parts.append(sum(spent_s) / (time.perf_counter() - started))
-    return recorder.gather(), min(parts)
+        step_s = time.perf_counter() - started
+        parts.append([sum(each) / step_s for each in zip(*spent_s, strict=True)])
+    return recorder.gather(), [min(part) for part in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_gathers_and_reductions_are_recorded_where_they_run(ranks4, zero):
     """Of four units of each stage, three blocks and its rest."""
-    timeline, part = ranks4.run(record, Layout(pp=2, dp_shard=2, zero=zero))[0]
-    assert 0 < part < 0.01
+    timeline, (own, whole) = ranks4.run(record, Layout(pp=2, dp_shard=2, zero=zero))[0]
+    assert 0 < own < 0.01 and 0 < whole < 0.05
     for spans, transfers in zip(timeline.spans, timeline.transfers, strict=True):
         during = {"gather": [], "reduce": []}
         for name, start, end in transfers:

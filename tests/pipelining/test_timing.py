@@ -199,14 +199,24 @@ def test_equal_stages_idle_as_long_as_the_papers_say(case, forward, backward):
     assert lower_bound(*case, times) == time.total_s
 
 
-@given(st.integers(2, 8), st.integers(1, 30), st.integers(0, 40), st.integers(1, 9), st.integers(1, 9))
-def test_the_bound_of_1f1b_knows_how_long_its_loops_wait_for_messages(p, rounds, message, forward, backward):
-    """Exact where the last microbatch follows a whole number of ways around all ranks."""
+@given(
+    st.integers(2, 8), st.integers(1, 30), st.booleans(), st.integers(0, 40), st.integers(1, 9), st.integers(1, 9)
+)  # fmt: skip
+def test_the_bound_of_1f1b_knows_how_long_its_loops_wait_for_messages(p, rounds, more, message, forward, backward):
+    """Exact where the last microbatch follows a whole number of ways around all ranks, or one more than these do."""
     times = equal_stages(p, forward, backward, message)
     around = p * (forward + backward) + 2 * (p - 1) * message
-    case = "1f1b", p, 1, rounds * p + 1
-    assert lower_bound(*case, times) == time_pipeline(*case, times).total_s == (rounds + 1) * around
-    assert lower_bound(*case, replace(times, message_s=(0,) * (p - 1))) < around * (rounds + 1) or not message
+    case = "1f1b", p, 1, rounds * p + 1 + more
+    expected = (rounds + 1) * around + more * (forward + backward)
+    assert lower_bound(*case, times) == time_pipeline(*case, times).total_s == expected
+    assert lower_bound(*case, replace(times, message_s=(0,) * (p - 1))) < expected or not message
+
+
+@settings(max_examples=500)
+@given(st.integers(1, 8), st.data())
+def test_the_bound_of_1f1b_is_never_above_the_time_where_ranks_are_hardly_warm(p, data):
+    m, times = data.draw(st.integers(1, 3 * p)), data.draw(stage_times(p))
+    assert lower_bound("1f1b", p, 1, m, times) <= time_pipeline("1f1b", p, 1, m, times).total_s * (1 + 1e-9)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 200), st.floats(0.01, 10), st.floats(0.01, 10))
