@@ -93,7 +93,7 @@ def _run(config: Config, stop: StopRequest) -> int:
     summary = read_summary(folder)
     reached = {**summary, "refused": []} if summary.get("steps") else {}
     try:
-        layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        layout = check_layout(config, _count("WORLD_SIZE") or 1)
     except DtlayoutError as error:
         if is_writer and not summary:  # an earlier run's summary is worth more, and one that goes on has it in use
             _write_refusal(error, folder, {})

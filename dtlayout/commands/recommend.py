@@ -20,7 +20,7 @@ from dtlayout.optimizers import find_optimizer
 from dtlayout.planner.cost import Budget
 from dtlayout.planner.search import Search
 from dtlayout.planner.sizing import find_smallest, scale
-from dtlayout.planner.space import Space, parse_choices
+from dtlayout.planner.space import Space, check_once, parse_choices
 from dtlayout.precision import Precision
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
@@ -77,7 +77,9 @@ def _run(options: argparse.Namespace) -> int:
     budget = None if options.tokens is None else Budget(options.tokens, options.price)
     fixed, avoided = dict[str, Any](), dict[str, list[Any]]()
     for text in options.fix:
-        fixed |= parse_choices(text)
+        for name, value in parse_choices(text).items():
+            check_once(fixed, name, value)
+            fixed[name] = value
     for text in options.avoid:
         for name, value in parse_choices(text).items():
             avoided.setdefault(name, []).append(value)

@@ -186,7 +186,8 @@ class Answer:
         if self.verified:
             lines += ["", "Dry runs:", *(f"  {run}" for run in self.verified)]
         if self.against:
-            lines += ["", f"Against other choices than those of 1, {best.layout}, each with the best of all else:"]
+            lines += ["", f"Against other choices than those of 1, {best.layout}, each with the best of all else,"]
+            lines.append("but beside another kernel or tp_overlap with the degrees and the schedule of 1:")
             folded = reasons.fold_alike(self.against, _shorten)
             lines += align([(f"  {name}", _shorten(verdict)) for name, verdict in folded], ("<", "<"))
         if self.why_not:

@@ -10,7 +10,7 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | ep | for mixtures of experts: common divisors of the experts and of dp · cp · tp |
 | schedule | 1f1b; for pp > 1 all `is_searched`, with the fewest virtual stages for each size of a stage |
 | virtual_stages | 64 at most |
-| dp_shard | 1, all of dp, groups of 1, 2, 4, … whole nodes or of all that fast links join; dp_replicate is the rest |
+| dp_shard | 1, 2, 4, …, dp over these, the ranks of a node, of all that fast links join; dp_replicate is the rest |
 | zero | 1, 2, 3 as the engine has them; where nothing is sharded 1, of our trainer at dp = 1 also 3 |
 | micro_batch | divisors of B |
 | cp_method | beside cp, all that the engine has |
@@ -99,12 +99,19 @@ def parse_choices(text: str) -> dict[str, Any]:
             choice = read_word(word.removeprefix("layout.").removeprefix("kernels."))
         for name, value in choice.items():
             _check_choice(name, value)
+            check_once(found, name, value)
         if not choice:
             raise describe_unknown_word(word)
         found |= choice
     if not found:
         raise describe_unknown_word(text)
     return complete_name(found)
+
+
+def check_once(found: Mapping[str, Any], name: str, value: Any) -> None:
+    """InvalidConfig where another value of it was found before."""
+    if found.get(name, value) != value:
+        raise InvalidConfig(f"{name}={show_value(value)} and {name}={show_value(found[name])}: say one of them")
 
 
 def _check_choice(name: str, value: Any) -> None:
@@ -219,12 +226,9 @@ class Space:
     def shardings(self, degrees: Degrees) -> list[Sharding]:
         """Ways to share the state, the least sharded first."""
         cluster, (tp, pp, cp, ep, dp) = self.scenario.cluster, degrees
-        group = max(1, cluster.gpus_per_node // tp)
-        groups = {1, dp, max(1, cluster.gpus_linked // tp)}
-        while group < dp:
-            groups.add(group)
-            group *= 2
-        groups = {n for n in groups if dp % n == 0}
+        joined = [max(1, gpus // (tp * cp)) for gpus in (cluster.gpus_per_node, cluster.gpus_linked)]
+        powers = [2**i for i in range(dp.bit_length())]
+        groups = {n for n in (*joined, *powers, *(dp // n for n in powers)) if dp % n == 0}
         if "dp_replicate" in self.fixed:
             copies = self.fixed["dp_replicate"]
             groups = {dp // copies} if dp % copies == 0 else set()
@@ -234,8 +238,10 @@ class Space:
         are_shared = {n: count_state_shards(StateLayout(pp, dp, n, cp, tp, ep, 1, False)) > 1 for n in shards}  # type: ignore[arg-type]
         # Our trainer computes with copies in another format, which zero 3 frees between uses on one rank too.
         alone = (1, 3) if dp == 1 and self.scenario.engine.name == OWN_ENGINE else (1,)
+        # A fixed stage of ZeRO asks for shards where there are ranks to share the state.
+        zeros = {n: (1, 2, 3) if are_shared[n] else alone for n in shards}
         ways = [
-            Sharding(n, zero) for n in shards for zero in self.choose("zero", (1, 2, 3) if are_shared[n] else alone)
+            Sharding(n, zero) for n in shards for zero in self.choose("zero", zeros[n]) if dp == 1 or zero in zeros[n]
         ]
         engine = self.scenario.engine
         return [

@@ -237,6 +237,11 @@ def test_less_memory_may_be_allowed(capsys):
     assert all(found["peak_bytes"] <= 0.3 * capacity for found in document["layouts"])
 
 
+def test_one_value_is_fixed_of_each_choice(capsys):
+    assert "tp=4 and tp=2: say one of them" in refuse(capsys, *LLAMA, "--fix", "tp=2", "--fix", "tp=4,pp=2")
+    assert ask(capsys, *LLAMA, "--fix", "tp=2", "--fix", "tp=2·pp=2")["layouts"][0]["layout"]["tp"] == 2
+
+
 def test_why_not_nothing_is_refused(capsys):
     assert "'' is no choice; write a layout as it is printed" in refuse(capsys, *LLAMA, "--why-not", "")
 

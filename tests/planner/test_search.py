@@ -218,10 +218,25 @@ def test_flash_attention_is_not_recommended_where_it_cannot_compute():
     assert {e.kernels.attention for e in Search(Space(exact)).run().ranked} == {"sdpa-efficient"}
 
 
-def test_a_shared_state_stays_inside_whole_nodes():
+def find_shards(space: Space, **degrees: int) -> list[int]:
+    """Ranks of dp that may share the state."""
+    return sorted({way.dp_shard for way in space.shardings(Degrees(**{"tp": 1, "pp": 1, "cp": 1, "ep": 1} | degrees))})
+
+
+def test_a_state_is_shared_by_powers_of_two_of_ranks_and_in_whole_nodes():
     space = Space(scenario(64, batch=64, per_node=8))
-    assert sorted({shard for shard, _ in space.shardings(Degrees(tp=2, pp=1, cp=1, ep=1, dp=32))}) == [1, 4, 8, 16, 32]
+    assert find_shards(space, tp=2, dp=32) == [1, 2, 4, 8, 16, 32]
+    assert find_shards(space, dp=48) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+    in_sixes = Space(scenario(72, batch=72, per_node=6))
+    assert find_shards(in_sixes, dp=36) == [1, 2, 4, 6, 9, 18, 36]
+    assert find_shards(in_sixes, cp=2, dp=36) == [1, 2, 3, 4, 9, 18, 36], "three ranks of dp, with cp's, fill a node"
     assert [zero for shard, zero in space.shardings(Degrees(1, 1, 1, 1, dp=64)) if shard == 1] == [1]
+
+
+def test_a_stage_of_zero_that_is_fixed_is_one_of_ranks_that_share():
+    space = Space(scenario(64, batch=64), {"zero": 2})
+    assert {way.zero for way in space.shardings(Degrees(1, 1, 1, 1, dp=64))} == {2}
+    assert 1 not in find_shards(space, dp=64) and find_shards(space, tp=8, pp=8, dp=1) == [1]
 
 
 def test_one_data_parallel_rank_may_free_the_copies_that_it_computes_with():
@@ -237,14 +252,8 @@ def test_one_data_parallel_rank_may_free_the_copies_that_it_computes_with():
 
 def test_a_shared_state_may_fill_what_fast_links_join():
     space = Space(scenario(144, batch=144, gpu="gb200"))
-    assert sorted({shard for shard, _ in space.shardings(Degrees(tp=2, pp=1, cp=1, ep=1, dp=72))}) == [
-        1,
-        2,
-        4,
-        8,
-        36,
-        72,
-    ]
+    assert find_shards(space, tp=2, dp=72) == [1, 2, 4, 8, 9, 18, 36, 72]
+    assert find_shards(space, tp=8, dp=18) == [1, 2, 9, 18]
 
 
 @pytest.mark.parametrize("choose", [choose_by_thumb, choose_by_playbook])
@@ -286,6 +295,7 @@ def test_choices_are_read_as_toml_writes_them_or_as_layouts_are_printed(text, ch
     [
         ("tp", "'tp' is no choice; write a layout as it is printed, such as pp8·dp2·tp4+sp mb1 1f1b zero1, or name="),
         ("", "'' is no choice; "),
+        ("pp2·tp8·tp4", "tp=4 and tp=8: say one of them"),
         ("norm", "'norm' is no choice; "),
         ("tp4+quick", "'tp4+quick' is no choice; "),
         ("dp0", "layout.dp_shard=0 must be at least 1"),
