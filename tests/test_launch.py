@@ -151,8 +151,12 @@ def test_ranks_that_no_torchrun_would_end_all_say_why(files, capsys, monkeypatch
     assert capsys.readouterr().err.startswith("world size 4 does not fit the layout")
 
 
-def test_the_world_size_is_torchruns_and_one_without_it(files, capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+@pytest.mark.parametrize("given", [None, "", "many"])
+def test_the_world_size_is_torchruns_and_one_without_it(files, capsys, monkeypatch, given):
+    if given is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("WORLD_SIZE", given)
     assert main([str(files.config), "--layout.tp=2"]) == 2
     assert capsys.readouterr().err.startswith("world size 1 does not fit the layout: tp=2 needs a multiple of 2 ranks")
 
