@@ -32,6 +32,8 @@ def find_model(text: str) -> ModelShape:
     path = Path(text)
     if path.is_dir():
         path /= "config.json"
+        if not path.exists():
+            raise InvalidConfig(f"model {text!r} is a folder without a config.json; presets are {', '.join(PRESETS)}")
     if path.suffix not in (".json", ".toml"):
         import difflib  # only now: most names are known
 

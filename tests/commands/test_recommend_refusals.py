@@ -12,6 +12,7 @@ from dtlayout.cli import main
     ("arguments", "problem"),
     [
         (with_model(LLAMA, "llama-7c"), "model 'llama-7c' is no preset, config.json or TOML file; did you mean"),
+        (with_model(LLAMA, "/"), "model '/' is a folder without a config.json; presets are "),
         (with_model(LLAMA, "none.json"), "model none.json cannot be read: No such file"),
         ([*LLAMA, "--fix", "tpp=2"], "tpp is unknown; did you mean tp?"),
         ([*LLAMA, "--avoid", "recompute=ful"], "layout.recompute='ful' is unknown"),
