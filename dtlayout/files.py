@@ -1,10 +1,15 @@
 """Files that others read while they are written, or that minutes of work end in."""
 
 import hashlib
+import io
 import os
 from pathlib import Path
 
 from dtlayout.errors import DtlayoutError, InvalidConfig
+
+PAGE_MARK = "<!doctype html>"
+"""What every page begins with."""
+_HEAD_BYTES = 400
 
 
 def expand(text: str) -> Path:
@@ -44,3 +49,20 @@ def check_writable(path: Path) -> None:
         raise InvalidConfig(f"{path} cannot be written: it is a folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InvalidConfig(f"{path} cannot be written: Permission denied")
+
+
+def check_own(path: Path, mark: str, what: str) -> None:
+    """InvalidConfig where something is there that is not `what`, which has a mark in its head."""
+    try:
+        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise InvalidConfig(f"{path} is there already, and cannot be read: {error.strerror}") from None
+    if head and mark.encode() not in head:
+        raise InvalidConfig(f"{path} is there already, and is not {what}; name another file")
+
+
+def check_page(path: Path) -> None:
+    """InvalidConfig if no page can be written there, or something else would be lost."""
+    check_writable(path)
+    check_own(path, PAGE_MARK, "a page")

@@ -21,7 +21,7 @@ from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
 from dtlayout.errors import InvalidConfig
-from dtlayout.files import check_writable
+from dtlayout.files import check_page
 from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if options.run and options.steps:
         raise InvalidConfig("--run takes as many steps as the run has measured; leave --steps out")
     if options.page:
-        check_writable(options.page)
+        check_page(options.page)
     config = load_config(options.config, options.overrides)
     gpu = choose_gpu(config, options.gpu)
     world = choose_world(config, options.world)

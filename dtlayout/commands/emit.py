@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from dtlayout.config import check_layout, parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import InvalidConfig
 from dtlayout.files import write
 from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
@@ -25,9 +23,8 @@ from dtlayout.programs.registry import PROGRAMS
 _BYTES_VOCAB = 257
 """Ids of the tokenizer that needs no file."""
 _STEPS = 100
-_MARK = "by dtlayout recommend."
+MARK = "by dtlayout recommend."
 """Stands in the first of each file's comments."""
-_HEAD_BYTES = 400
 _SAID_OF_LAYOUTS = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute")
 
 
@@ -42,17 +39,6 @@ class Emitted(NamedTuple):
     def to_lines(self, path: Path) -> list[str]:
         """What people are told of it."""
         return [f"1 is written to {path}, for {self.program}", *(f"  {gap}" for gap in self.gaps)]
-
-
-def check_own(path: Path) -> None:
-    """InvalidConfig where something is there that no recommend wrote, such as a config of the user's."""
-    try:
-        with path.open("rb") if path.is_file() else BytesIO() as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError as error:
-        raise InvalidConfig(f"--emit={path} is there already, and cannot be read: {error.strerror}") from error
-    if head and _MARK.encode() not in head:
-        raise InvalidConfig(f"--emit={path} is there already, and no dtlayout recommend wrote it; name another file")
 
 
 def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
@@ -133,7 +119,7 @@ def make_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Seq
 
 def _name_scenario(scenario: Scenario) -> str:
     cluster = scenario.cluster
-    return f"{scenario.model.name} on {cluster.num_gpus} x {cluster.gpu.name}, {_MARK}"
+    return f"{scenario.model.name} on {cluster.num_gpus} x {cluster.gpu.name}, {MARK}"
 
 
 def _comment(line: str) -> str:

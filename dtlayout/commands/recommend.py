@@ -14,7 +14,7 @@ from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothin
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.files import check_writable
+from dtlayout.files import check_own, check_page, check_writable
 from dtlayout.models.files import find_model
 from dtlayout.optimizers import find_optimizer
 from dtlayout.planner.cost import Budget
@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts to show; 5 by default")
     parser.add_argument("--fix", metavar="NAME=VALUE", help="such as tp=2 or pp8·dp2·tp4; may be repeated", **repeated)
-    parser.add_argument("--avoid", metavar="NAME=VALUE", help="such as recompute=full; may be repeated", **repeated)
+    parser.add_argument(
+        "--avoid",
+        metavar="NAME=VALUE",
+        help="values that no layout may have, such as recompute=full; may be repeated",
+        **repeated,
+    )
     parser.add_argument("--max-memory", type=float, default=1.0, metavar="SHARE", help="of the capacity, such as 0.9")
     parser.add_argument("--why-not", metavar="CHOICES", help="such as tp=4,pp=4,mb=2: what stands against it")
     parser.add_argument("--baseline", choices=tuple(BASELINES), help="what a well-known procedure would have chosen")
@@ -145,12 +150,13 @@ def _check(options: argparse.Namespace) -> None:
         problems.append("--scale compares clusters; ask --emit, --why-not, --baseline and --min-gpus of one of them")
     if problems:
         raise InvalidConfig(problems)
-    for path in filter(None, (options.emit, options.page)):
-        check_writable(path)
+    if options.page:
+        check_page(options.page)
     if options.emit:
-        from dtlayout.commands.emit import check_own  # only now: a search does without configs
+        from dtlayout.commands.emit import MARK  # only now: a search does without configs
 
-        check_own(options.emit)
+        check_writable(options.emit)
+        check_own(options.emit, MARK, "what dtlayout recommend wrote")
 
 
 def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenario:

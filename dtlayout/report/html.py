@@ -19,7 +19,7 @@ matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from dtlayout.files import write
+from dtlayout.files import PAGE_MARK, check_own, write
 
 ACCENT, MARK = "#4477aa", "#cc3311"
 """Colours of figures that become those of page.css: what is there, and what is set beside it."""
@@ -31,11 +31,12 @@ class Markup(str):
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
-    """Write HTML parts as a page with the title as its heading; DtlayoutError if it cannot be."""
+    """Write HTML parts as a page with the title as its heading; DtlayoutError if it cannot be, or is no page now."""
+    check_own(path, PAGE_MARK, "a page")
     style, script = (files("dtlayout.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     name = escape(title)
     page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'{PAGE_MARK}<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title><style>{style}</style></head>"
         f"<body><h1>{name}</h1>{''.join(parts)}<script>{script}</script></body></html>\n"

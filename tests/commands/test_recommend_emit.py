@@ -5,8 +5,8 @@ import json
 import pytest
 from recommending import DEBUG, HF, LLAMA, ask, refuse, with_model
 
+from dtlayout import files
 from dtlayout.cli import main
-from dtlayout.commands import emit
 from dtlayout.config import check_layout, load_config
 from dtlayout.errors import InvalidConfig
 from dtlayout.models.presets import PRESETS
@@ -73,18 +73,18 @@ def test_only_what_it_wrote_itself_is_written_over(capsys, tmp_path, monkeypatch
     ask(capsys, *DEBUG, "--top", "1", "--emit", str(path))
     own = path.read_text().replace("by dtlayout recommend", "by me")
     path.write_text(own)
-    assert f"--emit={path} is there already, and no dtlayout recommend wrote it" in refuse(
-        capsys, *DEBUG, "--top", "1", "--emit", str(path)
-    )
+    problem = f"{path} is there already, and is not what dtlayout recommend wrote; name another file"
+    assert problem in refuse(capsys, *DEBUG, "--top", "1", "--emit", str(path))
+    assert "is there already, and is not a page" in refuse(capsys, *DEBUG, "--top", "1", "--page", str(path))
     assert path.read_text() == own
 
     def refuse_to_open(path, *mode):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patched:
-        patched.setattr(emit.Path, "open", refuse_to_open)
+        patched.setattr(files.Path, "open", refuse_to_open)
         with pytest.raises(InvalidConfig, match="is there already, and cannot be read: Permission denied"):
-            emit.check_own(path)
+            files.check_page(path)
 
 
 def test_a_vocabulary_too_small_for_bytes_asks_for_a_tokenizer(capsys, tmp_path):
