@@ -214,7 +214,7 @@ def find_intact(
         say(f"note: {path} is damaged, an older one is tried: {'; '.join(damage[:3])}")
     if first_problem:
         if falls_back:
-            raise CheckpointError(f"{first_problem}; nor is any older one whole: remove them all to start again")
+            raise CheckpointError(f"{first_problem}; no older one is whole: remove it, and them, to start again")
         raise CheckpointError(
             f"{first_problem}; remove it to resume from an older one or from the start, or use "
             'checkpoint.fallback="previous"'

@@ -335,7 +335,7 @@ def test_ranks_go_on_from_the_newest_that_is_intact(ranks4, tmp_path):
     (tmp_path / names[0] / MANIFEST_NAME).write_text("{}")
     for message in ranks4.run(find_newest, tmp_path, True):
         assert "step-00000001 is damaged: manifest.json cannot be read: KeyError" in message
-        assert message.endswith("; nor is any older one whole: remove them all to start again")
+        assert message.endswith("; no older one is whole: remove it, and them, to start again")
     assert ranks4.run(find_newest, tmp_path / "nothing", True) == [(None, [])] * 4
 
 
