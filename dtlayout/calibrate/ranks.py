@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,5 +82,12 @@ def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:
     return tuple(found)
 
 
+def end(exit_code: int) -> NoReturn:
+    """End the process, at once: threads that collectives have left sometimes abort an interpreter that is torn down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))
