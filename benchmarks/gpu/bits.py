@@ -51,6 +51,9 @@ document_mask = true
 steps = 3
 run_folder = "{folder}/run"
 device = "{device_type}"
+[metrics]
+memory = true
+timeline = true
 """
 
 

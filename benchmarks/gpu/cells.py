@@ -20,6 +20,7 @@ from dtlayout.pipelining.partition import StageSlice
 from dtlayout.precision import Format, Precision
 
 Direction = Literal["forward", "backward"]
+Offload = Literal["none", "activations", "optimizer", "both"]
 World = Literal["one rank", "one rank, deterministic", "none"]
 """What a process has joined before it measures a cell."""
 
@@ -102,6 +103,8 @@ class Training:
     """Sequences of an optimizer step: a smaller micro-batch only means more forwards."""
     micro_batch: int
     recompute: str = "none"
+    offload: Offload = "none"
+    """What lies in the host's memory; of whole models alone."""
     kernels: Kernels = BASE
 
     @property
@@ -118,13 +121,18 @@ class Training:
     @property
     def layout(self) -> Layout:
         """Of one rank."""
-        return Layout(micro_batch=self.micro_batch, recompute=self.recompute)
+        return Layout(micro_batch=self.micro_batch, recompute=self.recompute, offload=self.offload)
 
     @property
     def stage(self) -> StageSlice:
         """All its layers, with embedding and head if it is a whole model."""
         is_whole = self.num_blocks is None
         return StageSlice(layers=range(self.shape.num_layers), embedding=is_whole, head=is_whole)
+
+    @property
+    def given_bytes(self) -> int:
+        """Of blocks alone: the whole batch's hidden states and their gradients, [B, S, D] in bf16, held all along."""
+        return 0 if self.num_blocks is None else 2 * 2 * self.batch.num_tokens * self.shape.hidden_size
 
     @property
     def flops_per_token(self) -> float:
@@ -142,10 +150,10 @@ class Training:
     @property
     def variant(self) -> str:
         """What differs from the base."""
-        return describe_variant(self.kernels)
+        return describe_variant(self.kernels) + f", offload={self.offload}" * (self.offload != "none")
 
     def __str__(self) -> str:
-        return f"{self.subject}, sequence {self.seq_len}, {self.layout}, {self.variant}"
+        return f"{self.subject}, sequence {self.seq_len}, {self.layout}, {describe_variant(self.kernels)}"
 
 
 Compared = Literal["attention", "norm", "rope", "swiglu", "loss"]
@@ -164,8 +172,8 @@ class OperationCheck:
 
     @property
     def kernels(self) -> Kernels:
-        """All choices, with this one among them."""
-        return replace(Kernels(), **{self.operation: self.kernel})  # type: ignore[arg-type]
+        """All choices, with this one among them; sdpa-math, where another operation is checked, runs in any format."""
+        return replace(Kernels(attention="sdpa-math"), **{self.operation: self.kernel})  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return f"{self.operation} {self.kernel}, {self.compute}{', packed documents' * self.documents}"
@@ -184,6 +192,7 @@ class StepCheck:
     kernels: Kernels = BASE
     compute: Format = "bfloat16"
     recompute: str = "none"
+    offload: Offload = "none"
     documents: bool = False
 
     @property
@@ -193,8 +202,9 @@ class StepCheck:
 
     def __str__(self) -> str:
         recompute = f", recompute={self.recompute}" * (self.recompute != "none")
+        offload = f", offload={self.offload}" * (self.offload != "none")
         packed = ", packed documents" * self.documents
-        return f"step of {self.model}, {self.compute}, {describe_variant(self.kernels)}{recompute}{packed}"
+        return f"step of {self.model}, {self.compute}, {describe_variant(self.kernels)}{recompute}{offload}{packed}"
 
 
 @dataclass(frozen=True, kw_only=True)

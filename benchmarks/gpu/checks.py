@@ -87,7 +87,7 @@ def gather_parameters(assembly: Assembly) -> dict[str, Tensor]:
 
 def build_step(cell: StepCheck, device: Device) -> tuple[Assembly, TrainStep]:
     """The trainer of a step, which clips nothing."""
-    shape, layout = MODELS[cell.model], replace(LAYOUT, recompute=cell.recompute)
+    shape, layout = MODELS[cell.model], replace(LAYOUT, recompute=cell.recompute, offload=cell.offload)
     cell.kernels.check(cell.precision, device, recompute=cell.recompute)
     layout.check(shape, BATCH)
     assembly = assemble(shape, BATCH, layout, cell.kernels, cell.precision, seed=SEED, device_type=device.type)

@@ -24,7 +24,7 @@ def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
     for row in rows:
         if isinstance(row.cell, Training) and row.cell in wanted and isinstance(row.measured, Trained):
             value = 100 * (row.measured.mfu or 0) if by_peak else row.measured.model_tflops_per_gpu
-            panels[f"{row.cell.subject}, sequence {row.cell.seq_len}"][row.cell.variant] = value
+            panels[f"{row.cell.subject}, sequence {row.cell.seq_len}"][describe_bar(row.cell)] = value
     if not panels:
         return
     num_rows = -(-len(panels) // NUM_COLUMNS)
@@ -39,6 +39,11 @@ def draw_mfu(suite: Suite, rows: Sequence[Row], path: Path) -> None:
         axes.set_xlabel("MFU, %" if by_peak else "model TFLOP/s")
         axes.margins(x=0.2)
     figure.savefig(path, dpi=110)
+
+
+def describe_bar(cell: Training) -> str:
+    """What differs from the base, recomputation included."""
+    return cell.variant + f", recompute={cell.recompute}" * (cell.recompute != "none")
 
 
 def draw_predictions(rows: Sequence[Row], path: Path) -> None:

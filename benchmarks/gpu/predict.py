@@ -40,4 +40,5 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     done = len(stage.layers), m, work.forward_s, work.backward_s
     update_s = sum(update_times(estimator.scenario, layout, update, *done))
     step_time_s = m * (work.forward_s + work.backward_s) + update_s + estimator.fixed_s(m, memory.total)
-    return Prediction(step_time_s=step_time_s, peak_bytes=memory.total, capacity_bytes=estimator.capacity_bytes)
+    peak_bytes = memory.total + cell.given_bytes
+    return Prediction(step_time_s=step_time_s, peak_bytes=peak_bytes, capacity_bytes=estimator.capacity_bytes)

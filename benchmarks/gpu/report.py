@@ -120,7 +120,7 @@ class Report:
             "sdpa-flash, the fused norm and the chunked loss, not compiled. Ratios are predicted over measured."
         )
         if find_spec("matplotlib"):
-            yield f"Pictures: {self.path.name}-mfu.png and {self.path.name}-predicted.png."
+            yield f"Pictures, which `--report` draws: {self.path.name}-mfu.png and {self.path.name}-predicted.png."
         else:
             yield "Pictures: none, since matplotlib is not installed here."
 

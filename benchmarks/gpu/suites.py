@@ -66,6 +66,9 @@ def checks(device_type: DeviceType, compiles: Sequence[Compile]) -> Iterator[Che
     yield StepCheck(kernels=replace(BASE, loss="linear"))
     for recompute in ("selective", "full", "keep-attention", "keep-matmuls"):
         yield StepCheck(recompute=recompute)
+    for offload in ("activations", "optimizer", "both"):
+        yield StepCheck(offload=offload)
+    yield StepCheck(recompute="selective", offload="activations")
     for compile in compiles:
         yield StepCheck(kernels=replace(BASE, compile=compile))
     if device_type == "cuda":  # each takes a CPU ten seconds
@@ -148,6 +151,8 @@ _3B_BLOCKS_8192 = Training(model="llama3.2-3b", num_blocks=10, seq_len=8192, glo
 _65B_BLOCKS = Training(model="llama-65b", num_blocks=2, seq_len=4096, global_batch=8, micro_batch=1)
 _1B = Training(model="llama3.2-1b", seq_len=4096, global_batch=8, micro_batch=2)
 _3B = Training(model="llama3.2-3b", seq_len=4096, global_batch=8, micro_batch=1)
+_7B = Training(model="llama2-7b", seq_len=4096, global_batch=8, micro_batch=1)
+"""The largest that an H200 trains whole without recomputation, by our own prediction."""
 _FLASH = ("sdpa-flash", "sdpa-cudnn", "fa3")
 
 GPU = Suite(
@@ -158,7 +163,8 @@ GPU = Suite(
             replace(base, recompute=recompute)
             for base in (_1B, replace(_8B_BLOCKS, global_batch=4))
             for recompute in ("none", "selective", "full")
-        ],
+        ]
+        + [replace(_1B, offload="activations")],
         "blocks": [
             *cross(
                 [_8B_BLOCKS, _3B_BLOCKS, _8B_BLOCKS_8192, _3B_BLOCKS_8192],
@@ -167,7 +173,12 @@ GPU = Suite(
             ),
             *cross([_65B_BLOCKS], compiles=("none", "blocks"), attention=_FLASH[:1]),
         ],
-        "models": list(cross([_1B, _3B], compiles=("none", "blocks"), attention=_FLASH)),
+        "models": [
+            *cross([_7B], compiles=("blocks", "model"), attention=("sdpa-cudnn",)),
+            *cross([_1B, _3B], compiles=("none", "blocks"), attention=_FLASH),
+            *cross([_1B], compiles=("loss", "model"), attention=("sdpa-cudnn",)),
+            *cross([replace(_7B, recompute="full", micro_batch=4)], compiles=("blocks",), attention=("sdpa-cudnn",)),
+        ],
         "host": [*(HostTime(tp=tp) for tp in (1, 8)), *(HostTime(tp=tp, compile="blocks") for tp in (1, 8))],
         "constants": [Calibration()],
         "ceilings": list(
@@ -181,10 +192,18 @@ GPU = Suite(
             )
         ),
         "kernels": [
-            *vary(_8B_BLOCKS, {"attention": ("sdpa-efficient", "sdpa-math"), "norm": ("eager",)}),
+            *vary(
+                _8B_BLOCKS,
+                {
+                    "attention": ("sdpa-efficient", "sdpa-math"),
+                    "norm": ("eager", "liger"),
+                    "rope": ("liger",),
+                    "swiglu": ("liger",),
+                },
+            ),
             *vary(_1B, {"loss": ("linear", "eager"), "norm": ("eager",)}),
         ],
-        "sweep": list(sweep(_1B, (1, 2, 4))),
+        "sweep": [*sweep(_1B, (1, 2, 4)), replace(_1B, offload="optimizer")],
     },
 )
 
@@ -196,7 +215,7 @@ CPU = Suite(
     num_steps=2,
     groups={
         "checks": list(checks("cpu", ("blocks",))),
-        "memory": [replace(_DEBUG, recompute="full")],
+        "memory": [replace(_DEBUG, recompute="full"), replace(_DEBUG, offload="activations")],
         "blocks": list(cross([_DEBUG_BLOCKS], compiles=("none",), attention=("sdpa-flash", "sdpa-cudnn", "fa3"))),
         "models": [_DEBUG],
         "host": [HostTime(tp=1), HostTime(tp=8)],
