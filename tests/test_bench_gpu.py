@@ -137,13 +137,13 @@ def test_the_most_valuable_cells_come_first_and_none_twice() -> None:
 
 
 def test_every_cell_of_the_gpu_is_legal_and_those_without_scores_are_predicted_to_fit() -> None:
-    gpu = find_gpu("h100-80g-sxm")
+    smaller, larger = find_gpu("h100-80g-sxm"), find_gpu("h200-141g-sxm")
     for cell in GPU.cells(["memory", "blocks", "models", "kernels"]):
         assert isinstance(cell, Training)
         cell.kernels.check(PRECISION, Device("cuda"))
         cell.layout.check(cell.shape, cell.batch)
         if cell.kernels.attention != "sdpa-math":
-            predicted = predict(cell, gpu)
+            predicted = predict(cell, larger if cell.model == "llama2-7b" else smaller)
             assert predicted.peak_bytes < 0.95 * predicted.capacity_bytes, cell
 
 
