@@ -22,7 +22,7 @@ def time_together(action: Callable[[], object], device_type: str) -> float:
 def time_alone(action: Callable[[], object], device_type: str) -> float:
     """Seconds of an action that rank 0 does while the others wait."""
     seconds = torch.zeros(1, dtype=torch.float64, device=device_type)
-    dist.barrier()
+    _wait_for_all(device_type)
     if dist.get_rank() == 0:
         action()
         repeats = _count_repeats(_time(action, 1, device_type))
@@ -72,7 +72,12 @@ def _count_repeats(once_s: float) -> int:
 
 def _time_slowest(action: Callable[[], object], repeats: int, device_type: str) -> float:
     """Seconds of one action on the slowest rank, where all begin together."""
-    dist.barrier()
+    _wait_for_all(device_type)
     found = torch.tensor([_time(action, repeats, device_type)], dtype=torch.float64, device=device_type)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
+
+
+def _wait_for_all(device_type: str) -> None:
+    """Return once all ranks are here; NCCL is told this rank's GPU, which it would guess from the rank's number."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device_type == "cuda" else None)

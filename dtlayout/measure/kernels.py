@@ -48,7 +48,8 @@ class KernelRecorder:
     def __enter__(self) -> "KernelRecorder":
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on stderr when it starts and when it stops
         on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profile = profile(activities=[ProfilerActivity.CPU, *on_device])
+        # It has one cycle, and torch 2.11 warns of lost ones unless told to keep them all.
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)
         self._profile.__enter__()
         return self
 
