@@ -312,6 +312,11 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(tables)
 
 
+def load_formats(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What [precision] of a config file says, without what it leaves to the program."""
+    return dict(_read_tables(path, overrides).get("precision", {}))
+
+
 def _read_tables(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     tables = toml.read(path, "config")
     _override(tables, overrides)

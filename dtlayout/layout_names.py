@@ -2,8 +2,9 @@
 
     pp8·dp2·tp4+sp mb1 interleaved-1f1b v2 zero1 recompute=full
 
-Words are parted by blanks, commas, `·` or `*`; `dp2` may be written `dp=2`, and any field `name=value` as in TOML. dp
-is what is left of data parallelism beside its replicas, `dp_shard`.
+This is a whole name: it also says that all is off which it leaves out. Choices name some fields and leave the others
+open. Their words are parted by blanks, commas, `·` or `*`; `dp2` may be written `dp=2`, and any field `name=value` as
+in TOML. dp is what is left of data parallelism beside its replicas, `dp_shard`.
 """
 
 import re
@@ -25,6 +26,13 @@ _SUFFIXES: dict[tuple[str, str], dict[str, Any]] = {
 }  # fmt: skip
 """Word and suffix → the fields that it sets."""
 _NOTHING = "1 rank"
+_WHOLE = re.compile(
+    rf"(?:{_NOTHING}|(?=pp|replicate|dp|cp|tp)"
+    r"(?P<pp>pp\d+[· ]?)?(?:replicate\d+[· ]?)?(?:dp\d+[· ]?)?(?:cp\d+(?:\+[a-z-]+)?[· ]?)?(?:tp\d+)?)(?:\+[a-z]+)*"
+    r" ?(?:ep\d+(?:\+[a-z]+)* )?mb\d+(?(pp) (?P<schedule>[^ ,=]+)(?: v\d+)?(?: stage_layers=\[[\d, ]*\])?) zero\d"
+    r"(?: recompute=[^ ,]+)?(?: offload=[^ ,]+)?(?P<kernels>(?: [^ ,=·]+)*)"
+)
+"""A whole name, as `name_layout` prints it, its words parted by one blank, and the kernels that may follow."""
 _EXAMPLE = "pp8·dp2·tp4+sp mb1 1f1b zero1"
 
 
@@ -39,6 +47,7 @@ def name_layout(layout: Any) -> str:
     text += "+deepep" * layout.sends_tokens_once + f" mb{layout.micro_batch}"
     if layout.pp > 1:
         text += f" {layout.schedule}" + f" v{layout.virtual_stages}" * (layout.virtual_stages > 1)
+        text += f" stage_layers={list(layout.stage_layers)}".replace(", ", ",") * bool(layout.stage_layers)
     text += f" zero{layout.zero}" + f" recompute={layout.recompute}" * (layout.recompute != "none")
     return text + f" offload={layout.offload}" * (layout.offload != "none")
 
@@ -76,28 +85,44 @@ def read_word(word: str) -> dict[str, Any]:
     return fields
 
 
-def complete_name(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a name sets, those included that a whole one leaves out because they are off.
+def is_whole(text: str) -> bool:
+    """Whether a text has the form in which layouts are printed, so that it names a layout and not some choices.
 
-    A name is whole if it says micro-batch and ZeRO stage, which every printed one does.
+    >>> is_whole("tp4+sp mb2 zero3 loss linear"), is_whole("tp=4,mb=2,zero=3"), is_whole("tp4+sp mb2")
+    (True, False, False)
     """
-    if not {"micro_batch", "zero"} <= fields.keys():
+    found = _WHOLE.fullmatch(re.sub(r" ?[·*] ?", "·", " ".join(text.split())))
+    if found is None or (found["schedule"] and "schedule" not in read_word(found["schedule"])):
+        return False
+    return not any(map(read_word, found["kernels"].split()))
+
+
+def complete_name(text: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a text sets: of a whole name all, of choices only those that they name, which are `fields`."""
+    if not is_whole(text):
         return fields
     off: dict[str, Any] = dict.fromkeys([*_AXES.values(), "ep", "virtual_stages"], 1)
-    off |= {"schedule": DEFAULT_SCHEDULE, "stage_layers": (), "recompute": "none", "tp_overlap": False}
-    off |= {"cp_method": DEFAULT_CONTEXT_METHOD, "offload": "none"}
+    off |= {"schedule": DEFAULT_SCHEDULE, "stage_layers": (), "recompute": "none", "offload": "none"}
+    off |= {"cp_method": DEFAULT_CONTEXT_METHOD, "tp_overlap": False, "ep_overlap": False, "ep_dispatcher": "alltoall"}
     off["sequence_parallel"] = fields.get("tp", 1) == 1  # where it has no effect it is not printed
     return off | fields
 
 
 def read_name(text: str) -> dict[str, Any]:
-    """The fields of a layout that a printed name sets; InvalidConfig names the word that is none."""
-    fields: dict[str, Any] = {}
+    """The fields of a layout that a whole name or some choices set.
+
+    InvalidConfig names the word that is none, or two words that contradict each other.
+    """
+    fields, words = dict[str, Any](), dict[str, str]()
     for word in split_name(text):
         if not (found := read_word(word)):
             raise describe_unknown_word(word)
+        for name, value in found.items():
+            if fields.get(name, value) != value:
+                raise InvalidConfig(f"{word} and {words[name]}: say one of them")
+            words[name] = word
         fields |= found
-    return complete_name(fields)
+    return complete_name(text, fields)
 
 
 def describe_unknown_word(word: str) -> InvalidConfig:

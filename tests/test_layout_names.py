@@ -1,11 +1,14 @@
-"""A layout that was printed can be read again."""
+"""A layout that was printed can be read again, and choices set nothing that they do not name."""
 
-import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dtlayout.errors import InvalidConfig
-from dtlayout.layout import Layout
+from dtlayout.layout import Layout, show_value
+from dtlayout.planner.choices import parse_choices
 
 VALUES = {
     "pp": (1, 2, 8), "dp_replicate": (1, 4), "dp_shard": (1, 16), "cp": (1, 2), "tp": (1, 4), "ep": (1, 8),
@@ -13,19 +16,51 @@ VALUES = {
     "sequence_parallel": (True, False), "tp_overlap": (True, False), "ep_overlap": (True, False),
     "micro_batch": (1, 3), "schedule": ("1f1b", "gpipe", "interleaved-1f1b"), "virtual_stages": (1, 3),
     "zero": (1, 2, 3), "recompute": ("none", "full", "every-4", "keep-attention"),
-    "offload": ("none", "activations", "optimizer", "both"),
+    "offload": ("none", "activations", "optimizer", "both"), "stage_layers": ((), (3, 5), (0, 12, 1)),
 }  # fmt: skip
+FIELDS = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VALUES.items()})
+SHORT = {"dp_shard": "dp", "dp_replicate": "replicate", "micro_batch": "mb", "virtual_stages": "v"}
 
 
-def test_every_printed_layout_reads_as_one_that_is_printed_so():
-    chance = random.Random(0)
-    for _ in range(300):
-        layout = Layout(**{name: chance.choice(values) for name, values in VALUES.items()})
-        read = Layout(**Layout.read(str(layout)))
-        assert str(read) == str(layout)
-        assert (read.world_size, read.shards_sequence, read.overlaps_tp, read.offload) == (
-            layout.world_size, layout.shards_sequence, layout.overlaps_tp, layout.offload
-        )  # fmt: skip
+def without_idle(layout):
+    """A layout with the default of each field that has no effect beside the others."""
+    idle = {}
+    if layout.pp == 1:
+        idle |= {"schedule": "1f1b", "virtual_stages": 1, "stage_layers": ()}
+    idle |= {"cp_method": "ring"} if layout.cp == 1 else {}
+    idle |= {"sequence_parallel": True} if layout.tp == 1 else {}
+    idle |= {"tp_overlap": layout.overlaps_tp}
+    return replace(layout, **idle, **({"ep_overlap": False, "ep_dispatcher": "alltoall"} if layout.ep == 1 else {}))
+
+
+@settings(deadline=None)
+@given(FIELDS)
+def test_every_printed_layout_reads_as_itself(fields):
+    layout = without_idle(Layout(**fields))
+    for text in (str(layout), str(layout).replace("·", " * "), f"  {layout} "):
+        assert Layout(**Layout.read(text)) == layout
+        assert parse_choices(text) == Layout.read(text)
+        assert parse_choices(f"{text} loss linear sdpa-flash").items() >= Layout.read(text).items()
+
+
+@settings(deadline=None)
+@given(FIELDS, st.sets(st.sampled_from(list(VALUES)), min_size=1), st.sampled_from([",", ", ", " ", "·"]))
+def test_choices_set_what_they_name_and_nothing_else(fields, names, between):
+    choices = {name: fields[name] for name in sorted(names)}
+    words = [f"{SHORT.get(name, name)}={show_value(value)}" for name, value in choices.items()]
+    assert parse_choices(between.join(words)) == Layout.read(between.join(words)) == choices
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=4,pp=4,mb=2,zero=3", "tp=4,pp=4,micro_batch=2,zero=3", "tp=2,mb=1,zero=3", "mb2,zero3", "mb2 zero3",
+        "tp4,mb2,zero3", "pp2·tp4+sp mb1 zero1", "mb1 zero1 tp4", "tp4 mb1 zero1, recompute=full", "tp4 mb1 zero1 pp2",
+    ],
+)  # fmt: skip
+def test_choices_of_micro_batch_and_zero_are_no_whole_name(text):
+    read = Layout.read(text)
+    assert len(read) == len(text.replace("+sp", " sp").replace("·", " ").replace(",", " ").split())
 
 
 def test_a_part_of_a_name_sets_no_more_than_it_says():
@@ -45,6 +80,7 @@ def test_a_whole_name_also_says_what_is_off():
         ("xyz=2", "layout.xyz is unknown; known: "),
         ("tp=two", "layout.tp='two' must be a whole number"),
         ("tp0", "layout.tp=0 must be at least 1"),
+        ("tp2·tp4", "tp4 and tp2: say one of them"),
     ],
 )
 def test_what_is_no_name_is_refused(name, problem):

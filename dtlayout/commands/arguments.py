@@ -33,7 +33,24 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add the ranks that a config is for."""
     text = "ranks, one a GPU; the fewest that the layout needs by default"
-    parser.add_argument("--world", "--gpus", type=int, dest="world", metavar="N", help=text)
+    parser.add_argument("--world", "--gpus", type=int, dest="world", metavar="N", help=text, action=_StoreOnce)
+
+
+class _StoreOnce(argparse.Action):
+    """Keeps a number that has several names, and refuses another one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None and before != values:
+            names = " and ".join(self.option_strings)
+            parser.error(f"{names} are one number, and here are {before} and {values}: say one of them")
+        setattr(namespace, self.dest, values)
 
 
 def add_gpu(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
-from dtlayout.config import Config, check_layout, load_plan
+from dtlayout.config import Config, check_layout, load_formats, load_plan
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_lacks
 from dtlayout.errors import InvalidLayout
@@ -36,14 +36,26 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
     """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
     config = load_plan(path, overrides)
     gpu = choose_gpu(config, options.gpu)
-    engine = find_engine_on(options.engine, gpu)
-    scenario = replace(own_scenario(config, choose_world(config, options.world), gpu), engine=engine)
+    scenario, engine = (
+        own_scenario(config, choose_world(config, options.world), gpu),
+        find_engine_on(options.engine, gpu),
+    )
+    if engine.name != OWN_ENGINE:
+        engine, precision = engine.told_formats(load_formats(path, overrides))
+        scenario = replace(scenario, engine=engine, precision=precision)
     layout = _check(config, scenario)
-    for note in find_assumed_world(config, options.world):
+    for note in (*find_assumed_world(config, options.world), *_find_ignored(scenario)):
         print(f"note: {note}", file=sys.stderr)
     if engine.name == OWN_ENGINE:
         return Case(scenario, layout, predicted_kernels(config, layout, gpu))
     return Case(scenario, layout, engine_kernels(scenario, config.kernels, layout))
+
+
+def _find_ignored(scenario: Scenario) -> list[str]:
+    """A note on what the config asks for and the engine's prediction does not know."""
+    if scenario.document_mask and scenario.engine.features.sharding != "fsdp2":
+        return [f"data.document_mask changes nothing that is predicted for {scenario.engine.name}"]
+    return []
 
 
 def _check(config: Config, scenario: Scenario) -> Layout:

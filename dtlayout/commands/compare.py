@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimate, estimate
+from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.layout import show_value
-from dtlayout.planner.space import KERNEL_NAMES, parse_choices
+from dtlayout.planner.choices import parse_choices
+from dtlayout.planner.space import KERNEL_NAMES
 from dtlayout.text import align, choose_unit, three_digits
 
 EXAMPLE = "dtlayout compare configs/llama-13b-64xa100.toml tp=2 pp=2,micro_batch=2 --gpus 64"
@@ -91,22 +93,29 @@ def _describe(sides: Sequence[_Side]) -> list[str]:
         *((key, [getattr(side.case.kernels, key) for side in sides]) for key in asdict(sides[0].case.kernels)),
         ("fits", ["yes" if side.estimate.fits else "no" for side in sides]),
         ("MFU", ["n/a" if side.mfu is None else f"{side.mfu:.1%}" for side in sides]),
-        ("tokens/s/GPU", [three_digits(side.tokens_per_s_per_gpu) for side in sides]),
+        ("tokens/s/GPU", [_say_speed(side) for side in sides]),
     ]
     always = ("fits", "MFU", "tokens/s/GPU")
     same = [(name, cells[0]) for name, cells in facts if len({*cells}) == 1 and name not in always]
     shown = [[name, *cells] for name, cells in facts if name in always or len({*cells}) > 1]
     times = [{**side.estimate.time.as_dict(), "total": side.estimate.step_time_s} for side in sides]
+    knows_time = all(side.estimate.knows_time for side in sides)
+    first_s = sides[0].estimate.step_time_s
     memory = [{**side.memory, "total": side.estimate.peak_bytes} for side in sides]
     unit, size = choose_unit(max(side.estimate.peak_bytes for side in sides))
     return [
         "alike: " + ", ".join(f"{name} {value}" for name, value in same), "",
         *align([["", "what", "layout"], *legend], ("<", "<", "<")), "",
         *align([["", *names], *shown]), "",
-        *_table("step, s", names, times, 1.0), "",
+        *(_table("step, s", names, times, 1.0) if knows_time else _table("step, of 1's", names, times, first_s)), "",
         *_table(f"fullest rank, {unit}", names, memory, float(size)), "",
+        *[f"{NO_TIME}; what is compared are shares of the step of 1."] * (not knows_time),
         *(_conclude(place, side, sides[0]) for place, side in enumerate(sides[1:], start=2)),
     ]  # fmt: skip
+
+
+def _say_speed(side: _Side) -> str:
+    return three_digits(side.tokens_per_s_per_gpu) if side.estimate.knows_time else "n/a"
 
 
 def _table(title: str, names: Sequence[str], columns: Sequence[Mapping[str, float]], unit: float) -> list[str]:
@@ -148,7 +157,9 @@ def _to_document(side: _Side) -> dict[str, Any]:
         "name": side.name, "model": scenario.model.name, "batch": asdict(scenario.batch),
         "gpu": scenario.cluster.gpu.name, "gpus": scenario.cluster.num_gpus, "engine": scenario.engine.name,
         "layout": asdict(found.layout), "kernels": asdict(found.kernels), "fits": found.fits,
-        "step_time_s": found.step_time_s, "mfu": side.mfu, "tokens_per_s_per_gpu": side.tokens_per_s_per_gpu,
-        "time_s": found.time.as_dict(), "memory_bytes": dict(side.memory), "peak_memory_bytes": found.peak_bytes,
+        "step_time_s": found.step_time_s if found.knows_time else None, "mfu": side.mfu,
+        "tokens_per_s_per_gpu": side.tokens_per_s_per_gpu if found.knows_time else None,
+        "time_s": found.time.as_dict() if found.knows_time else None,
+        "memory_bytes": dict(side.memory), "peak_memory_bytes": found.peak_bytes,
         "capacity_bytes": found.capacity_bytes,
     }  # fmt: skip

@@ -178,7 +178,8 @@ def _to_document(findings: Findings) -> dict[str, object]:
             "measured": [asdict(highest) for highest in findings.measured.get(report.rank, [])],
         }
 
-    dry, predicted = findings.time, findings.estimate.time
+    knows_time = findings.estimate.knows_time
+    dry, predicted = findings.time if knows_time else None, findings.estimate.time
     return {
         "ok": True, "run": findings.to_run().to_dict(), "world_size": findings.layout.world_size,
         "num_steps": findings.num_steps, "capacity_bytes": findings.estimate.capacity_bytes,
@@ -186,6 +187,6 @@ def _to_document(findings: Findings) -> dict[str, object]:
         "ranks": [describe(report) for report in findings.reports],
         "step_s": {
             "dry": dry and {**dry.as_dict(), "total": dry.total},
-            "predicted": {**predicted.as_dict(), "total": predicted.total},
+            "predicted": {**predicted.as_dict(), "total": predicted.total} if knows_time else None,
         },
     }  # fmt: skip

@@ -80,6 +80,8 @@ def list_times(findings: Findings, *, compares: bool) -> Table:
     unit, size = ("s", 1.0) if dry["step"] >= 1 else ("ms", 1e-3)
     state = "" if findings.scenario.engine.is_calibrated else " (uncalibrated)"
     title = f"a step{state}, {unit}"
+    if not findings.estimate.knows_time:
+        title, size = "a step, % of the predicted", predicted["step"] / 100
     if compares:
         rows = {name: (dry[name], predicted[name]) for name in dry if name not in _JOINED}
         joined = {", ".join(_JOINED): (sum(dry[name] for name in _JOINED), sum(predicted[name] for name in _JOINED))}

@@ -3,11 +3,12 @@
 import argparse
 from dataclasses import asdict
 from math import isinf
+from typing import TypeVar
 
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, read_case
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.planner.explain import Change, Explanation, explain
 from dtlayout.planner.intervals import find_intervals
 from dtlayout.text import align, choose_unit, format_bytes, plural, three_digits
@@ -15,6 +16,7 @@ from dtlayout.text import align, choose_unit, format_bytes, plural, three_digits
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 
 _BAR_WIDTH = 60
+T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +50,8 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
     if_fits = "" if now.fits else ", if it did fit"
     speed = scenario.batch.tokens_per_s_per_gpu(now.step_time_s, now.layout.world_size)
     of_step, of_peak = find_intervals(scenario)
+    step = f"{now.step_time_s:.3f} s, MFU {mfu}, {three_digits(speed)} tokens/s/GPU{if_fits}"
+    step = step if now.knows_time else f"n/a, MFU {mfu}: {NO_TIME}"
     least_s, most_s = of_step.around(now.step_time_s)
     least_bytes, most_bytes = of_peak.around(now.peak_bytes)
     is_open = now.fits_host and least_bytes <= now.capacity_bytes < most_bytes
@@ -56,11 +60,14 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
         ("layout", f"{now.layout} on {now.layout.world_size} x {gpu.name}"),
         ("engine", f"{engine.name}, {state}"),
         ("fits", f"{verdict}: {peak} of {capacity} on {where}"),
-        ("step", f"{now.step_time_s:.3f} s, MFU {mfu}, {three_digits(speed)} tokens/s/GPU{if_fits}"),
+        ("step", step),
         *_describe_offload(explanation),
         ("bound by", bound),
-        ("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}"),
-        ("", f"peak {format_bytes(least_bytes)} to {format_bytes(most_bytes)}, for {of_peak.basis}"),
+        *[("ranges", f"step {least_s:.3f} to {most_s:.3f} s, for {of_step.basis}")] * now.knows_time,
+        (
+            "" if now.knows_time else "ranges",
+            f"peak {format_bytes(least_bytes)} to {format_bytes(most_bytes)}, for {of_peak.basis}",
+        ),
     ]
     memory, time, changes = _format_memory(now), _format_time(now), _format_changes(explanation)
     return [*align(facts, ("<12", "<")), "", *memory, "", *time, "", *changes]
@@ -73,6 +80,9 @@ def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
         return []
     capacity = "" if isinf(now.host_capacity_bytes) else f" of {format_bytes(now.host_capacity_bytes)}"
     copies = f"copies take {explanation.copied_s:.3f} s of a step, of which {explanation.waited_s:.3f} s are waited for"
+    if not now.knows_time:
+        shares = (f"{seconds / now.step_time_s:.1%}" for seconds in (explanation.copied_s, explanation.waited_s))
+        copies = "copies take {} of a step, and {} of it are waited for".format(*shares)
     return [("on the host", f"{format_bytes(max(now.host_bytes))}{capacity} a GPU; {copies}")]
 
 
@@ -104,8 +114,11 @@ def _draw_bar(estimate: Estimate) -> str:
 
 def _format_time(estimate: Estimate) -> list[str]:
     parts = {**estimate.time.as_dict(), "total": estimate.step_time_s}
-    rows = [[name, f"{seconds:.4f}", f"{seconds / estimate.step_time_s:.1%}"] for name, seconds in parts.items()]
-    return align([["step", "seconds", "share"], *rows])
+    rows = [
+        [name, *[f"{seconds:.4f}"] * estimate.knows_time, f"{seconds / estimate.step_time_s:.1%}"]
+        for name, seconds in parts.items()
+    ]
+    return align([["step", *["seconds"] * estimate.knows_time, "share"], *rows])
 
 
 def _format_changes(explanation: Explanation) -> list[str]:
@@ -129,37 +142,44 @@ def _row(change: Change, now: Estimate) -> list[str]:
     after = change.estimate
     gain = 1 - after.step_time_s / now.step_time_s
     speed = f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
-    return [" ".join(change.overrides), f"{after.step_time_s:.3f}", speed, format_bytes(after.peak_bytes)]
+    step = f"{after.step_time_s:.3f}" if after.knows_time else "n/a"
+    return [" ".join(change.overrides), step, speed, format_bytes(after.peak_bytes)]
 
 
 def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, object]:
     now, gpu, growth = explanation.estimate, scenario.cluster.gpu, explanation.growth
     intervals = find_intervals(scenario)
 
+    def said(value: T) -> T | None:
+        """A value that rests on seconds, None where none are known."""
+        return value if now.knows_time else None
+
     def list_numbers(estimate: Estimate) -> dict[str, object]:
         return {
             "gpus": estimate.layout.world_size, "layout": asdict(estimate.layout), "kernels": asdict(estimate.kernels),
-            "fits": estimate.fits, "step_time_s": estimate.step_time_s, "mfu": estimate.mfu if gpu.has_mfu else None,
-            "tokens_per_s_per_gpu": scenario.batch.tokens_per_s_per_gpu(
-                estimate.step_time_s, estimate.layout.world_size
+            "fits": estimate.fits, "step_time_s": said(estimate.step_time_s),
+            "mfu": estimate.mfu if gpu.has_mfu else None,
+            "tokens_per_s_per_gpu": said(
+                scenario.batch.tokens_per_s_per_gpu(estimate.step_time_s, estimate.layout.world_size)
             ),
             "peak_memory_bytes": estimate.peak_bytes,
         }  # fmt: skip
 
     def describe(change: Change) -> dict[str, object]:
         after, what = change.estimate, {"knob": change.knob, "overrides": list(change.overrides)}
-        saved = {"saved_s": now.step_time_s - after.step_time_s, "saved_bytes": now.peak_bytes - after.peak_bytes}
+        saved = {"saved_s": said(now.step_time_s - after.step_time_s), "saved_bytes": now.peak_bytes - after.peak_bytes}
         return {**what, **list_numbers(after), **saved}
 
     return {
         "ok": True, "gpu": gpu.name, "engine": scenario.engine.name, "calibrated": scenario.engine.is_calibrated,
         **list_numbers(now),
-        "step_time_range_s": intervals.step_time.around(now.step_time_s),
+        "step_time_range_s": said(intervals.step_time.around(now.step_time_s)),
         "peak_memory_range_bytes": intervals.peak_memory.around(now.peak_bytes),
         "intervals": intervals.to_dict(),
         "memory_bytes": [{**memory.as_dict(), "total": memory.total} for memory in now.memory],
-        "host_memory_bytes": list(now.host_bytes), "copied_s": explanation.copied_s, "waited_s": explanation.waited_s,
-        "capacity_bytes": now.capacity_bytes, "time_s": now.time.as_dict(), "limit": asdict(explanation.limit),
+        "host_memory_bytes": list(now.host_bytes),
+        "copied_s": said(explanation.copied_s), "waited_s": said(explanation.waited_s),
+        "capacity_bytes": now.capacity_bytes, "time_s": said(now.time.as_dict()), "limit": asdict(explanation.limit),
         "changes": [describe(change) for change in explanation.changes],
         "growth": None if growth is None else describe(growth),
     }  # fmt: skip

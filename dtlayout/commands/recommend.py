@@ -17,10 +17,12 @@ from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.files import check_own, check_page, check_writable
 from dtlayout.models.files import find_model
 from dtlayout.optimizers import find_optimizer
+from dtlayout.planner.choices import check_once, find_idle, read_avoided, read_fixed
 from dtlayout.planner.cost import Budget
+from dtlayout.planner.remarks import LOOKED_AT
 from dtlayout.planner.search import Search
 from dtlayout.planner.sizing import find_smallest, scale
-from dtlayout.planner.space import Space, check_once, parse_choices
+from dtlayout.planner.space import Space
 from dtlayout.precision import Precision
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, metavar="V", help="another vocabulary size than the model's")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file, instead of --gpu")
     parser.add_argument("--gpu", metavar="NAME", help="a GPU type, such as a100-80g-sxm, h100-80g-sxm or cpu")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all, unless --scale or --min-gpus says")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; the vendor's by default")
     parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, required=True, metavar="B", help="sequences of a step")
@@ -80,14 +82,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     _check(options)
     budget = None if options.tokens is None else Budget(options.tokens, options.price)
-    fixed, avoided = dict[str, Any](), dict[str, list[Any]]()
-    for text in options.fix:
-        for name, value in parse_choices(text).items():
-            check_once(fixed, name, value)
-            fixed[name] = value
-    for text in options.avoid:
-        for name, value in parse_choices(text).items():
-            avoided.setdefault(name, []).append(value)
+    fixed = read_fixed(options.fix)
+    avoided = read_avoided(options.avoid, fixed)
 
     def make_space(num_gpus: int | None = None) -> Space:
         return Space(_read_scenario(options, num_gpus), fixed, avoided)
@@ -107,10 +103,13 @@ def _run(options: argparse.Namespace) -> int:
         space = find_smallest(make_space, per_node, options.max_memory)
     else:
         space = make_space()
+    if idle := find_idle(space):
+        raise InvalidConfig(idle)
     search = Search(space, options.max_memory)
     result = search.run_ideas(options.top)
     if not result.ranked:
         raise InvalidLayout(explain_nothing(search, result))
+    best = result.ranked if options.top >= LOOKED_AT else search.run_ideas(LOOKED_AT).ranked
     verified = []
     if options.verify:
         from dtlayout.commands.verify import verify  # only now: a search does without configs
@@ -118,7 +117,8 @@ def _run(options: argparse.Namespace) -> int:
         verified = verify(space.scenario, result, options.verify)
     ooms = {v.estimate.layout for v in verified if not v.fits}
     result = result._replace(ranked=tuple(e for e in result.ranked if e.layout not in ooms))
-    answer = Answer(search, result, options, verified, budget)
+    best = tuple(estimate for estimate in best if estimate.layout not in ooms)[:LOOKED_AT]
+    answer = Answer(search, result, options, verified, budget, best)
     if options.emit:
         from dtlayout.commands.emit import emit  # only now: a search does without configs
 
@@ -165,12 +165,13 @@ def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenari
     if options.vocab is not None:
         model = replace(model, vocab_size=options.vocab)
     cluster = _read_cluster(options, options.gpus if num_gpus is None else num_gpus)
+    engine, precision = find_engine_on(options.engine, cluster.gpu).told_formats(_read_formats(options.precision))
     return Scenario(
         model=model,
         batch=Batch(global_batch=options.global_batch, seq_len=options.seq_len),
         cluster=cluster,
-        engine=find_engine_on(options.engine, cluster.gpu),
-        precision=_read_precision(options.precision),
+        engine=engine,
+        precision=precision,
         optimizer=find_optimizer(options.optimizer)(),
     )
 
@@ -191,11 +192,16 @@ def _read_cluster(options: argparse.Namespace, num_gpus: int | None) -> Cluster:
     return Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
 
 
-def _read_precision(texts: list[str]) -> Precision:
-    values, names = dict(text.partition("=")[::2] for text in texts), [f.name for f in fields(Precision)]
-    if unknown := [name for name in values if name not in names]:
-        raise InvalidConfig([f"precision {name!r} is unknown; use one of {', '.join(names)}" for name in unknown])
-    return Precision(**values)  # type: ignore[arg-type]
+def _read_formats(texts: list[str]) -> dict[str, str]:
+    """Key of `Precision` → format; InvalidConfig for a key that is unknown, or named with two formats."""
+    values, names = dict[str, str](), [f.name for f in fields(Precision)]
+    for text in texts:
+        name, _, value = text.removeprefix("precision.").partition("=")
+        if name not in names:
+            raise InvalidConfig(f"precision {name!r} is unknown; use one of {', '.join(names)}")
+        check_once(values, name, value)
+        values[name] = value
+    return values
 
 
 def _read_tokens(text: str) -> float:

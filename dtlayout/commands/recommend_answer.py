@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtlayout.commands.recommend_cost import describe_cost, list_scale_costs, to_cost_document, to_scale_costs
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.costmodel.scenario import Scenario, engine_kernels
+from dtlayout.costmodel.scenario import NO_TIME, Scenario, engine_kernels
 from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.models.counting import count_parameters
 from dtlayout.optimizers import AdamW
 from dtlayout.planner import reasons
 from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_thumb
+from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.cost import Budget
 from dtlayout.planner.intervals import Intervals, find_intervals, find_least_apart, find_order
 from dtlayout.planner.remarks import list_remarks, list_ways_to_fit
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow
-from dtlayout.planner.space import Space, parse_choices
+from dtlayout.planner.space import Space
 from dtlayout.text import GIB, align, plural, three_digits
 
 if TYPE_CHECKING:
@@ -91,12 +92,13 @@ class Answer:
 
     def __init__(
         self, search: Search, result: SearchResult, options: argparse.Namespace, verified: "Sequence[Verified]",
-        budget: Budget | None,
+        budget: Budget | None, best: Sequence[Estimate],
     ):  # fmt: skip
+        """`result` has the layouts that are shown; `best`, the best `LOOKED_AT`, those of which remarks speak."""
         self.result, self.options, self.verified, self.budget = result, options, verified, budget
         self.scenario, self.best = search.space.scenario, result.ranked[0]
         pairs = enumerate(pairwise(result.ranked), start=2)
-        self.alike = find_alike([estimate.step_time_s for estimate in result.ranked], self.scenario.engine.name)
+        self.alike = find_alike([estimate.step_time_s for estimate in best], self.scenario.engine.name)
         self.leads = [reasons.describe_lead(own, following, place) for place, (own, following) in pairs]
 
         def verdict(layout: Layout, kernels: Kernels) -> reasons.Verdict:
@@ -104,7 +106,7 @@ class Answer:
 
         self.against = list(reasons.judge_others(search, self.best))
         near = self._describe_near()
-        self.remarks = [near] * bool(near) + list(list_remarks(search, result.ranked))
+        self.remarks = [near] * bool(near) + list(list_remarks(search, best))
         self.emitted: Emitted | None = None
         self.why_not: reasons.Verdict | None = None
         self.completed: Estimate | None = None
@@ -235,7 +237,10 @@ class Answer:
 
 def _complete(search: Search, choices: dict[str, Any]) -> Estimate | None:
     """The best layout with some choices; None if none of those is legal and fits."""
-    return next(iter(search.with_fixed({**search.space.fixed, **choices}).run(top=1).ranked), None)
+    space = search.space
+    avoided = {name: values for name, values in space.avoided.items() if name not in choices}  # asked for, so allowed
+    asked = search.with_fixed({**space.fixed, **choices}, avoided=avoided)
+    return next(iter(asked.run(top=1).ranked), None)
 
 
 def to_scale_document(scenario: Scenario, rows: Sequence[ScaleRow], budget: Budget | None) -> dict[str, Any]:
@@ -293,7 +298,8 @@ def explain_nothing(search: Search, result: SearchResult) -> list[str]:
         example = f"for example {layout}: "
         found = reasons.find_problems(space, layout, kernels)
         problems += [example * (i == 0) + line for i, line in enumerate(found)]
-        problems.append("use fewer --fix and --avoid, or another number of GPUs or global batch")
+        fewer = "fewer --fix and --avoid, or " * bool(space.fixed or space.avoided)
+        problems.append(f"use {fewer}another number of GPUs or global batch")
     return problems
 
 
@@ -310,7 +316,7 @@ def _to_scenario(scenario: Scenario, allowed_bytes: float | None) -> dict[str, A
         "model": asdict(scenario.model), "parameters": count_parameters(scenario.model),
         "batch": asdict(scenario.batch), "gpu": scenario.cluster.gpu.name, "num_gpus": scenario.cluster.num_gpus,
         "gpus_per_node": scenario.cluster.gpus_per_node, "engine": scenario.engine.name,
-        "calibrated": scenario.engine.is_calibrated,
+        "calibrated": scenario.engine.is_calibrated, "knows_time": scenario.knows_time,
         "intervals": find_intervals(scenario).to_dict(),
         "records": [asdict(record) for record in scenario.cluster.records],
         "precision": asdict(scenario.precision), "optimizer": scenario.optimizer.name, "allowed_bytes": allowed_bytes,
@@ -363,6 +369,7 @@ def _describe_scenario(scenario: Scenario, sizes: Sequence[int] = ()) -> list[st
         f"{cluster.gpu.name}{nodes}; {plural(batch.global_batch, 'sequence')} of {plural(batch.seq_len, 'token')} "
         f"a step{updated}",
         f"engine {engine.name}{known}",
+        *[f"{NO_TIME}; the seconds below compare layouts, and are those of no machine"] * (not scenario.knows_time),
         *_describe_intervals(intervals),
         *map(str, cluster.records),
     ]

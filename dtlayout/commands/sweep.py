@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dtlayout.commands.arguments import show
+from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.errors import EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.signals import StopRequest, note_signals
 from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
@@ -172,7 +173,8 @@ def _list(sweep: Sweep, trials: Sequence[Trial], folder: Path) -> Iterator[str]:
             yield f"run         {trial.name}"
         else:
             outcome = "run" if trial.estimate.fits else "oom"
-            yield f"{outcome:<11} {trial.name}: predicted {trial.estimate.step_time_s:.3f} s a step"
+            step = f"predicted {trial.estimate.step_time_s:.3f} s a step" if trial.estimate.knows_time else NO_TIME
+            yield f"{outcome:<11} {trial.name}: {step}"
 
 
 def _to_document(trial: Trial) -> dict[str, object]:
@@ -180,5 +182,6 @@ def _to_document(trial: Trial) -> dict[str, object]:
     return {
         "key": trial.key, "overrides": list(trial.overrides),
         "layout": asdict(trial.run.layout) if trial.run else None, "problems": list(trial.problems),
-        "fits": estimate.fits if estimate else None, "step_time_s": estimate.step_time_s if estimate else None,
+        "fits": estimate.fits if estimate else None,
+        "step_time_s": estimate.step_time_s if estimate and estimate.knows_time else None,
     }  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from dtlayout.commands.arguments import show
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimator, stage_times
+from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.errors import InvalidConfig
 from dtlayout.pipelining.drawing import WAITS, draw, draw_transfers, to_trace
 from dtlayout.pipelining.schedule_file import write_schedule
@@ -76,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
     for name, timeline in timelines.items():
         column_s = scales[name] / options.width
         column = f"{three_digits(column_s)} s" if column_s >= 1 else f"{column_s * 1e3:.3g} ms"
+        if not timeline.knows_time:
+            column = f"{column_s:.2%} of it ({NO_TIME})"
         lines.append(f"{name}: {timeline.describe()}; a column is {column}")
         rows = zip(draw(timeline, layout.placement, column_s), timeline.waits_s, strict=True)
         drawn = [f"rank {i:<3} {row}  {waits / timeline.total_s:5.1%}" for i, (row, waits) in enumerate(rows)]
@@ -107,7 +110,8 @@ def _predict(case: Case) -> Timeline:
     estimator, layout = Estimator(case.scenario), case.layout
     times = stage_times(layout.schedule, estimator.work(layout, case.kernels), estimator.delay_s(layout))
     m = layout.num_microbatches(case.scenario.batch)
-    return Timeline(play_spans(find_schedule(layout.schedule), layout.placement, m, times))
+    timeline = Timeline(play_spans(find_schedule(layout.schedule), layout.placement, m, times))
+    return timeline if case.scenario.knows_time else timeline.without_time()
 
 
 def _describe(slow: SlowStage) -> str:
@@ -120,7 +124,7 @@ def _describe(slow: SlowStage) -> str:
 def _to_document(timeline: Timeline) -> dict[str, object]:
     ranks = zip(timeline.to_rows(), timeline.waits_s, strict=True)
     return {
-        "pipeline_s": timeline.total_s,
+        "pipeline_s": timeline.total_s if timeline.knows_time else None,
         "bubble": timeline.bubble,
         "ranks": [{"rank": rank, "waits_s": waits, "actions": own} for rank, (own, waits) in enumerate(ranks)],
         "transfers": timeline.transfers,

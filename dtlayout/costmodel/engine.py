@@ -22,7 +22,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import OFFLOADS, Layout, show_value
 from dtlayout.model_shape import ModelShape
-from dtlayout.precision import MATMUL_FORMATS
+from dtlayout.precision import BYTES, MATMUL_FORMATS, Precision
 from dtlayout.recompute import Recompute
 
 OWN_ENGINE = "dtlayout"
@@ -67,6 +67,8 @@ class Features:
     """Bytes of a gradient while microbatches are accumulated (fsdp2: as precision.reduce says)."""
     reduce_bytes: int = 4
     """Bytes of a gradient on the data-parallel links."""
+    other_reduces: tuple[str, ...] = ()
+    """Formats beside that of `reduce_bytes` in which it can be told to accumulate and reduce gradients (fsdp2: any)."""
     reduction: Literal["all-reduce", "reduce-scatter"] = "reduce-scatter"
     """How gradients are summed over the data-parallel ranks."""
     bucket_bytes: int = 0
@@ -139,7 +141,7 @@ class Features:
     def __post_init__(self) -> None:
         known = {
             "axes": KNOWN_AXES, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS, "matmuls": MATMUL_FORMATS,
-            "data_parallel": DATA_PARALLEL,
+            "data_parallel": DATA_PARALLEL, "other_reduces": BYTES,
         }  # fmt: skip
         problems = [
             f"features.{field}: {name!r} is unknown; use some of {list(names)}"
@@ -151,6 +153,17 @@ class Features:
             problems.append("features.cp_methods is empty; leave out cp of features.axes where there is none")
         if problems:
             raise InvalidConfig(problems)
+
+    @property
+    def formats(self) -> dict[str, tuple[str, ...]]:
+        """Key of `Precision` → the formats that it can be told, its usual one first; fsdp2 engines take any.
+
+        With a distributed optimizer weights are bf16 beside fp32 masters, whatever else could be asked for.
+        """
+        if self.sharding == "fsdp2":
+            return {}
+        usual = next(name for name, size in BYTES.items() if size == self.reduce_bytes)
+        return {"params": ("float32",), "compute": ("bfloat16",), "reduce": (usual, *self.other_reduces)}
 
     @property
     def kind_of_constants(self) -> type["Constants"]:
@@ -215,6 +228,27 @@ class Engine:
     def is_calibrated(self) -> bool:
         """Whether runs of this engine on this GPU type stand behind the constants."""
         return bool(self.fitted) or self.gpu in self.shared_by
+
+    def told_formats(self, named: Mapping[str, str]) -> tuple["Engine", Precision]:
+        """This engine told some formats, by key of `Precision`, and all formats that it has then.
+
+        InvalidConfig for a format that is unknown, or that it does not have.
+        """
+        known, asked = self.features.formats, Precision(**named)  # type: ignore[arg-type]
+        problems = [
+            f"precision.{key}={getattr(asked, key)} is nothing that {self.name} has; "
+            f"use precision.{key}={' or '.join(formats)}"
+            for key, formats in known.items()
+            if key in named and getattr(asked, key) not in formats
+        ]
+        if problems:
+            raise InvalidConfig(problems)
+        usual = {key: formats[0] for key, formats in known.items()}
+        engine, precision = self, Precision(**{**usual, **named})  # type: ignore[arg-type]
+        if known and precision.reduce != usual["reduce"]:
+            size = BYTES[precision.reduce]
+            engine = replace(self, features=replace(self.features, gradient_bytes=size, reduce_bytes=size))
+        return engine, precision
 
     def recompute_problems(self, recompute: str) -> list[str]:
         """A line for a kind that the engine does not have."""

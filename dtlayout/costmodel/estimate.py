@@ -81,6 +81,8 @@ class Estimate:
     """The most that each pipeline rank has in its host's memory; empty without offload."""
     host_capacity_bytes: float = inf
     """Bytes of its host's memory that a rank may take."""
+    knows_time: bool = True
+    """Whether seconds may be said, and not only compared (`Scenario.knows_time`)."""
 
     @property
     def busiest_rank(self) -> int:
@@ -172,8 +174,9 @@ class Estimator:
         mfu = self.mfu(time.total, layout.world_size)
         on_host = self.host_bytes(layout, kernels)
         return Estimate(
-            layout, kernels, stage_layers, memory, self.capacity_bytes, time, mfu, on_host, self.host_capacity_bytes
-        )
+            layout, kernels, stage_layers, memory, self.capacity_bytes, time, mfu, on_host, self.host_capacity_bytes,
+            self.scenario.knows_time,
+        )  # fmt: skip
 
     def host_bytes(self, layout: Layout, kernels: Kernels) -> tuple[float, ...]:
         """The most that each pipeline rank has in its host's memory; empty without offload."""

@@ -15,7 +15,7 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.pipelining.partition import StageSlice, to_slices
-from dtlayout.precision import BYTES, Precision
+from dtlayout.precision import BYTES, MATMUL_FORMATS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Scenario:
     engine: Engine
     """The program that runs it."""
     precision: Precision = field(default_factory=Precision)
-    """Number formats; engines other than fsdp2 ones keep bf16 weights and fp32 masters whatever it says."""
+    """Number formats; of engines other than fsdp2 ones only `matmuls` counts, and `Engine.told_formats` the others."""
     optimizer: Optimizer = field(default_factory=AdamW)
     """The optimizer of the parameters; its learning rate changes nothing here."""
     document_mask: bool = False
@@ -41,6 +41,11 @@ class Scenario:
     def is_on_host(self) -> bool:
         """Whether the host computes itself, so that nothing is behind which its own time could hide."""
         return self.cluster.gpu.device_type == "cpu"
+
+    @property
+    def knows_time(self) -> bool:
+        """Whether predicted seconds may be said: on a CPU general constants are those of no machine."""
+        return self.engine.is_calibrated or not self.is_on_host
 
     @property
     def capacity_bytes(self) -> float:
@@ -57,6 +62,10 @@ class Scenario:
     def device(self) -> Device:
         """The kind of device that its ranks run on."""
         return device_of(self.cluster.gpu)
+
+
+NO_TIME = "no step time: dtlayout calibrate has not measured this CPU"
+"""What is said where a scenario knows no time."""
 
 
 def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> Kernels:
@@ -99,16 +108,24 @@ def known_kernels(engine: Engine) -> dict[str, tuple[str, ...]]:
 
 def find_lacks(scenario: Scenario, layout: Layout) -> list[str]:
     """What the engine lacks for a legal layout beside kernels, or its GPUs for the format; one line each."""
-    engine, problems = scenario.engine, list[str]()
-    if (fmt := scenario.precision.matmul_format) and not scenario.cluster.gpu.peak_of(fmt):
-        problems.append(f"precision.matmuls={fmt.name} is no format that {scenario.cluster.gpu.name} multiplies in")
+    problems = find_scenario_lacks(scenario) + find_missing_numbers(scenario, layout)
+    return problems + scenario.engine.layout_problems(layout, scenario.model, scenario.batch)
+
+
+def find_scenario_lacks(scenario: Scenario) -> list[str]:
+    """What the engine lacks whatever the layout, or its GPUs for the format; one line each."""
+    engine, gpu, problems = scenario.engine, scenario.cluster.gpu, list[str]()
+    fmt = scenario.precision.matmul_format
+    if fmt and not gpu.peak_of(fmt):
+        able = [name for name, each in MATMUL_FORMATS.items() if gpu.peak_of(each) and name in engine.features.matmuls]
+        use = f"use precision.matmuls={' or '.join(('compute', *able))}"
+        problems.append(f"precision.matmuls={fmt.name} is no format that {gpu.name} multiplies in; {use}")
     elif engine.name == OWN_ENGINE:
         problems += scenario.precision.training_problems
     elif fmt and fmt.name not in engine.features.matmuls:
         known = " or ".join(("compute", *engine.features.matmuls))
         problems.append(f"precision.matmuls={fmt.name} is nothing that {engine.name} has; use {known}")
-    problems += engine.model_problems(scenario.model) + find_missing_numbers(scenario, layout)
-    return problems + engine.layout_problems(layout, scenario.model, scenario.batch)
+    return problems + engine.model_problems(scenario.model)
 
 
 def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:

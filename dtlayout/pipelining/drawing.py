@@ -59,8 +59,9 @@ def to_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """A trace with a process for each pipeline rank of each timeline, which has its name; times in microseconds."""
     names, events = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, timeline in timelines.items():
+        of = "" if timeline.knows_time else ", the whole drawn as 1 s"
         for rank, spans in enumerate(timeline.spans):
-            process, title = len(names), {"name": f"pipeline rank {rank}, {name}"}
+            process, title = len(names), {"name": f"pipeline rank {rank}, {name}{of}"}
             names.append({"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": title})
             events += [_to_event(span, process) for span in spans]
             for number, transfer in enumerate(timeline.transfers[rank] if timeline.transfers else ()):

@@ -37,9 +37,9 @@ class SlowStage(NamedTuple):
 
 def find_scales(timelines: Mapping[str, "Timeline"]) -> dict[str, float]:
     """Seconds that the width of each picture stands for: the longest's for all on which something can be seen."""
-    longest_s = max(timeline.total_s for timeline in timelines.values())
+    longest_s = max((timeline.total_s for timeline in timelines.values() if timeline.knows_time), default=0.0)
     return {
-        name: longest_s if timeline.total_s >= _LEGIBLE * longest_s else timeline.total_s
+        name: longest_s if timeline.knows_time and timeline.total_s >= _LEGIBLE * longest_s else timeline.total_s
         for name, timeline in timelines.items()
     }
 
@@ -52,6 +52,8 @@ class Timeline:
     """Of each pipeline rank, in their order."""
     transfers: Sequence[Sequence[Transfer]] = ()
     """Of each pipeline rank, where they were recorded."""
+    knows_time: bool = True
+    """Whether its numbers are seconds; else they are shares of the whole."""
 
     @property
     def total_s(self) -> float:
@@ -69,8 +71,17 @@ class Timeline:
         return min(self.waits_s) / self.total_s
 
     def describe(self) -> str:
-        """How long it is, and its bubble."""
-        return f"{self.total_s:.3g} s, of which the busiest rank waits {self.bubble:.1%}"
+        """How long it is, where that is known, and its bubble."""
+        whole = f"{self.total_s:.3g} s, of which " if self.knows_time else "of it "
+        return f"{whole}the busiest rank waits {self.bubble:.1%}"
+
+    def without_time(self) -> "Timeline":
+        """The same timeline with shares of the whole in the place of seconds."""
+        whole = self.total_s
+        spans = [
+            [each._replace(start=each.start / whole, end=each.end / whole) for each in rank] for rank in self.spans
+        ]
+        return Timeline(spans, knows_time=False)
 
     def stage_s(self) -> dict[int, float]:
         """Seconds of a microbatch on each stage: the median of its forwards and of each part of its backwards."""

@@ -8,7 +8,7 @@ from dtlayout.cluster import Cluster, Gpu, is_slice, why_unknown
 from dtlayout.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
-from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.device import device_of
 from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
@@ -84,11 +84,11 @@ def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_rank
 def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | None:
     """The estimate as a run's record holds it; None where there is none.
 
-    A CPU has no MFU, and one that nobody calibrated no time either: general constants are those of no machine.
+    A CPU has no MFU, and one that nobody calibrated no time either.
     """
     if estimate is None:
         return None
-    is_timed = scenario.engine.is_calibrated or not scenario.is_on_host
+    is_timed = scenario.knows_time
     intervals = find_intervals(scenario)
     return Predicted(
         step_time_s=estimate.step_time_s if is_timed else None,
@@ -118,8 +118,8 @@ def describe(predicted: Estimate | None, scenario: Scenario) -> str:
         speed = scenario.batch.tokens_per_s_per_gpu(predicted.step_time_s, predicted.layout.world_size)
         fast = f"MFU {predicted.mfu:.1%}, {three_digits(speed)} tokens/s/GPU"
         return f"predicted: {step}, {fast}, {peak}"
-    if not scenario.engine.is_calibrated:
-        return f"predicted: {peak} (no step time: dtlayout calibrate has not measured this CPU)"
+    if not scenario.knows_time:
+        return f"predicted: {peak} ({NO_TIME})"
     return f"predicted: {step}, {peak}"
 
 

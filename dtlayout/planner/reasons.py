@@ -124,6 +124,8 @@ def describe_lead(own: Estimate, following: Estimate, place: int | str) -> str:
         return f"{alike}, with {room / GIB:.1f} GiB more free"
     parts, others = (each.layout.tp * each.layout.pp for each in (own, following))
     if parts < others:
+        if parts == 1:
+            return f"{alike} and as full, and leaves the model whole instead of cutting it into {others} parts"
         return f"{alike} and as full, and cuts the model into {parts} parts instead of {others}"
     return f"{alike} and as full"
 

@@ -32,12 +32,15 @@ _HIDDEN = 0.02
 """Share of the step up to which communication counts as hidden."""
 _LEAST_ROOM = 0.05
 """Share of the capacity that a peak should leave free: about the median error of predicted peaks."""
+LOOKED_AT = 5
+"""The best layouts that are looked at, however many are shown."""
 _MORE_ROOM = 0.1
 """Share that is left free instead where it does not."""
 
 
 def list_remarks(search: Search, ranked: Sequence[Estimate]) -> Iterator[str]:
-    """All remarks on the best layouts of a search, of which there is one at least."""
+    """All remarks on a search by its best layouts, of which there is one at least; `LOOKED_AT` of them count."""
+    ranked = ranked[:LOOKED_AT]
     yield from filter(None, (
         remark_on_axis(search, ranked[0]), remark_on_precision(search, ranked), remark_on_batch(search, ranked[0]),
         remark_on_network(search, ranked[0]), remark_on_room(search, ranked), remark_on_split(search, ranked[0]),

@@ -8,7 +8,7 @@ left out is among the best k; whether one fits that is slower anyway nobody has 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import count
@@ -53,10 +53,16 @@ class Search:
         self._candidates = Candidates(space, self.estimator, self._peaks, self.allowed_bytes)
         self._numbers = count()
 
-    def with_fixed(self, fixed: Mapping[str, Any], max_memory: float | None = None) -> "Search":
-        """A search with other values fixed; it shares all that is remembered of the scenario."""
+    def with_fixed(
+        self,
+        fixed: Mapping[str, Any],
+        max_memory: float | None = None,
+        avoided: Mapping[str, Sequence[Any]] | None = None,
+    ) -> "Search":
+        """A search with other values fixed, or ruled out; it shares all that is remembered of the scenario."""
         max_memory = self.max_memory if max_memory is None else max_memory
-        return Search(replace(self.space, fixed=fixed), max_memory, self._peaks)
+        avoided = self.space.avoided if avoided is None else avoided
+        return Search(replace(self.space, fixed=fixed, avoided=avoided), max_memory, self._peaks)
 
     def run(self, top: int = 5) -> SearchResult:
         """The best `top` layouts, best first; none differ in nothing but kernels, tp_overlap and sharding.

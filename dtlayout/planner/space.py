@@ -34,7 +34,6 @@ from itertools import product
 from math import gcd
 from typing import Any, NamedTuple, TypeVar
 
-from dtlayout import toml
 from dtlayout.context_parallel import DEFAULT_CONTEXT_METHOD
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.parts import StateLayout
@@ -44,13 +43,13 @@ from dtlayout.costmodel.scenario import (
     engine_kernels,
     find_lacks,
     find_refusals,
+    find_scenario_lacks,
     known_kernels,
 )
 from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import KERNELS, Kernel, list_kernels
+from dtlayout.kernel import Kernel, list_kernels
 from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout, show_value
-from dtlayout.layout_names import complete_name, describe_unknown_word, read_word, split_name
+from dtlayout.layout import Layout
 from dtlayout.model_shape import divisors
 from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from dtlayout.recompute import Recompute
@@ -61,12 +60,11 @@ Order = tuple[str, int]
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
 _OFF = Layout()
+_CONSTANT = ("ep_overlap", "ep_dispatcher", "stage_layers", "offload")
+"""Fields of Layout that are what is fixed, or off."""
 MOST_VIRTUAL_STAGES = 64
 """Virtual stages of a rank: with v the bubble is 1/v of 1F1B's, and more than these have nothing left to win."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]
-CHOICES: dict[str, type] = {f.name: type(getattr(Layout(), f.name)) for f in fields(Layout)}
-CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
-"""Everything that can be fixed or avoided: name → type."""
 
 
 def searched_kernels() -> dict[str, list[str]]:
@@ -77,51 +75,6 @@ def searched_kernels() -> dict[str, list[str]]:
             found[kernel.operation].append(kernel.name)
             found[kernel.operation].sort(key=lambda name: name != getattr(Kernels(), kernel.operation))
     return dict(found)
-
-
-def parse_choices(text: str) -> dict[str, Any]:
-    """The fields of a layout and the kernels that a text names: a layout as it is printed, or `name=value` as in TOML.
-
-    InvalidConfig or InvalidLayout says what would work.
-
-    >>> parse_choices("recompute=full, tp=2"), parse_choices("pp2·dp4 loss linear")
-    ({'recompute': 'full', 'tp': 2}, {'pp': 2, 'dp_shard': 4, 'loss': 'linear'})
-    """
-    found: dict[str, Any] = {}
-    words = split_name(text)
-    while words:
-        word = words.pop(0)
-        if word in KERNEL_NAMES and words:  # printed as two words
-            choice = {word: words.pop(0)}
-        elif word in KERNELS["attention"]:  # printed by its name alone
-            choice = {"attention": word}
-        else:
-            choice = read_word(word.removeprefix("layout.").removeprefix("kernels."))
-        for name, value in choice.items():
-            _check_choice(name, value)
-            check_once(found, name, value)
-        if not choice:
-            raise describe_unknown_word(word)
-        found |= choice
-    if not found:
-        raise describe_unknown_word(text)
-    return complete_name(found)
-
-
-def check_once(found: Mapping[str, Any], name: str, value: Any) -> None:
-    """InvalidConfig where another value of it was found before."""
-    if found.get(name, value) != value:
-        raise InvalidConfig(f"{name}={show_value(value)} and {name}={show_value(found[name])}: say one of them")
-
-
-def _check_choice(name: str, value: Any) -> None:
-    if name not in CHOICES:
-        raise InvalidConfig(toml.describe_unknown_key(name, CHOICES))
-    if type(value) is not CHOICES[name]:
-        kinds = {int: "a whole number", bool: "true or false", str: "a word", tuple: "a list such as [3, 3, 2]"}
-        raise InvalidConfig(f"{name}={show_value(value)} must be {kinds[CHOICES[name]]}")
-    checked: dict[str, Any] = {name: value}
-    OpenKernels(**checked) if name in KERNEL_NAMES else Layout(**checked)
 
 
 class Degrees(NamedTuple):
@@ -164,9 +117,10 @@ class Space:
     """Axes that the engine lacks and that are searched all the same, to say what they would be worth."""
 
     def __post_init__(self) -> None:
-        problems = self.scenario.engine.model_problems(self.scenario.model)
-        if self.offload != _OFF.offload:
-            problems = find_lacks(self.scenario, Layout(offload=self.offload))
+        problems, asked = find_scenario_lacks(self.scenario), dict(self.constant)
+        asked.pop("stage_layers", None)  # of which each layout says whether it is legal
+        if any(value != getattr(_OFF, name) for name, value in asked.items()):
+            problems = find_lacks(self.scenario, Layout(**asked))
         if problems:
             raise InvalidConfig(problems)
 
@@ -299,7 +253,7 @@ class Space:
     @cached_property
     def constant(self) -> dict[str, Any]:
         """Fields of Layout that no axis varies."""
-        return {name: self.fixed[name] for name in ("ep_overlap", "stage_layers", "offload") if name in self.fixed}
+        return {name: self.fixed[name] for name in _CONSTANT if name in self.fixed}
 
     @property
     def offload(self) -> Any:

@@ -6,7 +6,8 @@ A run is a folder with metrics.jsonl, done or going on. What is noisy is drawn p
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,7 +43,7 @@ class RunCurves:
     outcome: str
     """As in summary.json; "" where nobody knows."""
     layout: str
-    """What it ran as; "" where its config cannot be read."""
+    """What its steps ran as, or the last of them; "" where nobody knows."""
     lines: list[dict[str, Any]]
     """Those of metrics.jsonl, in the order of their steps."""
     num_torn: int
@@ -52,6 +53,18 @@ class RunCurves:
         """Steps, and a number of StepMetrics at each of those that have it."""
         found = [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
         return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def parts(self) -> list["RunCurves"]:
+        """The run cut where it was resumed under another layout; each part but the last is "resumed"."""
+        groups = [(layout, list(lines)) for layout, lines in groupby(self.lines, lambda line: line.get("layout", ""))]
+        if len(groups) < 2:
+            return [self]
+        outcomes = ["resumed"] * (len(groups) - 1) + [self.outcome]
+        return [
+            replace(self, outcome=outcome, layout=str(layout), lines=lines)
+            for outcome, (layout, lines) in zip(outcomes, groups, strict=True)
+        ]
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
@@ -89,9 +102,10 @@ def _read_run(folder: Path, name: str) -> RunCurves:
         layout = str(found.resolve(found.smallest_world_size))
     except DtlayoutError:  # none, or of another version
         layout = ""
+    in_order = [lines[step] for step in sorted(lines)]
     return RunCurves(
-        name=name, outcome=str(read_summary(folder).get("outcome", "")), layout=layout,
-        lines=[lines[step] for step in sorted(lines)], num_torn=num_torn,
+        name=name, outcome=str(read_summary(folder).get("outcome", "")),
+        layout=str((in_order[-1].get("layout") if in_order else "") or layout), lines=in_order, num_torn=num_torn,
     )  # fmt: skip
 
 
@@ -140,6 +154,10 @@ class Curves:
             notes.append(f"Strong lines are exponential means of the pale ones, over {reach}.")
         if self.without_steps:
             notes.append(f"Without a step yet: {', '.join(self.without_steps)}.")
+        for run in self.runs:
+            changes = [f"from step {part.lines[0]['step']:,} as {part.layout or '?'}" for part in run.parts[1:]]
+            if changes:
+                notes.append(f"{run.name} was resumed {', '.join(changes)}, where a line stands.")
         if self.num_torn:
             notes.append(f"Lines of metrics.jsonl that cannot be read and are left out: {self.num_torn}.")
         return notes
@@ -155,8 +173,11 @@ class Curves:
             yield "memory", "Peak memory of the fullest rank", self._draw_peaks(unit, size)
 
     def list_rows(self) -> list[list[str]]:
-        """A row for each run, below the names of the columns that some run has measured; empty where one has not."""
-        rows = [_describe(run) for run in self.runs]
+        """A row for each run, or for each layout that it ran as, below the columns that some run has measured.
+
+        A cell is empty where that run has not.
+        """
+        rows = [_describe(part, len(run.parts) > 1) for run in self.runs for part in run.parts]
         columns = [name for name in rows[0] if any(row[name] for row in rows)]
         return [columns, *([row[name] for name in columns] for row in rows)]
 
@@ -236,7 +257,14 @@ class Curves:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="0.92", linewidth=0.6)
         axes.set_axisbelow(True)
+        self._mark_resumes(axes)
         return figure, axes
+
+    def _mark_resumes(self, axes: Axes) -> None:
+        """A thin line in the run's colour where each other layout begins."""
+        for colour, run in self._coloured():
+            for part in run.parts[1:]:
+                axes.axvline(part.lines[0]["step"], color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
 
     def _coloured(self) -> Iterator[tuple[Any, RunCurves]]:
         """Each run in the same colour everywhere."""
@@ -253,12 +281,13 @@ def _end(figure: Figure) -> Figure:
     return figure
 
 
-def _describe(run: RunCurves) -> dict[str, str]:
-    """Column → cell."""
+def _describe(run: RunCurves, is_part: bool) -> dict[str, str]:
+    """Column → cell; a part of a run says its first step too."""
     losses, mfu, peaks = (run.read(key)[1] for key in ("loss", "mfu", "peak_memory_bytes"))
     validation = Validation.of(run.lines)
     step_time_s, _ = time_steps(run.read("step_time_s")[1])
     tokens = run.lines[0].get("tokens", 0) / run.lines[0]["step"]
+    steps = f"{run.lines[0]['step']:,} to " * is_part + f"{run.lines[-1]['step']:,}"
     unit, size = choose_unit(max(peaks, default=0))
 
     def show(value: float | None, form: str) -> str:
@@ -266,7 +295,7 @@ def _describe(run: RunCurves) -> dict[str, str]:
 
     last = losses[-_TAIL:]
     return {
-        "run": run.name, "layout": run.layout, "outcome": run.outcome, "steps": f"{run.lines[-1]['step']:,}",
+        "run": run.name, "layout": run.layout, "outcome": run.outcome, "steps": steps,
         "loss": show(sum(last) / len(last) if last else None, ".4f"),
         "validation": show(validation.last if validation else None, ".4f"),
         "best": show(validation.best if validation else None, ".4f"),

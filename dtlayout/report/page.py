@@ -1,6 +1,6 @@
 """The report of measured rows, as one page that needs no other file and as Markdown: findings, charts, every layout."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -78,7 +78,7 @@ class Report:
             if len(options := list_options(name, self.runs)) > 1:
                 yield f"Best {self._unit} by {name}, whatever else was chosen", self._draw_best(name, options)
         yield f"Best {self._unit} by tp and pp", beside(map(self._draw_heat, self.tables))
-        if any(self._measure(run) for run in self.runs):
+        if self._pair_speeds(self.predictions):
             yield "Predicted against measured speed", self._draw_predictions()
         fastest = sorted(self.predictions, key=lambda row: self._measure(row.run), reverse=True)
         if known := [row for row in fastest if row.run.peak_bytes and self._measure(row.run)]:
@@ -123,8 +123,10 @@ class Report:
         flops_per_s = speed * count_model_flops_per_token(scenario.model, scenario.batch.seq_len)
         return 100 * (run.mfu if run.mfu is not None else flops_per_s / scenario.cluster.gpu.peak_flops_per_s)
 
-    def _predict(self, row: Prediction) -> float:
-        """The predicted speed, as `_measure` is measured."""
+    def _predict(self, row: Prediction) -> float | None:
+        """The predicted speed, as `_measure` is measured; None where no time is known."""
+        if not row.estimate.knows_time:
+            return None
         if self._has_mfu:
             return 100 * row.estimate.mfu
         scenario = row.run.scenario
@@ -150,11 +152,16 @@ class Report:
         rows = {f"pp {pp}": [best.get((pp, tp)) or None for tp in tps] for pp in pps}
         return html.paragraph(table, "note") + draw_heat([f"tp {tp}" for tp in tps], rows, table)
 
+    def _pair_speeds(self, rows: Iterable[Prediction]) -> list[tuple[float, float]]:
+        """Measured and predicted speed of each row that has both."""
+        found = ((self._measure(row.run), self._predict(row)) for row in rows)
+        return [(measured, predicted) for measured, predicted in found if measured and predicted]
+
     def _draw_predictions(self) -> str:
         figure, axes = plt.subplots(figsize=(7, 4.2 + 0.17 * len(self.tables)), layout="constrained")
         speeds: list[float] = []
         for name, rows in self.tables.items():
-            if pairs := [(speed, self._predict(row)) for row in rows if (speed := self._measure(row.run))]:
+            if pairs := self._pair_speeds(rows):
                 measured, predicted = zip(*pairs, strict=True)
                 axes.scatter(measured, predicted, s=12, alpha=0.7, linewidth=0, label=name)
                 speeds += [*measured, *predicted]

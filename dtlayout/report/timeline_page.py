@@ -42,7 +42,11 @@ def _parts(timelines: Mapping[str, Timeline], placement: Placement, findings: Se
         yield html.paragraph(f"{timeline.describe()}.")
         kinds = dict.fromkeys(span.action.kind for rank in timeline.spans for span in rank)
         tracks = [
-            (f"rank {rank}", [_to_piece(span, placement) for span in spans], f"{waits / timeline.total_s:.1%} waiting")
+            (
+                f"rank {rank}",
+                [_to_piece(span, placement, timeline) for span in spans],
+                f"{waits / timeline.total_s:.1%} waiting",
+            )
             for rank, (spans, waits) in enumerate(zip(timeline.spans, timeline.waits_s, strict=True))
         ]
         below = [("its transfers", [*map(_to_transfer, rank)], "") for rank in timeline.transfers]
@@ -54,12 +58,11 @@ def _parts(timelines: Mapping[str, Timeline], placement: Placement, findings: Se
     yield html.paragraph(_NOTATION, "note")
 
 
-def _to_piece(span: Span, placement: Placement) -> Piece:
+def _to_piece(span: Span, placement: Placement, timeline: Timeline) -> Piece:
     action = span.action
     is_later = placement.chunk_of(action.stage) > 0
-    return Piece(
-        span.start, span.end, _COLOURS[action.kind], is_later, f"{action}: {span.start:.4f} to {span.end:.4f} s"
-    )
+    when = f"{span.start:.4f} to {span.end:.4f} s" if timeline.knows_time else f"{span.start:.2%} to {span.end:.2%}"
+    return Piece(span.start, span.end, _COLOURS[action.kind], is_later, f"{action}: {when}")
 
 
 def _to_transfer(transfer: Transfer) -> Piece:

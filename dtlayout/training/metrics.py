@@ -62,6 +62,8 @@ class StepMetrics:
     """Time that rank 0 had to wait for this step's batch, which a thread reads during the step before."""
     spike: bool = False
     """Whether loss or gradient norm was far above those of recent steps; `[spikes]` says what comes of that."""
+    layout: str = ""
+    """What the step ran as, as layouts are printed: a resumed run may go on as another one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,6 +119,7 @@ class Records:
             data_wait_s=data_wait_s,
             validation_loss=validation_loss,
             spike=is_spike,
+            layout=str(self.layout),
             **self._speed.describe(step_time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:

@@ -29,6 +29,7 @@ _TAGS = {
 def name_numbers(metrics: StepMetrics) -> dict[str, float]:
     """What was measured of a step, under the names that trackers show: train/loss, validation/loss, speed/mfu, …"""
     numbers = asdict(metrics)
+    del numbers["layout"]  # no number, and in the config
     del numbers["step"]
     return {_TAGS.get(name, f"speed/{name}"): value for name, value in numbers.items() if value is not None}
 

@@ -152,9 +152,27 @@ def test_another_engine_is_explained_by_its_own_habits_and_kernels(capsys):
         (("--gpu", "voodoo2"), "GPU type 'voodoo2' is unknown; use one of "),
         (("--gpu", "cpu", "--engine", "steam"), "engine 'steam' is unknown; use one of "),
         (("--gpu", "cpu", "--world", "4", "--layout.tp=3"), "world size 4 does not fit the layout"),
-        (("--gpu", "cpu", "--engine", "megatron", "--layout.cp=3"), "2 * cp = 6 does not divide seq_len=16"),
         (
-            ("--gpu", "cpu", "--engine", "nanotron", *(f"--model.experts.{name}=2" for name in EXPERTS)),
+            ("--gpu", "cpu", "--engine", "megatron", "--layout.cp=3", "--precision.compute=bfloat16"),
+            "2 * cp = 6 does not divide seq_len=16",
+        ),
+        (
+            ("--gpu", "cpu", "--engine", "megatron"),
+            "precision.compute=float32 is nothing that megatron has; use precision.compute=bfloat16",
+        ),
+        (
+            ("--gpu", "cpu", "--engine", "nanotron", "--precision.compute=bfloat16", "--precision.reduce=bfloat16"),
+            "precision.reduce=bfloat16 is nothing that nanotron has; use precision.reduce=float32",
+        ),
+        (
+            (
+                "--gpu",
+                "cpu",
+                "--engine",
+                "nanotron",
+                "--precision.compute=bfloat16",
+                *(f"--model.experts.{name}=2" for name in EXPERTS),
+            ),
             "model.experts: nanotron has no mixture of experts; use a model without, or another engine",
         ),
         (
@@ -205,7 +223,62 @@ def test_auto_is_explained_as_the_kernels_that_it_stands_for(files, capsys):
 
 
 def test_a_format_that_the_gpu_lacks_is_refused_and_never_takes_for_ever(capsys):
-    for gpu, name in (("a100-80g-sxm", "fp8-tensorwise"), ("h100-80g-sxm", "nvfp4")):
+    for gpu, name, able in (("a100-80g-sxm", "fp8-tensorwise", ""), ("h100-80g-sxm", "nvfp4", " or fp8-tensorwise")):
         arguments = ("--gpu", gpu, "--engine", "megatron", f"--precision.matmuls={name}", "--world", "64")
         assert main(["explain", str(LLAMA), *arguments]) == 2
-        assert capsys.readouterr().err == f"precision.matmuls={name} is no format that {gpu} multiplies in\n"
+        problem = f"precision.matmuls={name} is no format that {gpu} multiplies in; use precision.matmuls=compute{able}"
+        assert capsys.readouterr().err == f"{problem}\n"
+
+
+def test_a_format_that_is_asked_for_counts_for_megatron_too(capsys):
+    arguments = (LLAMA, "--gpus", "64", "--layout.pp=4", "--engine", "megatron", "--json")
+    peaks = [
+        json.loads(explain(capsys, *arguments, f"--precision.reduce={reduce}"))["peak_memory_bytes"]
+        for reduce in ("bfloat16", "float32")
+    ]
+    own = json.loads(explain(capsys, *arguments))  # the config asks for bf16
+    assert own["peak_memory_bytes"] == peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("verb", ["explain", "compare", "timeline", "check", "dryrun"])
+def test_two_numbers_of_ranks_are_refused(files, capsys, verb):
+    others = ["tp=2"] * (verb == "compare")
+    with pytest.raises(SystemExit) as ended:
+        main([verb, str(files.config), *others, "--gpus", "64", "--world", "8"])
+    assert ended.value.code == 2
+    problem = "--world and --gpus are one number, and here are 64 and 8: say one of them"
+    assert capsys.readouterr().err.endswith(f"{problem}\n")
+
+
+def test_a_mask_that_an_engine_does_not_know_is_named(capsys):
+    arguments = (LLAMA, "--gpus", "64", "--layout.pp=4", "--engine", "megatron", "--data.document_mask=true")
+    assert main(["explain", *arguments]) == 0
+    assert capsys.readouterr().err == "note: data.document_mask changes nothing that is predicted for megatron\n"
+
+
+@pytest.mark.parametrize("verb", ["explain", "compare", "timeline", "sweep", "dryrun"])
+def test_a_cpu_that_nobody_calibrated_has_no_step_time(capsys, tmp_path, verb):
+    debug, machine = str(ROOT / "configs" / "debug.toml"), ["--gpu", "cpu", "--gpus", "4"]
+    sweep = tmp_path / "sweep.toml"
+    sweep.write_text(
+        f'config = "{debug}"\nworld = 4\noverrides = ["--train.device=cpu"]\n[axes.layout]\nmicro_batch = [1, 2]\n'
+    )
+    arguments = {
+        "compare": [debug, "micro_batch=1", *machine], "sweep": [str(sweep), "--list"],
+        "dryrun": [debug, *machine, "--compare", "--ranks", "0,3"],
+    }.get(verb, [debug, *machine])  # fmt: skip
+    assert main([verb, *arguments, "--json"]) == 0
+    seconds = list(find_seconds(json.loads(capsys.readouterr().out)))
+    assert seconds and not [name for name, value in seconds if value is not None]
+    assert main([verb, *arguments]) == 0
+    assert not re.search(r"\d (s|ms)\b", capsys.readouterr().out)
+
+
+def find_seconds(document):
+    """Each predicted time of a document, by name."""
+    names = {"step_time_s", "pipeline_s", "step_time_range_s", "time_s", "tokens_per_s_per_gpu", "predicted", "dry"}
+    for name, value in document.items() if isinstance(document, dict) else enumerate(document):
+        if name in names and not (isinstance(value, dict) and "calibrated" in value) and name != "measured":
+            yield name, value
+        elif isinstance(value, dict | list) and name not in ("compared_bytes", "run"):
+            yield from find_seconds(value)

@@ -16,11 +16,12 @@ from dtlayout.training.metrics import StepMetrics
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def metrics(step: int, *, mfu: float | None = None) -> StepMetrics:
+def metrics(step: int, *, mfu: float | None = None, layout: str = "") -> StepMetrics:
     return StepMetrics(
         step=step, loss=2 + 3 / step, grad_norm=0.5, lr=1e-3, tokens=128 * step, step_time_s=0.25, tokens_per_s=512.0,
         tokens_per_s_per_gpu=256.0, model_tflops_per_gpu=0.125, mfu=mfu,
         peak_memory_bytes=3 << 20 if step in (2, 9) else None, validation_loss=1 + 4 / step if step % 5 == 0 else None,
+        layout=layout,
     )  # fmt: skip
 
 
@@ -109,6 +110,30 @@ def test_the_layout_is_that_of_the_runs_config(tmp_path, capsys):
     assert answer(capsys, run)["runs"][0]["layout"] == "tp2+sp mb2 zero1"
     (run / "config.toml").write_text("[of another version]\n")
     assert "layout" not in answer(capsys, run)["runs"][0]
+
+
+def test_a_run_that_was_resumed_under_another_layout_has_a_row_for_each(tmp_path, capsys):
+    files, run = write_tiny(tmp_path), write_run(tmp_path / "run", 30)
+    layouts = ["tp2+sp mb2 zero1"] * 12 + ["dp4 mb1 zero3"] * 18
+    changed = [
+        asdict(metrics(step)) | {"layout": layout, "step_time_s": 0.25 if step <= 12 else 1.0}
+        for step, layout in enumerate(layouts, start=1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    (run / "config.toml").write_text(files.config.read_text())  # that of the last start
+    found = answer(capsys, run, "--page", "all.html")
+    first, last = found["runs"]
+    assert (first["layout"], first["steps"], first["outcome"]) == ("tp2+sp mb2 zero1", "1 to 12", "resumed")
+    assert (last["layout"], last["steps"], last["outcome"]) == ("dp4 mb1 zero3", "13 to 30", "done")
+    assert (first["tokens/s"], last["tokens/s"]) == ("512", "128")
+    assert "run was resumed from step 13 as dp4 mb1 zero3, where a line stands." in found["notes"]
+    assert "dp4 mb1 zero3" in Path("all.html").read_text()
+
+
+def test_a_run_that_was_resumed_under_its_own_layout_has_one_row(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 3, layout="dp4 mb1 zero3")
+    (row,) = answer(capsys, run)["runs"]
+    assert (row["layout"], row["steps"]) == ("dp4 mb1 zero3", "3")
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys):

@@ -374,3 +374,51 @@ def test_nothing_is_written_where_nothing_was_asked(capsys, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     ask(capsys, *DEBUG)
     assert list(Path().iterdir()) == []
+
+
+QWEN = ["--model", "qwen3-8b", "--gpu", "h100-80g-sxm", "--gpus", "16", "--seq-len", "4096", "--global-batch", "128"]
+
+
+def test_choices_of_micro_batch_and_zero_leave_the_degrees_open(capsys):
+    choices = "tp=2,pp=2,mb=2,zero=3"
+    document = ask(capsys, *QWEN, "--top", "1", "--why-not", choices)
+    layout = document["why_not"]["layout"]
+    assert (layout["tp"], layout["pp"], layout["dp_shard"], layout["micro_batch"], layout["zero"]) == (2, 2, 4, 2, 3)
+    fixed = ask(capsys, *QWEN, "--top", "1", "--fix", choices)["layouts"][0]
+    single = [word for choice in choices.split(",") for word in ("--fix", choice)]
+    assert fixed == ask(capsys, *QWEN, "--top", "1", *single)["layouts"][0]
+    assert fixed["layout"] == document["why_not"]["best_with_these_choices"]["layout"]
+
+
+def test_what_is_ruled_out_can_be_asked_about(capsys):
+    document = ask(capsys, *QWEN, "--top", "1", "--avoid", "tp=4", "--why-not", "tp=4")
+    assert document["why_not"]["best_with_these_choices"]["layout"]["tp"] == 4
+
+
+def test_remarks_do_not_depend_on_how_many_layouts_are_shown(capsys):
+    asked = [*QWEN, "--engine", "megatron"]
+    answers = [ask(capsys, *asked, "--top", top) for top in ("1", "3", "5", "8")]
+    assert [len(each["layouts"]) for each in answers[:3]] == [1, 3, 5]
+    assert answers[0]["remarks"] and answers[0]["alike"]
+    for each in answers[1:]:
+        assert (each["remarks"], each["alike"]) == (answers[0]["remarks"], answers[0]["alike"])
+
+
+def test_a_format_of_gradients_is_priced_and_written_for_megatron(capsys, tmp_path):
+    fixed = ["--engine", "megatron", "--top", "1", "--fix", "tp=2,pp=2,mb=1,recompute=none,schedule=1f1b"]
+    peaks, files = {}, {}
+    for reduce in ("", "float32", "bfloat16"):
+        file = tmp_path / f"{reduce}.sh"
+        asked = ["--precision", f"reduce={reduce}"] if reduce else []
+        document = ask(capsys, *QWEN, *fixed, *asked, "--emit", str(file))
+        peaks[reduce], files[reduce] = document["layouts"][0]["peak_bytes"], file.read_text()
+        assert document["scenario"]["precision"]["reduce"] == (reduce or "bfloat16")
+    assert peaks[""] == peaks["bfloat16"] < peaks["float32"]
+    assert ["--grad-reduce-in-bf16" in files[reduce] for reduce in peaks] == [True, False, True]
+
+
+def test_a_cpu_that_nobody_calibrated_is_told_apart(capsys):
+    assert main(["recommend", *DEBUG, "--top", "1"]) == 0
+    assert "no step time: dtlayout calibrate has not measured this CPU; the seconds" in capsys.readouterr().out
+    assert ask(capsys, *DEBUG, "--top", "1")["scenario"]["knows_time"] is False
+    assert ask(capsys, *QWEN, "--top", "1")["scenario"]["knows_time"] is True

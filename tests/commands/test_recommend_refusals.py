@@ -21,6 +21,28 @@ from dtlayout.cli import main
         ([*LLAMA, "--optimizer", "adam"], "optimizer.name='adam' is unknown; use one of adamw, sgd"),
         ([*LLAMA, "--precision", "params=float8"], "precision.params='float8' is unknown"),
         ([*LLAMA, "--precision", "weights=float32"], "precision 'weights' is unknown"),
+        (
+            [*LLAMA, "--precision", "reduce=float32", "--precision", "reduce=bfloat16"],
+            "reduce=bfloat16 and reduce=float",
+        ),
+        ([*LLAMA, "--fix", "tp=2", "--avoid", "tp=2"], "--fix tp=2 and --avoid tp=2 leave no layout; say one of them"),
+        ([*LLAMA, "--fix", "tp=2", "--fix", "tp=4"], "tp=4 and tp=2: say one of them"),
+        ([*LLAMA, "--avoid", "tp2+sp mb1 zero1"], "--avoid 'tp2+sp mb1 zero1' is a whole layout"),
+        ([*LLAMA, "--fix", "ep_dispatcher=deepep"], "ep_dispatcher=deepep has an effect only where ep is above 1"),
+        ([*LLAMA, "--fix", "tp=1,tp_overlap=true"], "tp_overlap=true has an effect only where tp is above 1"),
+        (
+            [*LLAMA, "--engine", "torchtitan", "--fix", "ep_overlap=true"],
+            "layout.ep_overlap=true is nothing that torchtitan has; use layout.ep_overlap=false",
+        ),
+        (
+            [*LLAMA, "--gpu", "h100-80g-sxm", "--engine", "megatron", "--precision", "matmuls=nvfp4"],
+            "precision.matmuls=nvfp4 is no format that h100-80g-sxm multiplies in; "
+            "use precision.matmuls=compute or fp8-tensorwise",
+        ),
+        (
+            [*LLAMA, "--engine", "nanotron", "--precision", "reduce=bfloat16"],
+            "precision.reduce=bfloat16 is nothing that nanotron has; use precision.reduce=float32",
+        ),
         ([*LLAMA, "--top", "0"], "--top=0 must be at least 1"),
         ([*LLAMA, "--max-memory", "1.5"], "--max-memory=1.5 must lie above 0"),
         ([*LLAMA, "--scale", "8,x"], "--scale=8,x is no list of numbers"),

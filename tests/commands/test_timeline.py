@@ -25,7 +25,7 @@ def test_each_rank_has_a_row_as_wide_as_asked(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_document_has_every_action_and_the_bubble_of_the_busiest_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--json"]) == 0
+    assert main([*ASKED, "--gpu", "a100-80g-sxm", "--precision.compute=bfloat16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     waits = [rank["waits_s"] for rank in found["ranks"]]
     assert found["bubble"] == pytest.approx(min(waits) / found["pipeline_s"]) and 0 < found["bubble"] < 1
@@ -43,3 +43,17 @@ def test_the_document_has_every_action_and_the_bubble_of_the_busiest_rank(capsys
 def test_what_cannot_be_drawn_is_refused(more: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, *more]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_on_a_cpu_that_nobody_calibrated_shares_of_the_whole_are_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    assert main([*ASKED, "--json", "--page", str(page), "--trace", str(trace)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ends = [end for rank in found["ranks"] for _, _, end in rank["actions"]]
+    assert found["pipeline_s"] is None and max(ends) == pytest.approx(1.0)
+    assert found["bubble"] == pytest.approx(min(rank["waits_s"] for rank in found["ranks"]))
+    assert ' s"' not in page.read_text() and "whole drawn as 1 s" in trace.read_text()
+    assert main(ASKED) == 0
+    assert "of it the busiest rank waits" in (out := capsys.readouterr().out) and "no step time: " in out

@@ -138,7 +138,8 @@ def test_matmuls_below_bf16_are_predicted_of_others_where_the_gpu_has_them():
     fp8, mxfp8 = (replace(here, precision=Precision(matmuls=name)) for name in ("fp8-tensorwise", "mxfp8"))
     assert not find_refusals(fp8, layout, Kernels())
     assert find_refusals(mxfp8, layout, Kernels()) == [
-        "precision.matmuls=mxfp8 is no format that h100-80g-sxm multiplies in"
+        "precision.matmuls=mxfp8 is no format that h100-80g-sxm multiplies in; "
+        "use precision.matmuls=compute or fp8-tensorwise"
     ]
     own = replace(scenario("dtlayout", "h100-80g-sxm"), precision=fp8.precision)
     (problem,) = find_refusals(own, layout, Kernels())

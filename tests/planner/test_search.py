@@ -23,10 +23,11 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import Experts
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.baselines import choose_by_playbook, choose_by_thumb
+from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.ranking import MOST_TIMES, TIE, Idea
 from dtlayout.planner.remarks import remark_on_offload
 from dtlayout.planner.search import Search
-from dtlayout.planner.space import Degrees, Space, parse_choices
+from dtlayout.planner.space import Degrees, Space
 from dtlayout.precision import Precision
 
 SMALL = replace(SHAPE, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=8192, num_layers=6, vocab_size=32_000)
