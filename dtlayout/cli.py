@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from dtlayout.commands.arguments import check_options
 from dtlayout.errors import DtlayoutError
 from dtlayout.text import find_version
 from dtlayout.toml import describe_unknown_key
@@ -63,9 +64,9 @@ def list_stages() -> list[str]:
 
 
 def _is_override(text: str) -> bool:
-    """Whether it sets a key of a config, or the layout as it is printed."""
+    """Whether it sets a key of a config, the layout as it is printed, or the model."""
     key = text.partition("=")[0]
-    return "." in key or key == "--layout"
+    return "." in key or key in ("--layout", "--model")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [text for text in rest if text not in options.overrides]:
         hint = "; an override is written --section.key=value" if "config" in options else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if "config" in options and getattr(options, "model", None):
+        options.overrides.insert(0, f"--model={options.model}")
     try:
+        check_options(options)
         return int(command.run(options))
     except DtlayoutError as error:
         if options.json:

@@ -5,6 +5,7 @@ one InvalidConfig. `[model]` starts from the preset that `name` names. No torch.
 """
 
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
 from dtlayout.models.families import find_family
-from dtlayout.models.files import find_model
+from dtlayout.models.files import complete
 from dtlayout.models.presets import PRESETS
 from dtlayout.models.weights import check_init_from
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.precision import Precision
-from dtlayout.ranges import Ranged, one_of, ranged
+from dtlayout.ranges import Ranged, one_of, path_key, ranged
 from dtlayout.trackers import TRACKERS, name_problems, package_problems
 
 
@@ -34,7 +35,7 @@ from dtlayout.trackers import TRACKERS, name_problems, package_problems
 class Source(Ranged, section="data.mixture"):
     """One of several sources."""
 
-    source: str = ranged("must not be empty or hold a NUL")
+    source: str = path_key()
     """As `data.source`."""
     weight: float = ranged("must be above 0 and finite", 1.0)
     """Share of the samples, whatever the weights add up to."""
@@ -50,7 +51,7 @@ class Source(Ranged, section="data.mixture"):
 class DataConfig(Ranged, section="data"):
     """Where the tokens come from."""
 
-    source: str = ranged("must not be empty or hold a NUL", "python-stdlib")
+    source: str = path_key("python-stdlib")
     """A .txt, .jsonl, .json or .parquet file, a folder or glob of them, a dataset on the HF hub, or python-stdlib."""
     split: str = "train"
     """Split of a hub dataset."""
@@ -60,13 +61,13 @@ class DataConfig(Ranged, section="data"):
     """Field that holds a conversation, a list of messages with role and content; empty for text."""
     mixture: tuple[Source, ...] = ()
     """Several sources, in place of the one above, each with a weight."""
-    chat_template: str = ""
+    chat_template: str = path_key("")
     """A Jinja file that writes conversations; empty for the tokenizer's own."""
     loss_on: Literal["answers", "all"] = "answers"
     """Which tokens of a conversation are targets; of text all are."""
     samples: Literal["packed", "padded"] = "packed"
     """packed cuts one row of all documents, padded makes each document a sample, cut or filled up."""
-    tokenizer: str = ranged("must not be empty or hold a NUL", "bytes")
+    tokenizer: str = path_key("bytes")
     """bytes, or the path of a tokenizer.json or of its folder."""
     end_of_document: str = ""
     """Token after each document, where the tokenizer has none of the usual ones."""
@@ -74,7 +75,7 @@ class DataConfig(Ranged, section="data"):
     """Whether documents that share a sample do not see each other; the loss and its targets stay the same."""
     max_tokens: int = ranged("must not be negative", 0)
     """Tokens to prepare of each source at most; 0 for all."""
-    folder: str = ranged("must not be empty or hold a NUL", "data/tokens")
+    folder: str = path_key("data/tokens")
     """Where prepared tokens lie, to be used again."""
 
     @property
@@ -94,7 +95,7 @@ class DataConfig(Ranged, section="data"):
 class ValidationConfig(Ranged, section="validation"):
     """What the loss is also measured on, without training on it; tokenized as the data is."""
 
-    source: str = ""
+    source: str = path_key("")
     """As `data.source`; empty for no validation."""
     split: str = "validation"
     """Split of a hub dataset."""
@@ -118,10 +119,10 @@ class TrainConfig(Ranged, section="train"):
 
     steps: int = ranged("must be at least 1")
     """Optimizer steps of the whole run, those before a resume included."""
-    init_from: str = ""
+    init_from: str = path_key("")
     """A Hugging Face folder whose weights a new run starts from, with its sizes where no [model] is; empty for random
     ones."""
-    run_folder: str = ranged("must not be empty or hold a NUL", "runs/latest")
+    run_folder: str = path_key("runs/latest")
     """Where metrics, summary, config and checkpoints go, by default named like the file; the same folder resumes."""
     seed: int = 0
     """Decides the initial weights and the order of the samples."""
@@ -214,7 +215,7 @@ class ClusterConfig(Ranged, section="cluster"):
     """GPU type for MFU; auto asks the device, cpu has no peak."""
     gpus_per_node: int = ranged("must be at least 1", 8)
     """Ranks that share a node's fast links; of a GPU type whose links join several nodes it is known how many."""
-    file: str = ""
+    file: str = path_key("")
     """A cluster's TOML file, such as dtlayout calibrate writes; it goes before the other two."""
 
     @property
@@ -240,10 +241,11 @@ class ClusterConfig(Ranged, section="cluster"):
         known = ("auto", "cpu", *known_gpus())
         problems = [] if self.gpu in known else [f"cluster.gpu={self.gpu!r} is unknown; use one of {', '.join(known)}"]
         problems += self.range_problems()
-        if self.file:
-            load_cluster(self.file)  # which says what is wrong with it
         if problems:
             raise InvalidConfig(problems)
+        self.expand_paths()
+        if self.file:
+            load_cluster(self.file)  # which says what is wrong with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,13 +404,16 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
 def _override(tables: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `--section.key=value` into the tables; a value is TOML, or a string where it is not.
 
-    `--layout=NAME` has all that a printed layout says.
+    `--layout=NAME` has all that a printed layout says, and `--model=M` puts another model in the place of [model].
     """
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if key == "layout" and equals:
             table = tables.get("layout", {})
             tables["layout"] = (table if isinstance(table, dict) else {}) | Layout.read(value)
+            continue
+        if key == "model" and equals:
+            tables["model"] = {"name": value}
             continue
         section, dot, name = key.partition(".")
         if not (text.startswith("--") and equals and dot and section and name):
@@ -428,27 +433,26 @@ def _name_source(train: Any) -> dict[str, Any]:
     if not init_from:
         return {}
     folder = expand(str(init_from)).absolute()  # whatever a preset is called
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise InvalidConfig(f"train.init_from={init_from!r} has no config.json, and the config no [model]")
     return {"name": str(folder)}
 
 
 def _find_sizes(table: Any) -> Any:
-    """The table on top of the preset or the Hugging Face folder that it names; another name needs all sizes."""
+    """The table on top of the model that it names; another name needs all sizes."""
     if not isinstance(table, dict):
         return table
+    with toml.problems_of("model.name"):
+        table = complete(table)
     name = table.get("name")
-    if isinstance(name, str) and name in PRESETS:
-        return {**asdict(PRESETS[name]), **table}
-    if isinstance(name, str) and name and (source := expand(name) / "config.json").is_file():
-        sizes = asdict(find_model(str(source)))
-        return {**sizes, **table, "name": sizes["name"]}
     missing = [f.name for f in fields(ModelShape) if f.default is MISSING and f.name not in table]
     if missing:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}."
         what = (
-            "model.name is missing" if name is None else f"model.name={name!r} is no preset and no Hugging Face folder"
+            "model.name is missing"
+            if name is None
+            else f"model.name={name!r} is no preset and no Hugging Face folder, config.json or TOML file"
         )
         raise InvalidConfig(f"{what}; {advice} A model of your own needs {', '.join(missing)} too")
     return table

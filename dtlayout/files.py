@@ -1,20 +1,70 @@
-"""Files that others read while they are written, or that minutes of work end in."""
+"""Files that others read while they are written, or that minutes of work end in; paths and JSON that users give."""
 
 import hashlib
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.text import shorten
 
 PAGE_MARK = "<!doctype html>"
 """What every page begins with."""
 _HEAD_BYTES = 400
+_PATH_BYTES, _NAME_BYTES = 4095, 255
+"""What Linux takes of a path, and of each name in it."""
+_MOST_NESTED = 100
+"""Tables and lists inside one another that a file may have; Python's own limits depend on what else is going on."""
 
 
-def expand(text: str) -> Path:
-    """A path whose `~` is a home, where there is such a home."""
-    return Path(os.path.expanduser(text))  # Path's own raises where there is none
+def expand(text: str | os.PathLike[str]) -> Path:
+    """A path whose `~` is a home, where there is such a home; InvalidConfig if no path can be so long or hold a NUL."""
+    path = os.path.expanduser(text)  # Path's own raises where there is no such home
+    if problem := find_path_problem(path):
+        raise InvalidConfig(f"{shorten(repr(path))} {problem}")
+    return Path(path)
+
+
+def find_path_problem(text: str) -> str:
+    """Why a text can be no path, whatever there is on a disk; empty if it can."""
+    if "\0" in text:
+        return "must not hold a NUL"
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "holds what no file's name can"
+    size, longest = len(encoded), max(map(len, encoded.split(b"/")))
+    if longest > _NAME_BYTES:
+        return f"has a name of {longest:,} bytes, and no file's has more than {_NAME_BYTES}"
+    return f"is {size:,} bytes long, and no path has more than {_PATH_BYTES:,}" if size > _PATH_BYTES else ""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON document holds; ValueError if it is none, or is nested deeper than any that is meant."""
+    import json  # only now: most commands read none
+
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_MOST_NESTED} deep") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """ValueError if tables and lists are nested deeper than any that are meant."""
+    level = [value]
+    for _ in range(_MOST_NESTED + 1):
+        level = [
+            entry
+            for each in level
+            if isinstance(each, dict | list)
+            for entry in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {_MOST_NESTED} deep")
 
 
 def write(path: Path, text: str, what: str) -> None:

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from dtlayout.errors import InvalidConfig
 from dtlayout.ranges import Ranged, ranged
+from dtlayout.text import shorten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class RopeScaling(Ranged, section="model.rope_scaling"):
     """Wavelengths above original_context / low_freq_factor are stretched in full."""
     high_freq_factor: float = ranged("must be above 0 and finite")
     """Wavelengths below original_context / high_freq_factor stay as they are."""
-    original_context: int = ranged("must be at least 1")
+    original_context: int = ranged("must be from 1 to a billion")
     """Tokens of context that the unscaled model was trained with."""
 
     def __post_init__(self) -> None:
@@ -33,13 +34,13 @@ class RopeScaling(Ranged, section="model.rope_scaling"):
 class Experts(Ranged, section="model.experts"):
     """Feed-forwards of which a router chooses some for each token; such a model can only be predicted."""
 
-    number: int = ranged("must be at least 1")
+    number: int = ranged("must be from 1 to a million")
     """Experts of a block."""
-    per_token: int = ranged("must be at least 1")
+    per_token: int = ranged("must be from 1 to a million")
     """Experts that compute each token."""
-    ffn_size: int = ranged("must be at least 1")
+    ffn_size: int = ranged("must be from 1 to a billion")
     """Inner width of each expert (HF: moe_intermediate_size)."""
-    shared_ffn_size: int = ranged("must not be negative", 0)
+    shared_ffn_size: int = ranged("must be from 0 to a billion", 0)
     """Inner width of the feed-forward beside them that computes every token; 0 where there is none."""
     dense_layers: int = ranged("must not be negative", 0)
     """First blocks without experts, whose feed-forward is model.ffn_size wide."""
@@ -56,13 +57,13 @@ class Experts(Ranged, section="model.experts"):
 class LatentAttention(Ranged, section="model.latent_attention"):
     """Queries, keys and values out of narrow vectors (DeepSeek-V2, arXiv:2405.04434); it can only be predicted."""
 
-    query_rank: int = ranged("must be at least 1")
+    query_rank: int = ranged("must be from 1 to a billion")
     """Width of the vector that a token's queries come out of (HF: q_lora_rank)."""
-    kv_rank: int = ranged("must be at least 1")
+    kv_rank: int = ranged("must be from 1 to a billion")
     """Width of the vector that its keys and values come out of (HF: kv_lora_rank)."""
-    rope_width: int = ranged("must be at least 1")
+    rope_width: int = ranged("must be from 1 to a billion")
     """Part of model.head_dim that is rotated, in keys the same for all heads."""
-    value_width: int = ranged("must be at least 1")
+    value_width: int = ranged("must be from 1 to a billion")
     """Width of a head's values; head_dim is that of its queries and keys."""
 
 
@@ -72,17 +73,17 @@ class ModelShape(Ranged, section="model"):
 
     name: str
     """What people call it; a preset's name, or their own."""
-    hidden_size: int = ranged("must be at least 1")
+    hidden_size: int = ranged("must be from 1 to a billion")
     """Width of the residual stream."""
-    num_layers: int = ranged("must be at least 1")
+    num_layers: int = ranged("must be from 1 to 10,000")
     """Decoder blocks."""
-    num_heads: int = ranged("must be at least 1")
+    num_heads: int = ranged("must be from 1 to a million")
     """Query heads."""
-    num_kv_heads: int = ranged("must be at least 1")
+    num_kv_heads: int = ranged("must be from 1 to a million")
     """Key and value heads; fewer than num_heads is grouped-query attention."""
-    ffn_size: int = ranged("must be at least 1")
+    ffn_size: int = ranged("must be from 1 to a billion")
     """Inner width of the feed-forward (HF: intermediate_size), where a block has no experts."""
-    vocab_size: int = ranged("must be at least 1")
+    vocab_size: int = ranged("must be from 1 to a billion")
     """Rows of the embedding and of the head."""
     family: str = "llama"
     """Whose block it has: a name of `dtlayout.models.families`."""
@@ -92,7 +93,7 @@ class ModelShape(Ranged, section="model"):
     """Whether the projections to queries, keys and values add a bias (Qwen2)."""
     qk_norm: bool = False
     """Whether an RMSNorm goes over each head of queries and keys before the rotary embedding (Qwen3)."""
-    window: int = ranged("must not be negative", 0)
+    window: int = ranged("must be from 0 to a billion", 0)
     """Tokens that a token attends to, itself included, in every other block (HF: sliding_window); 0 where attention
     sees all that came before in each; with a window it can only be predicted."""
     gated_ffn: bool = True
@@ -117,6 +118,8 @@ class ModelShape(Ranged, section="model"):
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = []
+        if self.head_dim is not None and self.head_dim > 10**9:
+            problems.append(f"head_dim={shorten(str(self.head_dim))} must be at most a billion")
         if self.head_dim is None and self.hidden_size % (2 * self.num_heads):
             problems.append(
                 f"hidden_size={self.hidden_size} does not split into num_heads={self.num_heads} heads of even width; "

@@ -49,6 +49,15 @@ def three_digits(value: float) -> str:
     return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
+def shorten(text: str, length: int = 80) -> str:
+    """A text that is as long at most; of a longer one the beginning.
+
+    >>> shorten("a" * 90, 4)
+    'aaa…'
+    """
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def join_words(words: Sequence[str]) -> str:
     """Words as a sentence lists them.
 

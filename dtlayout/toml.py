@@ -14,13 +14,14 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.files import check_depth, expand
+from dtlayout.text import shorten
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-loads = tomllib.loads
 T = TypeVar("T")
 
 _WORDS = {
@@ -28,8 +29,20 @@ _WORDS = {
     tuple: "a list",
 }  # fmt: skip
 """Type → what its values are called."""
+_TOO_LARGE = 1 << 1023
+"""What no float holds."""
 _INNER_ARRAY = re.compile(r"(?<=^    \[)\n((?:        .*,\n)+)    (?=\],$)", re.MULTILINE)
 _FLAT_ARRAY = re.compile(r"(?<= = \[)\n((?:    [^\[\n].*,\n)+)(?=\]$)", re.MULTILINE)
+
+
+def loads(text: str) -> dict[str, Any]:
+    """The tables of a TOML document; ValueError if it is none, or is nested deeper than any that is meant."""
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    check_depth(tables)
+    return tables
 
 
 def dumps(tables: Mapping[str, Any]) -> str:
@@ -56,11 +69,13 @@ def _without_none(value: Any) -> Any:
 
 def read(path: str | Path, what: str) -> dict[str, Any]:
     """The tables of a file; InvalidConfig, with `what` it should be, if it cannot be read or is no TOML."""
+    with problems_of(what):
+        path = expand(path)
     try:
-        return loads(Path(path).read_text(encoding="utf-8"))
+        return loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidConfig(f"{what} {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a path with a NUL in it
+    except ValueError as error:  # not TOML, or not UTF-8
         raise InvalidConfig(f"{what} {path} is not TOML: {error}") from None
 
 
@@ -74,7 +89,7 @@ def parse_value(text: str) -> Any:
     """A value as the command line has it: TOML, or a string where it is none."""
     try:
         return loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
 
 
@@ -149,15 +164,17 @@ def _convert(value: Any, wanted: Any, name: str) -> Any:
     if origin is Literal:
         if any(type(value) is type(each) and value == each for each in args):
             return value
-        raise InvalidConfig(f"{name}={value!r} is unknown; use one of {list(args)}")
+        raise InvalidConfig(f"{name}={shorten(repr(value))} is unknown; use one of {list(args)}")
     kind = origin or wanted
     if kind is dict:
         return _convert_all(value, args[1], name)
     if kind in (list, tuple) and isinstance(value, list | tuple):
         return kind(_convert_all({f"{name}[{i}]": entry for i, entry in enumerate(value)}, args[0], "").values())
-    if type(value) is kind or (kind is float and type(value) is int) or (kind is Path and type(value) is str):
+    if kind is Path and type(value) is str:
+        return expand(value)
+    if type(value) is kind or (kind is float and type(value) is int and abs(value) < _TOO_LARGE):
         return kind(value)
-    raise InvalidConfig(f"{name}={value!r} must be {_WORDS[kind]}")
+    raise InvalidConfig(f"{name}={shorten(repr(value))} must be {_WORDS[kind]}")
 
 
 def describe_type(wanted: Any) -> str:

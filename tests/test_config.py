@@ -2,6 +2,7 @@
 
 import datetime
 import difflib
+import json
 import math
 import re
 from dataclasses import MISSING, fields, replace
@@ -27,13 +28,17 @@ from dtlayout.config import (
     TrainConfig,
     check_layout,
     load_config,
+    load_plan,
     parse_config,
 )
 from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.files import find_path_problem
 from dtlayout.kernel import KERNELS
 from dtlayout.kernels import OpenKernels
+from dtlayout.keys import list_sections
 from dtlayout.layout import OpenLayout
 from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.models.files import find_model
 from dtlayout.models.presets import PRESETS
 from dtlayout.optimizers import SGD, AdamW
 from dtlayout.precision import Format, Precision
@@ -141,8 +146,8 @@ def test_all_problems_of_all_sections_come_at_once():
         }
     )
     assert found == [
-        "model.name='llama2-7' is no preset and no Hugging Face folder; did you mean llama2-7b? "
-        "A model of your own needs num_layers, num_heads, num_kv_heads, ffn_size, vocab_size too",
+        "model.name='llama2-7' is no preset and no Hugging Face folder, config.json or TOML file; did you mean "
+        "llama2-7b? A model of your own needs num_layers, num_heads, num_kv_heads, ffn_size, vocab_size too",
         "modle is unknown; did you mean model?",
         "batch.global_batch=0 must be from 1 to a billion",
         "batch.seq_len=-1 must be from 1 to a billion",
@@ -217,6 +222,129 @@ def test_a_number_out_of_range_is_refused_and_its_edge_is_not(section, key, refu
     assert getattr(getattr(parsed, section), key) == edge
 
 
+def list_path_keys() -> list[tuple[str, str]]:
+    """Every key whose text is a path: by what the sentence on it says, so that none is forgotten."""
+    path_words = re.compile(r"\bfile\b|\bfolder\b|\bpath\b|\b[Ff]older\b|`data\.source`|^Where ", re.MULTILINE)
+    found = [
+        (section.name, key.name)
+        for section in list_sections()
+        for key in section.keys
+        if key.type == "a string" and path_words.search(key.meaning)
+    ]
+    return sorted({(section, key) for section, key in found} - {("model", "name"), ("layout", "schedule")})
+
+
+PATH_KEYS = [
+    ("cluster", "file"), ("data", "chat_template"), ("data", "folder"), ("data", "source"), ("data", "tokenizer"),
+    ("data.mixture", "source"), ("train", "init_from"), ("train", "run_folder"), ("validation", "source"),
+]  # fmt: skip
+
+
+def test_every_key_that_is_a_path_is_known():
+    assert list_path_keys() == PATH_KEYS
+
+
+def put(section: str, key: str, value: Any) -> dict[str, Any]:
+    """The tables of a config that has this value."""
+    if section == "data.mixture":
+        return tables(data={"mixture": [{key: value}]})
+    return tables(**{section: {key: value}})
+
+
+@pytest.mark.parametrize(("section", "key"), PATH_KEYS)
+def test_a_path_has_a_home_in_the_place_of_its_tilde(section, key, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").write_text('gpu = "cpu"\ngpus = 1\n')
+    found: Any = parse_config(put(section, key, "~/mine"))
+    for part in section.split("."):
+        found = getattr(found, part)
+    assert getattr(found[0] if isinstance(found, tuple) else found, key) == str(tmp_path / "mine")
+    if section != "data.mixture":
+        assert parse_config(toml.loads(parse_config(put(section, key, "~/mine")).to_toml()))
+
+
+@pytest.mark.parametrize(("section", "key"), PATH_KEYS)
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("a" * 5000, "has a name of 5,000 bytes"), ("a/" * 2500, "is 5,000 bytes long"), ("~/" + "é" * 128, "256 bytes")],
+)
+def test_a_path_that_no_disk_takes_is_refused_in_a_line(section, key, path, why):
+    (problem,) = problems_of(put(section, key, path))
+    assert problem.startswith(f"{section}.{key}=") and why in problem and len(problem) < 250
+
+
+FLOAT_KEYS = [pair for pair in KEYS if FIELD_TYPES[pair] is float]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_number_of_any_section_is_none(value):
+    assert len(FLOAT_KEYS) > 10
+    everywhere = {section: {key: value for of, key in FLOAT_KEYS if of == section} for section in SECTIONS}
+    scaling = {"factor": value, "low_freq_factor": value, "high_freq_factor": value, "original_context": 8}
+    everywhere["model"] |= {"name": "debug", "rope_scaling": scaling}
+    refused = {line.partition("=")[0] for line in problems_of(tables(**everywhere))}
+    wanted = {f"{section}.{key}" for section, key in FLOAT_KEYS if (key, value) != ("max_norm", math.inf)}
+    assert refused >= {name for name in wanted if not name.startswith("model.")} | {"model.rope_scaling.factor"}
+    for key in ("rope_theta", "norm_eps"):
+        (problem,) = problems_of(tables(model={"name": "debug", key: value}))
+        assert problem.startswith(f"model.{key}={value} must")
+
+
+@pytest.mark.parametrize(
+    "content", ["a = " + "[" * 5000 + "]" * 5000, "a = " + "[" * 150 + "]" * 150, "a." * 5000 + "b = 1"]
+)
+def test_a_file_that_is_nested_too_deep_is_refused_in_a_line(tmp_path, content):
+    path = write(tmp_path, content)
+    with pytest.raises(InvalidConfig, match=rf"^config {path} is not TOML: it is nested .*deep$"):
+        load_config(path)
+    with pytest.raises(InvalidConfig):
+        load_config(write(tmp_path, ""), [f"--batch.seq_len={'[' * 5000}{']' * 5000}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [("num_layers", 10_000), ("num_heads", 10**6), ("num_kv_heads", 10**6), ("hidden_size", 10**9),
+     ("ffn_size", 10**9), ("vocab_size", 10**9), ("head_dim", 10**9), ("window", 10**9)],
+)  # fmt: skip
+@pytest.mark.parametrize("times", [2, 10**9, 10**400])
+def test_a_size_that_no_model_has_is_refused(key, most, times):
+    assert any(
+        line.startswith(f"model.{key}=") and "must be" in line and len(line) < 200
+        for line in problems_of(tables(model={"name": "debug", key: times * most}))
+    )
+
+
+def make_sources(folder: Path) -> dict[str, str]:
+    """Every kind of place that a model may come from, of the same model."""
+    hf = {"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 264, "head_dim": 32}  # fmt: skip
+    (folder / "mine").mkdir()
+    (folder / "mine" / "config.json").write_text(json.dumps(hf))
+    (folder / "on-top.toml").write_text('[model]\nname = "~/mine"\n')
+    return {"a folder": "~/mine", "a config.json": "~/mine/config.json", "a TOML file": "~/on-top.toml"}
+
+
+def test_a_config_takes_every_model_that_recommend_takes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write(tmp_path, '[model]\nname = "debug"\nffn_size = 7\n[batch]\nglobal_batch = 2\nseq_len = 8\n')
+    for what, source in make_sources(tmp_path).items():
+        wanted = find_model(source)
+        assert (wanted.family, wanted.num_layers, wanted.head_width) == ("qwen3", 3, 32), what
+        assert load_plan(path, [f"--model={source}"]).model == wanted
+        assert load_plan(path, [f"--model.name={source}"]).model == replace(wanted, ffn_size=7)
+    assert load_plan(path, ["--model=llama3.2-1b"]).model == PRESETS["llama3.2-1b"]
+    (tmp_path / "circle.toml").write_text('[model]\nname = "~/circle.toml"\n')
+    with pytest.raises(InvalidConfig, match="hidden_size is missing"):
+        load_plan(path, ["--model=~/circle.toml"])
+
+
+def test_a_config_that_was_written_whole_takes_nothing_from_what_its_name_names_now():
+    for name in ("llama3.2-1b", "qwen3-4b"):  # one has a stretched rotary embedding, one a head_dim
+        plain = replace(PRESETS[name], rope_scaling=None, head_dim=None)
+        config = parse_config(tables(model={"name": "debug"}))
+        assert parse_config(toml.loads(replace(config, model=plain).to_toml())).model == plain
+
+
 @pytest.mark.parametrize(
     ("section", "key"),
     [("data", "source"), ("data", "folder"), ("data", "tokenizer"), ("train", "run_folder")],
@@ -234,7 +362,7 @@ def test_a_path_that_is_none_is_refused(section, key, path):
         ({"low_freq_factor": 4.0}, "model.rope_scaling.low_freq_factor=4.0 must be below high_freq_factor=4.0"),
         ({"low_freq_factor": 9.0}, "model.rope_scaling.low_freq_factor=9.0 must be below high_freq_factor=4.0"),
         ({"factor": 0.0}, "model.rope_scaling.factor=0.0 must be above 0 and finite"),
-        ({"original_context": 0}, "model.rope_scaling.original_context=0 must be at least 1"),
+        ({"original_context": 0}, "model.rope_scaling.original_context=0 must be from 1 to a billion"),
     ],
 )
 def test_a_scaling_that_no_wavelength_has_is_refused(changes, problem):
@@ -363,7 +491,9 @@ def test_a_model_of_ones_own_needs_every_size():
     for size in sizes:
         incomplete = {key: value for key, value in sizes.items() if key != size}
         (problem,) = problems_of(tables(model={"name": "mine", **incomplete}))
-        assert problem.startswith("model.name='mine' is no preset and no Hugging Face folder; use one of debug, ")
+        assert problem.startswith(
+            "model.name='mine' is no preset and no Hugging Face folder, config.json or TOML file; use one of debug, "
+        )
         assert problem.endswith(f"needs {size} too")
 
 
@@ -411,12 +541,13 @@ def test_a_config_of_the_project_trains_on_the_fewest_ranks_that_it_needs(path):
 
 
 positive = st.integers(1, 1 << 40)
+sizes = st.integers(1, 10**9)
 counts = st.integers(1, 10**9)
 floats = st.floats(1e-12, 1e12)
 shares = st.floats(0, 1)
 decays = st.floats(0, 1, exclude_max=True)
 texts = st.text(st.characters(codec="utf-8"))
-paths = texts.filter(lambda text: text.strip() and "\0" not in text)
+paths = texts.filter(lambda text: text.strip() and not find_path_problem(text))
 
 
 @st.composite
@@ -427,7 +558,7 @@ def shapes(draw) -> ModelShape:
         factor=floats,
         low_freq_factor=st.floats(1e-12, 1.0, exclude_max=True),
         high_freq_factor=st.floats(1.0, 1e12),
-        original_context=positive,
+        original_context=sizes,
     )
     return ModelShape(
         name=draw(texts.filter(lambda name: name not in PRESETS)),
@@ -435,11 +566,11 @@ def shapes(draw) -> ModelShape:
         head_dim=draw(st.none() | st.integers(1, 64).map(lambda half: 2 * half)),
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        num_layers=draw(positive),
+        num_layers=draw(st.integers(1, 10_000)),
         num_heads=heads * group,
         num_kv_heads=heads,
-        ffn_size=draw(positive),
-        vocab_size=draw(positive),
+        ffn_size=draw(sizes),
+        vocab_size=draw(sizes),
         tied_embeddings=draw(st.booleans()),
         rope_theta=draw(floats),
         rope_scaling=draw(st.none() | scaling),

@@ -44,9 +44,9 @@ def test_a_shape_reports_every_size_that_is_not_positive():
     with pytest.raises(InvalidConfig) as caught:
         replace(SHAPE, num_layers=0, vocab_size=-1, num_heads=0)
     assert caught.value.problems == [
-        "model.num_layers=0 must be at least 1",
-        "model.num_heads=0 must be at least 1",
-        "model.vocab_size=-1 must be at least 1",
+        "model.num_layers=0 must be from 1 to 10,000",
+        "model.num_heads=0 must be from 1 to a million",
+        "model.vocab_size=-1 must be from 1 to a billion",
     ]
 
 

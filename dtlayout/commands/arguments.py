@@ -1,6 +1,7 @@
 """What several commands share: a config and a GPU type as arguments, and an answer as JSON or text."""
 
 import argparse
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from dtlayout.cluster import Gpu, find_gpu, known_gpus
 from dtlayout.errors import InvalidConfig
-from dtlayout.text import plural
+from dtlayout.files import expand
+from dtlayout.text import plural, shorten
 
 if TYPE_CHECKING:
     from dtlayout.config import Config, DataConfig
+
+
+MODELS = "a preset, an HF config.json or its folder, or a TOML file with [model]"
+"""What names a model, in `--model` and as model.name."""
+_LARGEST = 10**15
+"""What no number of GPUs, tokens or steps is above, and what a float still counts by ones."""
 
 
 def show(options: argparse.Namespace, document: object, lines: Iterable[str], **style: Any) -> int:
@@ -25,9 +33,37 @@ def show(options: argparse.Namespace, document: object, lines: Iterable[str], **
     return 0
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Put a home in the place of each path's `~`; InvalidConfig for numbers and paths that none can be.
+
+    For all options of all commands, before any of them is looked at.
+    """
+    problems = []
+    for name, value in vars(options).items():
+        entries = value if isinstance(value, list) else [value]
+        for entry in entries:
+            if isinstance(entry, float) and not math.isfinite(entry):
+                problems.append(f"--{name.replace('_', '-')}={entry} must be a finite number")
+            if isinstance(entry, int) and abs(entry) > _LARGEST:
+                problems.append(f"--{name.replace('_', '-')}={shorten(str(entry), 20)} must be at most {_LARGEST:,}")
+        if any(isinstance(entry, Path) for entry in entries):
+            try:
+                expanded = [expand(entry) if isinstance(entry, Path) else entry for entry in entries]
+            except InvalidConfig as error:
+                problems += [f"{name.replace('_', '-')}: {problem}" for problem in error.problems]
+            else:
+                setattr(options, name, expanded if isinstance(value, list) else expanded[0])
+    if problems:
+        raise InvalidConfig(problems)
+
+
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the TOML file that a command takes; the rest of the command line may override what it says."""
+    """Add the TOML file that a command takes, and the model that may take the place of its own.
+
+    The rest of the command line may override what the file says.
+    """
     parser.add_argument("config", type=Path, help="a TOML file; --section.key=value overrides it")
+    parser.add_argument("--model", metavar="M", help=f"another model than the config's: {MODELS}")
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:

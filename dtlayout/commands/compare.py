@@ -1,6 +1,7 @@
 """dtlayout compare: layouts side by side, and in which parts their steps and their memory differ."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.costmodel.scenario import NO_TIME
+from dtlayout.files import expand
 from dtlayout.layout import show_value
 from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.space import KERNEL_NAMES
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_file(text: str) -> bool:
-    return Path(text).suffix == ".toml" or Path(text).is_file()
+    return Path(text).suffix == ".toml" or os.path.isfile(expand(text))
 
 
 def _change(text: str, options: argparse.Namespace, first: Case) -> _Side:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dtlayout.batch import Batch
 from dtlayout.cluster import Cluster, find_gpu, load_cluster
-from dtlayout.commands.arguments import show
+from dtlayout.commands.arguments import MODELS, show
 from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothing, list_scale, to_scale_document
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
@@ -30,9 +30,7 @@ EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The scenario, and what is asked about it."""
-    parser.add_argument(
-        "--model", required=True, metavar="M", help="a preset, an HF config.json, or a TOML file with [model]"
-    )
+    parser.add_argument("--model", required=True, metavar="M", help=MODELS)
     parser.add_argument("--vocab", type=int, metavar="V", help="another vocabulary size than the model's")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file, instead of --gpu")
     parser.add_argument("--gpu", metavar="NAME", help="a GPU type, such as a100-80g-sxm, h100-80g-sxm or cpu")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtlayout.data.tokenizer import find_file
 from dtlayout.errors import DataError
+from dtlayout.files import expand
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -85,7 +86,7 @@ def load_template(file: str, tokenizer: str) -> ChatTemplate:
     named = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
     special_tokens = {name: token for name, token in named.items() if token is not None}
     if file:
-        return ChatTemplate(_read(Path(file).expanduser()), special_tokens)
+        return ChatTemplate(_read(expand(file)), special_tokens)
     if path and (beside := path.with_name(TEMPLATE_NAME)).is_file():
         return ChatTemplate(_read(beside), special_tokens)
     found = settings.get("chat_template")

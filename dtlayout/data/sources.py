@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import DataError
+from dtlayout.files import expand
 from dtlayout.text import plural
 
 STDLIB = "python-stdlib"
@@ -120,12 +121,12 @@ def list_files(source: str | Sequence[str]) -> list[Path]:
 
 
 def _is_hub_name(source: str) -> bool:
-    path = Path(source).expanduser()
+    path = expand(source)
     return not path.exists() and path.suffix not in _BUILDERS and _HUB_NAME.fullmatch(source) is not None
 
 
 def _match_files(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    path = expand(pattern)
     if path.is_file():
         return [path]
     if path.is_dir():

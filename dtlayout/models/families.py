@@ -4,7 +4,7 @@ A family of one's own is a `Family` given to `register_family`; one that is a Ll
 switches of `ModelShape` needs no more than a name. docs/adding.md has an example.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -29,16 +29,44 @@ class Family:
     """What builds it or a part of it, called like `models.llama.Llama`; a text is imported when it is needed."""
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ModelShape that its config.json does not say, because all models of the family have them."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Key of config.json → what `transformers` takes where a file leaves it out; a size that is not here must be there,
+    and of all other keys `COMMON_DEFAULTS` holds."""
+    heads_divide_width: bool = False
+    """Whether `transformers` opens only files whose heads divide hidden_size, whatever their head_dim says."""
+    ignored_keys: Collection[str] = ()
+    """Keys of config.json that other families compute with and this one does not, whatever they say."""
 
+
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0, "hidden_act": "silu", "max_position_embeddings": None,
+}  # fmt: skip
+"""Key of config.json → what holds where neither a file nor `Family.defaults` has it; None follows from other keys."""
+_LLAMA = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+_QWEN = _LLAMA | {
+    "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "max_position_embeddings": 32_768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+"""Defaults of `transformers` 5 and 4, where the families agree."""
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family(name="llama"),
-        Family(name="qwen2", architecture="Qwen2ForCausalLM", traits={"qkv_bias": True}),
-        Family(name="qwen3", architecture="Qwen3ForCausalLM", traits={"qk_norm": True}),
+        Family(name="llama", defaults=_LLAMA, heads_divide_width=True),
+        Family(
+            name="qwen2", architecture="Qwen2ForCausalLM", traits={"qkv_bias": True}, defaults=_QWEN,
+            ignored_keys=("attention_bias", "qkv_bias", "mlp_bias"),
+        ),
+        Family(
+            name="qwen3", architecture="Qwen3ForCausalLM", traits={"qk_norm": True},
+            defaults=_QWEN | {"head_dim": 128}, ignored_keys=("mlp_bias",),
+        ),
     )
-}
+}  # fmt: skip
 
 
 def register_family(family: Family, presets: Sequence[ModelShape] = ()) -> None:

@@ -1,50 +1,47 @@
 """A model's sizes from wherever a user has them: a preset's name, a Hugging Face config.json, or a TOML file.
 
-A TOML file has a section [model] with the fields of `ModelShape`, on top of the preset that its `name` names, if any;
+A TOML file has a section [model] with the fields of `ModelShape`, on top of the model that its `name` names, if any;
 a training config is such a file. Of a config.json only `models.families` are taken. No torch.
 """
 
-from dataclasses import MISSING, asdict, fields
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from dtlayout import toml
 from dtlayout.errors import InvalidConfig
-from dtlayout.model_shape import ModelShape, RopeScaling
-from dtlayout.models.families import FAMILIES, find_family
+from dtlayout.files import expand, parse_json
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.families import find_family
+from dtlayout.models.hf_config import HF_NAMES, parse_hf
 from dtlayout.models.presets import PRESETS
+from dtlayout.text import shorten
 
-_HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_size": "intermediate_size",
-    "tied_embeddings": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
-}
-"""Field of ModelShape → key of config.json."""
+_WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
+"""Fields that a config has which was written whole; TOML has no null."""
 
 
 def find_model(text: str) -> ModelShape:
     """The model that `text` names; InvalidConfig if it is no preset and no file, or of no known family."""
     if text in PRESETS:
         return PRESETS[text]
-    path = Path(text)
-    if path.is_dir():
+    with toml.problems_of("model"):
+        path = expand(text)
+    if os.path.isdir(path):  # Path's own raises where something above may not be read
         path /= "config.json"
-        if not path.exists():
+        if not os.path.exists(path):
             raise InvalidConfig(f"model {text!r} is a folder without a config.json; presets are {', '.join(PRESETS)}")
     if path.suffix not in (".json", ".toml"):
         import difflib  # only now: most names are known
 
         near = difflib.get_close_matches(text, PRESETS, n=1)
         advice = f"did you mean {near[0]}?" if near else f"presets are {', '.join(PRESETS)}"
-        raise InvalidConfig(f"model {text!r} is no preset, config.json or TOML file; {advice}")
-    import json  # only now: most models are presets
-
+        raise InvalidConfig(f"model {shorten(repr(text))} is no preset, config.json or TOML file; {advice}")
     try:
         content = path.read_text(encoding="utf-8")
-        return parse_hf(json.loads(content), path.parent.name) if path.suffix == ".json" else parse_toml(content)
+        return parse_hf(parse_json(content), path.parent.name) if path.suffix == ".json" else parse_toml(content)
     except OSError as error:
         raise InvalidConfig(f"model {path} cannot be read: {error.strerror}") from None
     except InvalidConfig as error:
@@ -53,49 +50,12 @@ def find_model(text: str) -> ModelShape:
         raise InvalidConfig(f"model {path} is not {path.suffix[1:].upper()}: {error}") from None
 
 
-def parse_hf(config: Any, name: str = "") -> ModelShape:
-    """The sizes of a parsed config.json."""
-    if not isinstance(config, dict):
-        raise InvalidConfig("it is no table of sizes")
-    problems = []
-    family = str(config.get("model_type", "llama"))
-    if family not in FAMILIES:
-        problems.append(f"model_type={family!r} is not known; use one of {', '.join(FAMILIES)}")
-    unknown = ("attention_bias", "mlp_bias", "use_sliding_window")
-    problems += [f"{key}=true is not known" for key in unknown if config.get(key)]
-    expected = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
-    problems += [
-        f"{key}={config[key]!r} is not known" for key, usual in expected.items() if config.get(key, usual) != usual
-    ]
-    values = {ours: config[theirs] for ours, theirs in _HF_NAMES.items() if config.get(theirs) is not None}
-    values.setdefault("num_kv_heads", values.get("num_heads"))
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if "rope_theta" in rope:
-        values["rope_theta"] = rope["rope_theta"]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "llama3":
-        names = {f.name: f.name for f in fields(RopeScaling)}
-        names["original_context"] = "original_max_position_embeddings"
-        missing = [theirs for theirs in names.values() if theirs not in rope]
-        problems += [f"rope_scaling.{key} is missing" for key in missing]
-        if not missing:
-            values["rope_scaling"] = {ours: rope[theirs] for ours, theirs in names.items()}
-    elif kind != "default":
-        problems.append(f"rope_scaling of type {kind!r} is not known; use default or llama3")
-    required = [f.name for f in fields(ModelShape) if f.name in _HF_NAMES and f.default is MISSING]
-    problems += [f"{_HF_NAMES[name]} is missing" for name in required if values.get(name) is None]
-    if problems:
-        raise InvalidConfig(problems)
-    values = {"name": name or "own", "family": family, **FAMILIES[family].traits, **values}
-    return toml.parse(values, ModelShape, "model")
-
-
 def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None) -> dict[str, Any]:
     """The config.json of a model whose weights are in `number_format`, such as "bfloat16".
 
     InvalidConfig if its family's does not say all that it is: a Llama with the biases of a Qwen2, for one.
     """
-    config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in _HF_NAMES.items()}
+    config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in HF_NAMES.items()}
     config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
     config |= {"head_dim": model.head_width, "hidden_act": "silu", "torch_dtype": number_format}
     if max_seq_len is not None:
@@ -110,12 +70,29 @@ def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None)
 
 
 def parse_toml(content: str) -> ModelShape:
-    """The sizes of a TOML file's [model]."""
+    """The sizes of a TOML file's [model], whose name may be that of a preset or of a Hugging Face model's place."""
     table = toml.loads(content).get("model")
     if not isinstance(table, dict):
         raise InvalidConfig("it has no section [model]")
-    preset = PRESETS.get(str(table.get("name")))
-    return toml.parse({**(asdict(preset) if preset else {}), "name": "own", **table}, ModelShape, "model")
+    return toml.parse({"name": "own", **complete(table, (".json",))}, ModelShape, "model")
+
+
+def complete(table: dict[str, Any], suffixes: Sequence[str] = (".json", ".toml")) -> dict[str, Any]:
+    """A [model] on top of the sizes of what its name names: a preset, a Hugging Face folder or a file.
+
+    A table that has every size already, such as a run's own config, stays as it is, whatever its name names now.
+    """
+    name = table.get("name")
+    if not isinstance(name, str) or table.keys() >= _WRITTEN:
+        return table
+    if name in PRESETS:
+        return {**asdict(PRESETS[name]), **table}
+    path = expand(name)
+    is_folder = bool(name) and os.path.isfile(path / "config.json")
+    if not is_folder and not (path.suffix in suffixes and os.path.isfile(path)):
+        return table
+    found = find_model(str(path.absolute()))  # whatever a preset is called
+    return {**asdict(found), **table, "name": found.name}
 
 
 def find_ends(folder: Path) -> list[int]:
@@ -123,10 +100,8 @@ def find_ends(folder: Path) -> list[int]:
 
     A chat model has several: an answer's and a document's.
     """
-    import json  # only now, as above
-
     try:
-        found = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+        found = parse_json((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]

@@ -5,6 +5,7 @@ are those of our modules too, and rotary embeddings turn the same pairs, so that
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
     """Problems of `train.init_from`, one line each."""
     where = f"train.init_from={text!r}"
     folder = expand(text)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return [f"{where} is no folder; give one with a config.json and safetensors"]
     try:
         problems = find_weight_problems(find_weights(folder), model)

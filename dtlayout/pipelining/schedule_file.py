@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dtlayout.errors import InvalidConfig
+from dtlayout.files import expand
 from dtlayout.pipelining.actions import COMPUTE, Action, Result, input_of, result_of
 from dtlayout.pipelining.placement import Looped, Placement, VShaped
 from dtlayout.pipelining.record import PipelineSchedule
@@ -32,7 +33,7 @@ def read_schedule(path: str) -> PipelineSchedule:
     try:
         rows = [
             _read_row(rank, row)
-            for rank, row in enumerate(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
+            for rank, row in enumerate(csv.reader(expand(path).read_text(encoding="utf-8").splitlines()))
         ]
         placement = _find_placement(rows)
         num_microbatches = 1 + max(action.microbatch for row in rows for action in row)

@@ -146,7 +146,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys):
     [
         (["nowhere"], "nowhere is no run: it has neither metrics.jsonl nor config.toml"),
         (["run", "--smooth", "0.5"], "--smooth 0.5 must be at least 1"),
-        (["run", "--smooth", "nan"], "--smooth nan must be at least 1"),
+        (["run", "--smooth", "nan"], "--smooth=nan must be a finite number"),
         (["run", "--page", "nowhere/plot.html"], "page nowhere/plot.html cannot be written: No such file or directory"),
         (["run", "--png", "run/metrics.jsonl"], "pictures in run/metrics.jsonl cannot be written: File exists"),
     ],

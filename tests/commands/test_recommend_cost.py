@@ -75,7 +75,7 @@ def test_clusters_are_compared_by_what_they_cost(capsys):
     ("extra", "problem"),
     [
         (["--tokens", "0"], "--tokens=0 must be a number above 0"),
-        (["--tokens", "inf"], "--tokens=inf must be a number above 0"),
+        (["--tokens", "inf"], "--tokens=inf must be a finite number"),
         (["--tokens", "0T"], "--tokens=0 must be a number above 0"),
         (["--price", "2"], "give its --tokens"),
         (["--tokens", "1e9", "--price", "-1"], "--price=-1 must not be negative"),

@@ -98,7 +98,7 @@ def test_a_config_json_that_is_no_llama_is_refused(capsys, tmp_path, content, pr
             "model.rope_scaling is a table: write [model.rope_scaling] with factor",
         ),
         ('[model]\nname = "debug"\nrope_scaling = {factor = 2.0}', "model.rope_scaling.low_freq_factor is missing"),
-        ('[model]\nname = "debug"\nnum_layers = 0', "model.num_layers=0 must be at least 1"),
+        ('[model]\nname = "debug"\nnum_layers = 0', "model.num_layers=0 must be from 1 to 10,000"),
     ],
 )
 def test_a_model_file_that_makes_no_model_is_refused(capsys, tmp_path, content, problem):

@@ -12,7 +12,7 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import FAMILIES, Family, describe, find_family, register_family
-from dtlayout.models.files import parse_hf
+from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.presets import PRESETS, find_preset
 
 SHAPES = {
@@ -63,8 +63,8 @@ def test_a_config_json_of_each_family_makes_its_preset(name, config):
 
 
 def test_a_head_width_that_follows_from_the_others_is_not_written_down():
-    shape = parse_hf({"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8,
-                      "intermediate_size": 8, "head_dim": 16})  # fmt: skip
+    shape = parse_hf({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+                      "vocab_size": 8, "intermediate_size": 8, "head_dim": 16})  # fmt: skip
     assert shape.head_dim is None and shape.head_width == 16
 
 

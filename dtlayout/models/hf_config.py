@@ -1,0 +1,207 @@
+"""A Hugging Face config.json as `transformers` reads it: defaults by family, and a refusal of all that is not known.
+
+A key that the family's code in `transformers` computes with is read here, or must have the value that changes nothing.
+A key that only other models know is refused where its name says that it may change sizes or numbers; the rest passes.
+Semantics are those of `transformers` 5, where nothing else is said. No torch.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from dtlayout import toml
+from dtlayout.errors import InvalidConfig
+from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES, Family
+
+HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_size": "intermediate_size",
+    "tied_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+"""Field of ModelShape → key of config.json."""
+_LLAMA3_NAMES = {f.name: f.name for f in fields(RopeScaling)} | {"original_context": "original_max_position_embeddings"}
+"""Field of RopeScaling → key of the table of the rotary embedding."""
+_ROPE_KEYS = {
+    *_LLAMA3_NAMES.values(), "rope_type", "type", "rope_theta", "partial_rotary_factor", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor",
+}  # fmt: skip
+"""Keys of that table which some rope_type has; those of another type than its own change nothing."""
+_READ = {
+    *HF_NAMES.values(), "model_type", "architectures", "hidden_act", "rope_parameters", "rope_scaling",
+    "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings", "layer_types",
+    "use_sliding_window", "sliding_window", "max_window_layers", "auto_map", "text_config",
+}  # fmt: skip
+_HARMLESS = {
+    "chunk_size_feed_forward", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale",
+    "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "layer_norm_eps", "length_penalty",
+    "logits_to_keep", "max_length", "max_sequence_length", "min_length", "model_max_length", "no_repeat_ngram_size",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_labels",
+    "num_logits_to_keep", "num_return_sequences", "output_hidden_states", "pretraining_tp", "remove_invalid_values",
+    "repetition_penalty", "tie_encoder_decoder", "tie_last_hidden_states", "transformers.js_config", "typical_p",
+    "use_cache",
+}  # fmt: skip
+"""Keys whose names sound as if they changed sizes or numbers, and which no computation of a loss or of logits reads."""
+_SUSPICIOUS = re.compile(
+    r"drop|bias|norm|window|chunk|soft_?cap|clip|scal|multipl|_mult$|factor|expert|expan|moe|router|rank|rope|rotary|"
+    r"theta|quant|compress|prun|head|dense|activation|causal|direction|attn_temp|layer|block|group|ssm|mamba|conv|sparse|"
+    r"residual|parallel|draft|eagle|medusa|specul|text_|vision|audio|adapter|lora|nope|alibi|qk|kv_|encoder|cross|gat(e|ing)|"
+    r"swiglu|mlp|topk|scoring|sink|indexer|_idxs$|pos_emb|position_embed|local_attention|attention_types?$|multi_query|"
+    r"altup|hc_|d_model|d_inner|dff|n_embd|n_inner|_act$|mup|wide|ngram|patch|jitter|lambda|time_step|k_eq_v|"
+    r"_config$|^num_|_size(_|$)|_dim(_|$)|^dim_|_width(_|$)|_eps$|^eps$"
+)
+_NEUTRAL: tuple[Any, ...] = (None, False, "", 0)
+_NEUTRAL_FACTOR = re.compile(r"scal|multipl|factor")
+_USUAL = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)}
+"""Key → values that the blocks here compute."""
+
+
+def parse_hf(config: Any, name: str = "") -> ModelShape:
+    """The sizes of a parsed config.json; InvalidConfig with all that it says and dtlayout does not know."""
+    if not isinstance(config, dict):
+        raise InvalidConfig("it is no table of sizes")
+    family = _find_family(config)
+    values: dict[str, Any] = {}
+    defaults = {**COMMON_DEFAULTS, **family.defaults}
+    for ours, theirs in HF_NAMES.items():
+        if theirs in config or theirs in defaults:
+            values[ours] = config.get(theirs, defaults.get(theirs))
+    if values["num_kv_heads"] is None:
+        values["num_kv_heads"] = values.get("num_heads")
+    required = [HF_NAMES[each.name] for each in fields(ModelShape) if _is_missing(each, values)]
+    problems = [f"{key} is missing{': it is null' * (key in config)}" for key in required]
+    problems += _find_unknown(config, family)
+    if values["head_dim"] is None and family.defaults.get("head_dim") is not None:
+        problems.append(
+            f"head_dim=null is not known; {family.name} takes {family.defaults['head_dim']} without the key"
+        )
+    problems += _find_windows(config, defaults, values.get("num_layers"))
+    rope, rope_problems = _read_rope(config, values["rope_theta"], defaults)
+    if problems := problems + rope_problems:
+        raise InvalidConfig(problems)
+    try:
+        shape = toml.parse(
+            {"name": name or "own", "family": family.name, **family.traits, **values, **rope}, ModelShape, "model"
+        )
+    except InvalidConfig as error:
+        raise InvalidConfig(error.problems + _list_assumed(config, defaults, family)) from None
+    if family.heads_divide_width and shape.hidden_size % shape.num_heads:
+        raise InvalidConfig(
+            f"hidden_size={shape.hidden_size} is no multiple of num_attention_heads={shape.num_heads}, and "
+            f"transformers opens no such {family.name}, whatever head_dim says"
+        )
+    return shape
+
+
+def _is_missing(each: Any, values: Mapping[str, Any]) -> bool:
+    return each.name in HF_NAMES and each.default is MISSING and values.get(each.name) is None
+
+
+def _list_assumed(config: dict[str, Any], defaults: Mapping[str, Any], family: Family) -> list[str]:
+    """Which of the sizes are not in the file, in a line."""
+    sizes = [key for key in HF_NAMES.values() if key not in config and type(defaults.get(key)) is int]
+    taken = ", ".join(f"{key}={defaults[key]}" for key in sizes)
+    return [f"{taken}: not in the file, and what transformers takes for {family.name}"] if taken else []
+
+
+def _find_family(config: dict[str, Any]) -> Family:
+    """The family whose causal language model the file describes; InvalidConfig for any other model."""
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise InvalidConfig(f"architectures={architectures!r} must be a list of names")
+    by_architecture = {each.architecture.lower(): each for each in reversed(FAMILIES.values())}
+    kind = config.get("model_type")
+    if kind is None and len(architectures) == 1:
+        kind = getattr(by_architecture.get(architectures[0].lower()), "name", None)
+    if kind is None:
+        named = f", and architectures={architectures} names none" if architectures else ""
+        raise InvalidConfig(f"model_type is missing{named}; use one of {', '.join(FAMILIES)}")
+    if config.get("text_config") is not None:
+        others = [key for key in config if key.endswith("_config") and key != "text_config"]
+        raise InvalidConfig(
+            f"model_type={kind!r} wraps a text model in text_config{' beside ' * bool(others)}{', '.join(others)}, and "
+            f"text models alone are known: plan that part by a config.json that holds what text_config does"
+        )
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise InvalidConfig(f"model_type={kind!r} is not known; use one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    if strange := [each for each in architectures if each.lower() != family.architecture.lower()]:
+        raise InvalidConfig(
+            f"architectures names {', '.join(strange)}, and of model_type={kind!r} {family.architecture} alone is "
+            f"known; a draft model, another head or no head have other weights"
+        )
+    by_task = config.get("auto_map")
+    own_code = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
+    if isinstance(own_code, str) and own_code.rpartition(".")[2].lower() != family.architecture.lower():
+        raise InvalidConfig(f"auto_map names {own_code}, code of its own, where {family.architecture} alone is known")
+    return family
+
+
+def _find_unknown(config: dict[str, Any], family: Family) -> Iterator[str]:
+    """Keys that change sizes or numbers in a way that is not computed here, or that by their names may do so."""
+    for key, usual in _USUAL.items():
+        if key in config and config[key] not in usual:
+            yield f"{key}={config[key]!r} is not known; {usual[0]!r} is"
+    for key, value in config.items():
+        if key in _READ or key in _HARMLESS or key in family.ignored_keys or not _SUSPICIOUS.search(key):
+            continue
+        is_neutral = value in _NEUTRAL or value in ([], {}) or (value == 1 and bool(_NEUTRAL_FACTOR.search(key)))
+        if not is_neutral:
+            told = f"{key}={_shorten(value)} is not known, and may change sizes or numbers"
+            yield f"{told}; take it out of a copy of the file if it changes none of a {family.name}"
+
+
+def _shorten(value: Any) -> str:
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _find_windows(config: dict[str, Any], defaults: Mapping[str, Any], num_layers: Any) -> Iterator[str]:
+    """Why some blocks would not attend to all that came before."""
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            yield f"layer_types={_shorten(kinds)} must name each of num_hidden_layers={num_layers} blocks"
+        elif other := [each for each in kinds if each != "full_attention"]:
+            yield f"layer_types names {other[0]!r}; full_attention alone is known"
+        return
+    is_used = config.get("use_sliding_window", defaults.get("use_sliding_window"))
+    if is_used and "use_sliding_window" not in defaults:
+        yield f"use_sliding_window={_shorten(is_used)} is not known of {config.get('model_type')}"
+        return
+    window = config.get("sliding_window", defaults.get("sliding_window") if is_used else None)
+    if window is None or is_used is False:
+        return
+    first = config.get("max_window_layers", defaults.get("max_window_layers", 0))
+    if not isinstance(first, int) or not isinstance(num_layers, int) or first < num_layers:
+        yield f"sliding_window={window!r} is on in blocks from {first} on; use use_sliding_window=false to plan without"
+
+
+def _read_rope(config: dict[str, Any], theta: Any, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of ModelShape about the rotary embedding, and what is wrong with it.
+
+    `rope_scaling` goes before `rope_parameters`, which transformers 5 writes, and what is inside before what is beside.
+    """
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, dict):
+        return {}, [f'{key}={_shorten(rope)} must be a table, such as {{"rope_type": "default"}}']
+    problems = [f"{key}.{each} is not known" for each in rope if each not in _ROPE_KEYS]
+    values: dict[str, Any] = {"rope_theta": rope.get("rope_theta", theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) not in _USUAL["partial_rotary_factor"]:
+        problems.append(f"{key}.partial_rotary_factor={rope['partial_rotary_factor']!r} is not known; 1.0 is")
+    if kind == "llama3":
+        beside = config.get("original_max_position_embeddings")
+        longest = config.get("max_position_embeddings", defaults["max_position_embeddings"])
+        given = {**({"original_max_position_embeddings": longest} if longest is not None else {}), **rope}
+        given |= {"original_max_position_embeddings": beside} if beside is not None else {}
+        problems += [f"{key}.{theirs} is missing" for theirs in _LLAMA3_NAMES.values() if theirs not in given]
+        values["rope_scaling"] = {ours: given.get(theirs) for ours, theirs in _LLAMA3_NAMES.items()}
+    elif kind != "default":
+        problems.append(f"{key} of type {kind!r} is not known; use default or llama3")
+    return values, problems
