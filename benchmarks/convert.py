@@ -33,7 +33,8 @@ from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.presets import find_preset
-from dtlayout.models.weights import FILE_BYTES, INDEX, list_weights, make_index, plan_files
+from dtlayout.models.stored import INDEX
+from dtlayout.models.weights import FILE_BYTES, list_weights, make_index, plan_files
 
 SHARD_BYTES = 5_000_000_000
 """What `transformers` makes the files of a folder at most."""

@@ -21,6 +21,7 @@ from dtlayout.kernel import Need
 from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
 from dtlayout.model_shape import ModelShape, divisors
+from dtlayout.models.beside import KEPT, TOKENIZER, has_other_tokenizer
 from dtlayout.models.families import find_family
 from dtlayout.models.files import complete
 from dtlayout.models.presets import PRESETS
@@ -68,7 +69,7 @@ class DataConfig(Ranged, section="data"):
     samples: Literal["packed", "padded"] = "packed"
     """packed cuts one row of all documents, padded makes each document a sample, cut or filled up."""
     tokenizer: str = path_key("bytes")
-    """bytes, or the path of a tokenizer.json or of its folder."""
+    """bytes, or the path of a tokenizer.json or of its folder; where none is named, that of `train.init_from`."""
     end_of_document: str = ""
     """Token after each document, where the tokenizer has none of the usual ones."""
     document_mask: bool = False
@@ -335,6 +336,10 @@ def parse_config(tables: dict[str, Any]) -> Config:
     except InvalidConfig as error:
         problems += error.problems
         model = asdict(PRESETS["debug"])  # so that the other sections are checked too
+    try:
+        tables = _choose_tokenizer(tables)
+    except InvalidConfig as error:
+        problems += error.problems
     needed: dict[str, Any] = {f.name: {} for f in fields(Config) if f.default_factory is MISSING}
     try:
         config = toml.parse({**needed, **tables, "model": model}, Config)
@@ -368,8 +373,7 @@ def check_layout(config: Config, world_size: int, device: Device | None = None) 
         find_family(config.model.family)
     except InvalidConfig as error:
         problems += error.problems
-    has_begun = any(Path(config.train.run_folder, "checkpoints").glob("step-*"))  # with what it goes on
-    if config.train.init_from and not has_begun:
+    if config.train.init_from and not _has_begun(config.train.run_folder):
         problems += check_init_from(config.train.init_from, config.model)
     if config.checkpoint.export and not config.checkpoint.save:
         problems.append("checkpoint.export=true writes what was saved, but checkpoint.save=false; use save=true")
@@ -436,6 +440,37 @@ def _name_source(train: Any) -> dict[str, Any]:
     if not os.path.isfile(folder / "config.json"):
         raise InvalidConfig(f"train.init_from={init_from!r} has no config.json, and the config no [model]")
     return {"name": str(folder)}
+
+
+def _has_begun(run_folder: str) -> bool:
+    """Whether a run has a checkpoint, with which it goes on."""
+    try:
+        return any(Path(run_folder, "checkpoints").glob("step-*"))
+    except (OSError, ValueError):  # no path at all
+        return False
+
+
+def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables with a `data.tokenizer`, where they name none and the model comes with one.
+
+    A run that has begun goes on with its own, a new one has that of `train.init_from`. InvalidConfig if that is of
+    another form than tokenizer.json: the model's ids would mean other texts.
+    """
+    data, train = tables.get("data", {}), tables.get("train", {})
+    if not isinstance(data, dict) or not isinstance(train, dict) or "tokenizer" in data:
+        return tables
+    init_from, run_folder = str(train.get("init_from", "")), str(train.get("run_folder", TrainConfig.run_folder))
+    if _has_begun(run_folder):
+        source = str(Path(run_folder, KEPT))
+    elif init_from and has_other_tokenizer(expand(init_from)):
+        raise InvalidConfig(
+            f"train.init_from={init_from!r} has a tokenizer, but no {TOKENIZER}; save it with AutoTokenizer."
+            f"from_pretrained(FOLDER).save_pretrained(FOLDER), or name another one as data.tokenizer"
+        )
+    else:
+        source = init_from
+    is_there = source and os.path.isfile(expand(source) / TOKENIZER)
+    return {**tables, "data": {**data, "tokenizer": source}} if is_there else tables
 
 
 def _find_sizes(table: Any) -> Any:

@@ -67,6 +67,22 @@ def check_depth(value: Any) -> None:
     raise ValueError(f"it is nested more than {_MOST_NESTED} deep")
 
 
+def find_inside(folder: Path, name: str, *others: Path) -> Path:
+    """The file of that name below a folder that somebody else made, be it there or not.
+
+    InvalidConfig if the name or a link leads out of the folder and of the `others`, which count as inside. So do the
+    blobs of the Hugging Face hub's cache, to which a snapshot there is links.
+    """
+    try:
+        home, file = folder.resolve(), (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a loop of links
+        raise InvalidConfig(f"{name!r} is no file of {folder}: {error}") from None
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    if not any(file.is_relative_to(root) for root in (home, *blobs, *others)):
+        raise InvalidConfig(f"{name!r} leads out of {folder}, to {str(file)!r}; copy that file into the folder")
+    return folder / name
+
+
 def write(path: Path, text: str, what: str) -> None:
     """Write a file; DtlayoutError, with `what` it should be, if it cannot be written."""
     try:

@@ -24,7 +24,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     ],
     "models": [
         "models.presets", "models.description", "models.families", "models.counting", "models.files",
-        "models.hf_config", "models.operations", "models.weights",
+        "models.hf_config", "models.operations", "models.weights", "models.stored", "models.beside", "models.naming",
     ],
     "planning": [
         "mesh.axes", "plans.plan", "pipelining.partition", "pipelining.schedule",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dtlayout.cluster import Gpu, find_gpu, known_gpus
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import expand
+from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER
 from dtlayout.text import plural, shorten
 
 if TYPE_CHECKING:
@@ -121,19 +122,51 @@ def find_assumed_world(config: "Config", asked: int | None) -> list[str]:
 
 
 def find_config(source: Path) -> "Config | None":
-    """The config of a run folder, or of the run that a checkpoint is of; None where there is none that can be read."""
-    from dtlayout.config import load_config  # only now: most commands are given a config or need none
+    """The config of a run folder, or of the run that a checkpoint is of; None where there is none that can be read.
 
-    folder = source.resolve()
-    run = folder if (folder / "config.toml").is_file() else folder.parent.parent
+    Its [cluster] is left out: it may name a file of the machine, or of the working directory, that trained.
+    """
+    from dtlayout import toml  # only now: most commands are given a config or need none
+    from dtlayout.config import parse_config
+
     try:
-        return load_config(run / "config.toml")
+        tables = toml.read(_find_run(source) / "config.toml", "config")
+        tables.pop("cluster", None)
+        return parse_config(tables)
     except InvalidConfig:  # a checkpoint that lies alone
         return None
 
 
-def choose_tokenizer(data: "DataConfig | None", asked: str | None) -> "DataConfig | None":
-    """How texts become ids, by the tokenizer that is asked for in the place of a run's; None where neither is known."""
+def _find_run(source: Path) -> Path:
+    """The folder of a run, or of the run that a checkpoint is of."""
+    folder = source.resolve()
+    parent = folder.parent.parent
+    is_run = any((folder / name).exists() for name in ("config.toml", KEPT, "checkpoints"))
+    return folder if is_run else parent
+
+
+def find_kept(source: Path, config: "Config | None") -> Path | None:
+    """What the run of a source has kept of where its model came from, or the folder itself that it came from.
+
+    None where neither is there.
+    """
+    kept, came_from = _find_run(source) / KEPT, config.train.init_from if config else ""
+    if kept.is_dir():
+        return kept
+    return expand(came_from) if came_from and (expand(came_from) / CONFIG).is_file() else None
+
+
+def find_data(source: Path, config: "Config | None", asked: str | None) -> "DataConfig | None":
+    """How the texts of a run or a checkpoint become ids; None where that is not known.
+
+    The tokenizer is the one that is asked for, or the one that the run has kept, wherever its config's path leads.
+    """
     from dtlayout.config import DataConfig
 
+    data, kept = config.data if config else None, _find_run(source) / KEPT
+    if (kept / TOKENIZER).is_file():
+        data = replace(data or DataConfig(), tokenizer=str(kept / TOKENIZER))
+    if kept.is_dir() and data is not None:
+        template = kept / TEMPLATE_NAME
+        data = replace(data, chat_template=str(template) if template.is_file() else "")
     return data if asked is None else replace(data or DataConfig(), tokenizer=asked, end_of_document="")

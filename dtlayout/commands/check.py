@@ -114,6 +114,10 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
     here = replace(config.device, packages=find_packages())  # the run may be elsewhere
     notes += package_problems(config.metrics.to)
     notes += _find_missing_tokenizer(config.data.tokenizer)
+    if config.train.init_from:
+        from dtlayout.data.tokenizer import find_other_tokenizer  # only now: it imports numpy
+
+        notes += find_other_tokenizer(config.data.tokenizer, config.train.init_from)
     return notes + kernels.problems(
         config.precision, here, document_mask=config.data.document_mask, **layout.asked_of_kernels
     )

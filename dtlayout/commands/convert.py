@@ -5,7 +5,7 @@ from math import inf
 from pathlib import Path
 
 from dtlayout.checkpoint.manifest import find_checkpoint
-from dtlayout.commands.arguments import choose_tokenizer, find_config, show
+from dtlayout.commands.arguments import find_config, find_data, find_kept, show
 from dtlayout.errors import CheckpointError
 from dtlayout.models.weights import FILE_BYTES
 
@@ -63,10 +63,10 @@ def _export(options: argparse.Namespace) -> int:
     from dtlayout.checkpoint.hf import export_weights  # only now: it imports torch
 
     config = find_config(options.source)
-    data = choose_tokenizer(config.data if config else None, options.tokenizer)
+    base, data = find_kept(options.source, config), find_data(options.source, config, options.tokenizer)
     num_bytes = export_weights(
         checkpoint, options.folder, number_format=number_format, file_bytes=int(file_gib * 2**30),
-        max_seq_len=config.batch.seq_len if config else None, data=data,
+        max_seq_len=config.batch.seq_len if config else None, data=data, base=base,
     )  # fmt: skip
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}

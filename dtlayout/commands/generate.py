@@ -4,12 +4,16 @@ import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dtlayout.commands.arguments import choose_tokenizer, find_config, show
+from dtlayout.commands.arguments import find_config, find_data, find_kept, show
 from dtlayout.config import DataConfig
-from dtlayout.data.chat import TEMPLATE_NAME, load_template
+from dtlayout.data.chat import load_template
 from dtlayout.errors import InvalidConfig
-from dtlayout.models.files import find_ends
+from dtlayout.models.beside import CONFIG, TEMPLATE_NAME, find_ends
+
+if TYPE_CHECKING:
+    from dtlayout.data.tokenizer import Tokenizer
 
 EXAMPLE = "dtlayout generate runs/debug --prompt 'def '"
 
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             f"give the --tokenizer that it was trained with"
         )
     model = open_model(options.source, len(prompt) + options.max_tokens, options.format, device.type)
-    ends = {tokenizer.end_of_document, *(find_ends(options.source) if is_hf and not options.end_of_document else ())}
+    ends = {tokenizer.end_of_document, *(() if options.end_of_document else _find_other_ends(options, tokenizer))}
     ids = generate(model, prompt, options.max_tokens, sampling.make(), ends=ends)
     pieces = stream_text(ids, tokenizer.decode, prompt)
     if not is_writer or options.json:
@@ -74,16 +78,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _find_other_ends(options: argparse.Namespace, tokenizer: "Tokenizer") -> set[int]:
+    """The ids at which texts of the source end besides the end of a document, an answer's among them."""
+    is_hf = (options.source / CONFIG).is_file()
+    base = options.source if is_hf else find_kept(options.source, find_config(options.source))
+    said = find_ends(base) if base and not (options.tokenizer and not is_hf) else []
+    return {end for end in (tokenizer.end_of_answer, *said) if end is not None}
+
+
 def _find_data(options: argparse.Namespace, *, is_hf: bool) -> DataConfig:
     """How the source's texts become ids, as far as its config says or the command line does."""
-    of_source: DataConfig | None
     if is_hf:
         beside = options.source.resolve() / TEMPLATE_NAME
-        of_source = DataConfig(tokenizer=str(options.source), chat_template=str(beside) if beside.is_file() else "")
+        template = str(beside) if beside.is_file() else ""
+        data: DataConfig | None = DataConfig(tokenizer=options.tokenizer or str(options.source), chat_template=template)
     else:
-        config = find_config(options.source)
-        of_source = config.data if config else None
-    data = choose_tokenizer(of_source, options.tokenizer)
+        data = find_data(options.source, find_config(options.source), options.tokenizer)
     if data is None:
         raise InvalidConfig(f"{options.source} does not say which tokenizer it has; give --tokenizer")
     return replace(data, end_of_document=options.end_of_document or data.end_of_document)

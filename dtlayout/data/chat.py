@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dtlayout.data.tokenizer import find_file
 from dtlayout.errors import DataError
 from dtlayout.files import expand
+from dtlayout.models.beside import TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """What the template reads: "role" and "content", and more where it knows more."""
 Spans = list[tuple[int, int]]
-
-TEMPLATE_NAME = "chat_template.jinja"
 
 # Where an answer begins and ends; drawn at random, so that no text holds them.
 _OPEN, _CLOSE = (f"<{secrets.token_hex(16)}>" for _ in range(2))

@@ -117,6 +117,8 @@ def list_files(source: str | Sequence[str]) -> list[Path]:
     if not files:
         raise DataError(f"the source is an empty list; give paths of {_SUFFIXES} files, '{STDLIB}' or a hub name")
     _check_one_kind(files, source)
+    if not any(file.stat().st_size for file in files):
+        raise DataError(f"{source!r} holds no byte in {plural(len(files), 'file')}; give files that hold documents")
     return files
 
 
@@ -226,4 +228,4 @@ def _refusal(before: str, after: str = "") -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {line}"
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

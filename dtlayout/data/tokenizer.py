@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from dtlayout.errors import DataError
 from dtlayout.files import expand
+from dtlayout.models.beside import TOKENIZER, find_end_token
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 
 END_OF_DOCUMENT_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
-"""Looked for in this order when no end of document is named: Llama 2, Llama 3, GPT-2, Gemma."""
+"""Looked for in this order among special tokens when no end of document is named: Llama 2, Llama 3, GPT-2, Gemma."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Tokenizer:
     """Text of ids, without special tokens; what is no whole character yet ends in U+FFFD."""
     begin: tuple[int, ...] = ()
     """Ids before each document, which its models expect there: Llama's <s>, Llama 3's <|begin_of_text|>; or none."""
+    end_of_answer: int | None = None
+    """The id that ends an answer, where the files beside tokenizer.json name one as its `eos_token`."""
 
 
 def _encode_bytes(texts: Sequence[str]) -> list[Ids]:
@@ -76,14 +79,22 @@ def find_file(spec: str) -> Path | None:
     if spec == "bytes":
         return None
     path = expand(spec)
-    return path / "tokenizer.json" if path.is_dir() else path
+    return path / TOKENIZER if path.is_dir() else path
+
+
+def find_other_tokenizer(spec: str, init_from: str) -> list[str]:
+    """A line for who did not mean it, where `spec` is another tokenizer than the one in the folder of `init_from`."""
+    own, other = find_file(spec), expand(init_from) / TOKENIZER
+    if not init_from or not other.is_file() or (own and own.is_file() and own.read_bytes() == other.read_bytes()):
+        return []
+    return [f"data.tokenizer is {spec}, not that of {init_from}: its weights know other texts by the same ids"]
 
 
 def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
     """The tokenizer that `spec` names: "bytes", a tokenizer.json, or a folder that holds one.
 
     `end_of_document` names the token that separates documents; empty takes the first of `END_OF_DOCUMENT_TOKENS`
-    that the vocabulary has.
+    that is a special token of it, or else its own `eos_token`. A piece of text that is spelt like one of them is none.
     """
     path = find_file(spec)
     if path is None:
@@ -98,15 +109,16 @@ def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:
             f"tokenizer {spec!r}: there is no file {str(path)!r}; give 'bytes' or the path of a tokenizer.json"
         )
     stat = path.stat()
-    return _load(path.absolute(), stat.st_size, stat.st_mtime_ns, end_of_document)
+    return _load(path.absolute(), stat.st_size, stat.st_mtime_ns, end_of_document, find_end_token(path.parent))
 
 
 @lru_cache(maxsize=1)  # all sources have one, which is checked before it is used, and takes a second to read
-def _load(path: Path, size: int, mtime_ns: int, end_of_document: str) -> Tokenizer:
-    """That of a file, which `size` and `mtime_ns` tell from what it was before."""
+def _load(path: Path, size: int, mtime_ns: int, end_of_document: str, end_of_answer: str | None) -> Tokenizer:
+    """That of a file, which `size` and `mtime_ns` tell from what it was before; `end_of_answer` is its `eos_token`."""
     tokenizer = _read_tokenizer(path)
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    end = _find_end_of_document(ids, end_of_document, path)
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    end = _find_end_of_document(ids, special, end_of_document, end_of_answer, path)
 
     def encode_batch(texts: Sequence[str]) -> list[Ids]:
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -133,6 +145,7 @@ def _load(path: Path, size: int, mtime_ns: int, end_of_document: str) -> Tokeniz
         encode_chats=encode_chats,
         decode=tokenizer.decode,
         begin=begin,
+        end_of_answer=ids.get(end_of_answer) if end_of_answer else None,
     )
 
 
@@ -149,12 +162,15 @@ def _read_tokenizer(path: Path, *, spells_special: bool = False) -> "tokenizers.
     return tokenizer
 
 
-def _find_end_of_document(ids: dict[str, int], named: str, path: Path) -> int:
-    candidates = (named,) if named else END_OF_DOCUMENT_TOKENS
-    for token in candidates:
+def _find_end_of_document(
+    ids: dict[str, int], special: set[str], named: str, end_of_answer: str | None, path: Path
+) -> int:
+    """The id of the token that is named, or else of the first usual one that no text gives, or of the `eos_token`."""
+    usual = [token for token in END_OF_DOCUMENT_TOKENS if token in special]
+    for token in (named,) if named else (*usual, *([end_of_answer] if end_of_answer else [])):
         if token in ids:
             return ids[token]
+    tried = named or f"{', '.join(END_OF_DOCUMENT_TOKENS)} as a special token, and no eos_token,"
     raise DataError(
-        f"{str(path)!r} has none of the tokens {', '.join(candidates)} to end a document; "
-        "name one of its tokens with end_of_document"
+        f"{str(path)!r} has none of the tokens {tried} to end a document; name one of its tokens with end_of_document"
     )

@@ -7,7 +7,6 @@ a training config is such a file. Of a config.json only `models.families` are ta
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 from dtlayout import toml
@@ -16,6 +15,7 @@ from dtlayout.files import expand, parse_json
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.families import find_family
 from dtlayout.models.hf_config import HF_NAMES, parse_hf
+from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.presets import PRESETS
 from dtlayout.text import shorten
 
@@ -41,7 +41,10 @@ def find_model(text: str) -> ModelShape:
         raise InvalidConfig(f"model {shorten(repr(text))} is no preset, config.json or TOML file; {advice}")
     try:
         content = path.read_text(encoding="utf-8")
-        return parse_hf(parse_json(content), path.parent.name) if path.suffix == ".json" else parse_toml(content)
+        if path.suffix == ".toml":
+            return parse_toml(content)
+        config = parse_json(content)
+        return name_model(parse_hf(config), config, path)
     except OSError as error:
         raise InvalidConfig(f"model {path} cannot be read: {error.strerror}") from None
     except InvalidConfig as error:
@@ -51,17 +54,22 @@ def find_model(text: str) -> ModelShape:
 
 
 def to_hf(model: ModelShape, number_format: str, max_seq_len: int | None = None) -> dict[str, Any]:
-    """The config.json of a model whose weights are in `number_format`, such as "bfloat16".
+    """The config.json of a model whose weights are in `number_format`, such as "bfloat16", for `max_seq_len` tokens.
+
+    A model with stretched rotary wavelengths is for as many as they are made for, if these are more.
 
     InvalidConfig if its family's does not say all that it is: a Llama with the biases of a Qwen2, for one.
     """
     config: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in HF_NAMES.items()}
     config |= {"architectures": [find_family(model.family).architecture], "model_type": model.family}
     config |= {"head_dim": model.head_width, "hidden_act": "silu", "torch_dtype": number_format}
+    config |= {NAME_KEY: model.name}
     if max_seq_len is not None:
         config["max_position_embeddings"] = max_seq_len
     if model.rope_scaling is not None:
         scaling = asdict(model.rope_scaling)
+        stretched = int(scaling["factor"] * scaling["original_context"])
+        config["max_position_embeddings"] = max(max_seq_len or 0, stretched)  # what the wavelengths are made for
         scaling["original_max_position_embeddings"] = scaling.pop("original_context")
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
     if parse_hf(config, model.name) != model:
@@ -93,15 +101,3 @@ def complete(table: dict[str, Any], suffixes: Sequence[str] = (".json", ".toml")
         return table
     found = find_model(str(path.absolute()))  # whatever a preset is called
     return {**asdict(found), **table, "name": found.name}
-
-
-def find_ends(folder: Path) -> list[int]:
-    """Ids at which a Hugging Face folder's texts end, by its generation_config.json; none if it does not say.
-
-    A chat model has several: an answer's and a document's.
-    """
-    try:
-        found = parse_json((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]

@@ -1,46 +1,30 @@
-"""Weights in a Hugging Face folder: which tensors a model has, which file holds each, and what is wrong. No torch.
+"""Weights in a Hugging Face folder: which tensors a model has, and what is wrong with a folder's. No torch.
 
-A folder is a config.json beside model.safetensors, or beside model-00001-of-0000N.safetensors and their index. Names
-are those of our modules too, and rotary embeddings turn the same pairs, so that nothing is renamed or permuted.
+A folder is a config.json beside model.safetensors, or beside model-00001-of-0000N.safetensors and their index
+(`models.stored`). Names are those of our modules too, and rotary embeddings turn the same pairs, so that nothing is
+renamed or permuted.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import expand
 from dtlayout.model_shape import ModelShape
+from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe
 from dtlayout.models.files import find_model
+from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, shorten
 
-INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""What safetensors calls the formats that weights may have."""
 FILE_BYTES = 2 << 30
 """Largest file that is written, and about what writing it takes of the host's memory."""
-_LISTED = 5
-"""Problems that are named; the others are counted."""
 _UNSEEN = ("num_heads", "num_kv_heads", "norm_eps")
 """Sizes that no tensor's shape tells."""
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors that older files hold although they follow from the sizes."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    format: str
-    """As safetensors calls it."""
 
 
 def list_weights(model: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -56,40 +40,11 @@ def list_weights(model: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield described.head.name, described.head.shape
 
 
-def find_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of all files of a folder, from their headers; InvalidConfig if there are none, or not all."""
-    index = folder / INDEX
-    try:
-        if index.is_file() and not (folder / SINGLE_FILE).is_file():
-            mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({folder / name for name in mapping.values()})
-        else:
-            files = [folder / SINGLE_FILE]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise InvalidConfig(f"{folder} has no {', '.join(missing)}{_advise(folder)}")
-        return {name: stored for file in files for name, stored in _read_header(file).items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidConfig(f"{index} cannot be read: {type(error).__name__} {error}") from None
-
-
-def _advise(folder: Path) -> str:
-    pickled = any(folder.glob("pytorch_model*.bin"))
-    return "; save its weights as safetensors: model.save_pretrained(folder)" if pickled else ""
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    from safetensors import SafetensorError, safe_open  # only now: few commands look at weights
-
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
-            return {name: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise InvalidConfig(f"{file} cannot be read: {error}") from None
-
-
 def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
-    """Everything that keeps these tensors from being the model's, one line each; empty if they are."""
+    """Everything that keeps these tensors from being the model's, one line each; empty if they are.
+
+    A tied weight that is stored under both its names is read under both, since only one would be taken.
+    """
     wanted = dict(list_weights(model))
     extra = stored.keys() - wanted.keys() - model.aliases.keys()
     problems = [f"{name} is missing" for name in wanted if name not in stored]
@@ -100,7 +55,13 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
             problems.append(f"{name} has the format {tensor.format}; weights must be of {', '.join(FORMATS.values())}")
         elif tensor.shape != shape:
             problems.append(f"{name} has the shape {list(tensor.shape)}, where the model's is {list(shape)}")
-    return problems if len(problems) <= _LISTED else [*problems[:_LISTED], f"and {len(problems) - _LISTED} more"]
+    problems += [
+        f"{second} differs from {first}, which is used in its place where embeddings are tied; to keep it, say "
+        f"tied_embeddings=false (in config.json tie_word_embeddings), or remove it from its file to go on without it"
+        for second, first in model.aliases.items()
+        if second in stored and first in stored and not are_equal(stored, first, second)
+    ]
+    return shorten(problems)
 
 
 def check_init_from(text: str, model: ModelShape) -> list[str]:
@@ -111,7 +72,8 @@ def check_init_from(text: str, model: ModelShape) -> list[str]:
         return [f"{where} is no folder; give one with a config.json and safetensors"]
     try:
         problems = find_weight_problems(find_weights(folder), model)
-        made_for = find_model(str(folder / "config.json"))
+        made_for = find_model(str(folder / CONFIG))
+        find_model_files(folder), find_tokenizer_files(folder)  # which an export takes along
     except InvalidConfig as error:
         return [f"{where}: {problem}" for problem in error.problems]
     heads = {name: (getattr(made_for, name), getattr(model, name)) for name in _UNSEEN}

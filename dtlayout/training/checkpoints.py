@@ -18,6 +18,7 @@ from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpo
 from dtlayout.config import Config
 from dtlayout.errors import CheckpointError, DtlayoutError
 from dtlayout.mesh.build import open_host_group
+from dtlayout.models.beside import KEPT
 from dtlayout.text import find_version, plural
 from dtlayout.training.watch import SPARE_S, Watch
 
@@ -155,6 +156,7 @@ class Checkpoints:
                 number_format=config.precision.compute,
                 max_seq_len=config.batch.seq_len,
                 data=config.data,
+                base=self.folder / KEPT,
             )
             self.say(f"exported {self.folder / 'hf'}")
         except DtlayoutError as error:  # the run is done all the same

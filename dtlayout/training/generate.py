@@ -23,7 +23,8 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.files import find_model
 from dtlayout.models.llama import Block, Llama
-from dtlayout.models.weights import find_weight_problems, find_weights
+from dtlayout.models.stored import find_weights
+from dtlayout.models.weights import find_weight_problems
 from dtlayout.ops.attention import Attend
 from dtlayout.plans.apply import split_tensors
 from dtlayout.plans.init import allocate
@@ -101,8 +102,16 @@ def open_model(source: Path, max_len: int, number_format: str, device_type: str)
         load_weights(source, [model], shape, 0, device_type)
     else:
         allocate([model], device_type)
-        load_parameters(find_checkpoint(source), {name: p.detach() for name, p in model.named_parameters()})
+        _load_checkpoint(find_checkpoint(source), model, shape)
     return model.eval()
+
+
+def _load_checkpoint(checkpoint: Path, model: Llama, shape: ModelShape) -> None:
+    """Fill a model's parameters; a weight that has two names is saved under the first, and may be two tensors here."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    load_parameters(checkpoint, {name: tensor for name, tensor in own.items() if name not in shape.aliases})
+    if seconds := {first: own[second] for second, first in shape.aliases.items() if second in own}:
+        load_parameters(checkpoint, seconds)
 
 
 class Memory:

@@ -14,6 +14,7 @@ from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
 from dtlayout.data.samples import Samples
 from dtlayout.data.suspects import Suspects
+from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.device import Device
 from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
 from dtlayout.files import write_whole
@@ -83,7 +84,8 @@ class Records:
             self.display.say(line)
         if is_loaded:
             self.display.say(f"weights of {self.config.train.init_from}")
-            for line in find_other_positions(self.config.train.init_from, model):
+            source, tokenizer = self.config.train.init_from, self.config.data.tokenizer
+            for line in find_other_positions(source, model) + find_other_tokenizer(tokenizer, source):
                 self.display.say(f"note: {line}")
         if self.layout.offload != "none" and self.device.type == "cpu":
             self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")

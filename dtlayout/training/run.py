@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dtlayout.checkpoint.hf import load_weights
+from dtlayout.checkpoint.kept import keep
 from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import find_changes
 from dtlayout.config import Config, DataConfig
@@ -160,6 +161,8 @@ class _Run:
         microbatches = self.assembly.schedule.num_microbatches
         self.records.say_what_starts(first_step, self.assembly.slices, microbatches, is_loaded=is_loaded)
         self.records.open(self._resolve(), first_step)
+        if self.is_writer:
+            keep(self.config, is_new=self.checkpoints.newest is None)
         if self.config.metrics.memory and first_step == 0:
             self.num_drawn = STEPS_DRAWN
         exit_code = None

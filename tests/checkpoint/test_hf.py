@@ -27,9 +27,11 @@ from dtlayout.config import DataConfig, load_config, parse_config
 from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
-from dtlayout.models.files import find_ends, find_model, to_hf
+from dtlayout.models.beside import find_ends
+from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.llama import Llama
-from dtlayout.models.weights import check_init_from, find_other_positions, find_weights, list_weights
+from dtlayout.models.stored import find_weights
+from dtlayout.models.weights import check_init_from, find_other_positions, list_weights
 from dtlayout.optimizers import SGD, Optimizer
 
 LAYOUTS = [
@@ -207,7 +209,9 @@ def test_a_failed_export_leaves_what_was_there_and_nothing_else(ranks4, damaged,
     ranks4.run(start_and_save, Layout(tp=4), model, damaged, tmp_path / "checkpoints")
     checkpoint, out = tmp_path / "checkpoints" / "step-00000000", tmp_path / "exports" / "out"
     tokenizer = tmp_path / "other.json"
-    Tokenizer(WordLevel({"word": 0, "</s>": 7}, unk_token="word")).save(str(tokenizer))
+    made = Tokenizer(WordLevel({"word": 0, "</s>": 7}, unk_token="word"))
+    made.add_special_tokens(["</s>"])
+    made.save(str(tokenizer))
     export_weights(checkpoint, out, data=DataConfig(tokenizer=str(tokenizer)))
     assert (out / "tokenizer.json").read_text() == tokenizer.read_text()
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 7
@@ -272,7 +276,7 @@ def test_a_run_starts_from_a_folder_and_leaves_one(damaged, tmp_path, capsys):
     assert document["files"] == ["config.json", "generation_config.json", "model.safetensors"]
     assert read_all(tmp_path / "out").keys() == find_weights(damaged).keys()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["max_position_embeddings"], config["eos_token_id"]) == (16, 256)
+    assert (config["max_position_embeddings"], config["eos_token_id"]) == (64, 256)
 
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "more")]) == 0
     assert f"start with train.run_folder={tmp_path / 'more'}" in capsys.readouterr().out

@@ -231,3 +231,13 @@ def test_a_hub_name_is_streamed_with_its_config_and_split(monkeypatch):
         (("owner/name", "part"), {"split": "validation", "streaming": True}),
         (("owner/name", None), {"split": "train", "streaming": True}),
     ]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".json", ".jsonl", ".parquet"])
+def test_empty_files_are_called_empty(tmp_path, suffix):
+    for number in range(2):
+        (tmp_path / f"{number}{suffix}").touch()
+        with pytest.raises(DataError, match=rf"holds no byte in {number + 1} files?; give files that hold documents"):
+            list_files(str(tmp_path))
+    (tmp_path / f"1{suffix}").write_text("x")
+    assert len(list_files(str(tmp_path))) == 2

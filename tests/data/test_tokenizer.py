@@ -126,3 +126,30 @@ def test_a_file_is_read_once_and_again_when_it_has_changed(write_tokenizer):
     assert load_tokenizer(path, end_of_document="not").end_of_document == 5
     write_tokenizer(words=("<unk>", "</s>", "to"))
     assert load_tokenizer(path).vocab_size == 3
+
+
+def test_a_piece_of_text_that_looks_like_an_end_of_document_is_none(write_tokenizer):
+    """As in the vocabularies of GPT-2's kind, which have </s> from the pages that they were made of."""
+    words = ("<unk>", "</s>", "to", "<|endoftext|>")
+    path = write_tokenizer(words=words, special=("<|endoftext|>",))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.end_of_document == 3
+    assert encode(tokenizer, "to </s> to") == [[2, 1, 2]]
+    path = write_tokenizer(words=words, special=())
+    with pytest.raises(DataError, match=r"none of the tokens </s>.* as a special token, and no eos_token, to end"):
+        load_tokenizer(str(path))
+    assert load_tokenizer(str(path), end_of_document="</s>").end_of_document == 1
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_says_itself_what_ends_its_texts(write_tokenizer, file):
+    path = write_tokenizer(words=("<unk>", "<end>", "</s>", "<|endoftext|>"), special=("<end>",))
+    for token in ("<end>", {"content": "<end>"}):
+        path.with_name(file).write_text(json.dumps({"eos_token": token}))
+        tokenizer = load_tokenizer(str(path))
+        assert (tokenizer.end_of_document, tokenizer.end_of_answer) == (1, 1)
+    path = write_tokenizer(words=("<unk>", "<end>", "<|endoftext|>"), special=("<end>", "<|endoftext|>"))
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.end_of_document, tokenizer.end_of_answer) == (2, 1)
+    path.with_name(file).write_text('{"eos_token": null}')
+    assert load_tokenizer(str(path)).end_of_answer is None

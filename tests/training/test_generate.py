@@ -97,7 +97,9 @@ def test_the_space_between_prompt_and_text_stays_where_tokenizers_drop_a_first_o
 
 def test_ids_beyond_the_model_are_refused(tmp_path, capsys):
     folder = save_made("llama", tmp_path)
-    (tmp_path / "big.json").write_text(Tokenizer(WordLevel({"word": 700, "</s>": 1}, unk_token="word")).to_str())
+    tokenizer = Tokenizer(WordLevel({"word": 700, "</s>": 1}, unk_token="word"))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "big.json"))
     assert main(["generate", str(folder), "--prompt", "word", "--tokenizer", str(tmp_path / "big.json")]) == 2
     assert "gives the prompt id 700, the model has vocab_size=260" in capsys.readouterr().err
 

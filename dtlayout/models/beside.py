@@ -1,0 +1,131 @@
+"""What a Hugging Face folder holds beside its weights, and what of it training changes. No torch.
+
+Base: the folder that a model came from, or what a run has kept of it. An export has the base's files, and in them only
+what is not so any more: sizes and the number format in config.json, and where texts end if they are read otherwise.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.files import find_inside
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.files import parse_hf, to_hf
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+KEPT = "kept"
+"""The base of a run's exports, in its folder."""
+TOKENIZER = "tokenizer.json"
+TEMPLATE_NAME = "chat_template.jinja"
+_SETTINGS = "tokenizer_config.json"
+_MODEL_FILES = (CONFIG, GENERATION)
+_TOKENIZER_FILES = (
+    TOKENIZER, _SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", TEMPLATE_NAME, "chat_template.json",
+)  # fmt: skip
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", _SETTINGS)
+"""Files of a folder that has a tokenizer, perhaps in a form that is not read here."""
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def find_model_files(folder: Path) -> dict[str, Path]:
+    """Name → file of a folder's config.json and generation_config.json, as far as it has them."""
+    return _find(folder, _MODEL_FILES)
+
+
+def find_tokenizer_files(folder: Path) -> dict[str, Path]:
+    """Name → file of a folder's tokenizer, its settings and its chat templates, as far as it has them.
+
+    InvalidConfig if a link leads out of the folder.
+    """
+    return _find(folder, _list_tokenizer_files(folder))
+
+
+def find_named_tokenizer(tokenizer: Path) -> dict[str, Path]:
+    """Name → file of the tokenizer that a user names, and of what stands beside it; it alone if it is called otherwise.
+
+    InvalidConfig if a link beside it leads elsewhere than to where the tokenizer lies.
+    """
+    if tokenizer.name != TOKENIZER:
+        return {TOKENIZER: tokenizer}
+    return _find(tokenizer.parent, _list_tokenizer_files(tokenizer.parent), tokenizer.resolve().parent)
+
+
+def _list_tokenizer_files(folder: Path) -> list[str]:
+    templates = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    return [*_TOKENIZER_FILES, *(f"{path.parent.name}/{path.name}" for path in templates)]
+
+
+def _find(folder: Path, names: Sequence[str], *others: Path) -> dict[str, Path]:
+    return {name: find_inside(folder, name, *others) for name in names if (folder / name).is_file()}
+
+
+def has_other_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer, but no tokenizer.json."""
+    return not os.path.isfile(folder / TOKENIZER) and any(os.path.isfile(folder / name) for name in _OTHER_TOKENIZERS)
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """A JSON file's table; empty where there is none that can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def find_end_token(folder: Path) -> str | None:
+    """The token with which the tokenizer of a folder ends answers, its `eos_token`; None if it names none."""
+    for name in (_SETTINGS, "special_tokens_map.json"):
+        token = read_table(folder / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            return token
+    return None
+
+
+def find_ends(folder: Path) -> list[int]:
+    """Ids at which a Hugging Face folder's texts end, by its generation_config.json; none if it does not say.
+
+    Without one config.json says it. A chat model has several: an answer's and a document's.
+    """
+    has_generation = (folder / GENERATION).is_file()
+    found = read_table(folder / (GENERATION if has_generation else CONFIG)).get("eos_token_id")
+    return [end for end in (found if isinstance(found, list) else [found]) if type(end) is int]
+
+
+def write_ids(table: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
+    """A config.json or generation_config.json whose texts begin and end with these ids."""
+    end = list(ends) if len(ends) > 1 else next(iter(ends), None)
+    return {**table, "bos_token_id": begin, "eos_token_id": end}
+
+
+def update_config(
+    base: Mapping[str, Any], model: ModelShape, number_format: str, max_seq_len: int | None
+) -> dict[str, Any]:
+    """The base's config.json for the model that it has become, and for texts of `max_seq_len` tokens where it is known.
+
+    InvalidConfig if no config.json says what the model is.
+    """
+    new = to_hf(model, number_format, max_seq_len)
+    try:
+        old = to_hf(parse_hf(dict(base), model.name), number_format)
+    except InvalidConfig:
+        return new
+    config = dict(base)
+    if any(new.get(key) != old.get(key) for key in _ROPE):
+        config = {key: value for key, value in config.items() if key not in _ROPE}
+        config |= {key: new[key] for key in _ROPE if key in new}
+    kept = (*_ROPE, "max_position_embeddings", "torch_dtype")
+    config |= {key: value for key, value in new.items() if key not in kept and value != old.get(key)}
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = number_format
+    known = config.get("max_position_embeddings")
+    if max_seq_len is not None and isinstance(known, int) and known < max_seq_len:
+        config["max_position_embeddings"] = max_seq_len
+    return config if parse_hf(config, model.name) == model else new

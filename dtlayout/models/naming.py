@@ -1,0 +1,31 @@
+"""What a model of a Hugging Face config.json is called. No torch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dtlayout.model_shape import ModelShape
+from dtlayout.models.presets import PRESETS
+
+NAME_KEY = "_name_or_path"
+"""Key of config.json under which `transformers` notes where a model came from."""
+_PUBLISHED = re.compile(r"(?:\w[\w.-]*/)?(\w[\w.-]*)", re.ASCII)
+_IN_CACHE = re.compile(r"models--(?:.+?--)?(.+)")
+
+
+def name_model(model: ModelShape, config: Mapping[str, Any], path: Path) -> ModelShape:
+    """The model of the config.json at `path`, with its name.
+
+    That is the one that it says itself, or that of its repository in the Hugging Face cache, both without an owner; or
+    else that of the preset with its sizes, or of its folder.
+    """
+    own, folder = config.get(NAME_KEY), path.absolute().parent
+    said = _PUBLISHED.fullmatch(own) if isinstance(own, str) else None
+    if folder.parent.name == "snapshots":
+        said = said or _IN_CACHE.fullmatch(folder.parent.parent.name)
+    if said:
+        return replace(model, name=said[1])
+    alike = (preset for preset in PRESETS.values() if replace(model, name=preset.name) == preset)
+    return next(alike, replace(model, name=folder.name or "own"))

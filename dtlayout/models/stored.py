@@ -1,0 +1,144 @@
+"""Tensors in a Hugging Face folder's safetensors files: which file holds each, and whether two are equal. No torch.
+
+A folder has one file, or several and an index whose `weight_map` says which tensor lies in which.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtlayout.errors import InvalidConfig
+from dtlayout.files import find_inside
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What safetensors calls the formats that weights may have."""
+_BITS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
+"""What numpy reads each format as; bf16, which it has not, as bits."""
+_LISTED = 5
+"""Problems that are named; the others are counted."""
+_PIECE = 1 << 22
+"""Values that are compared at once."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    format: str
+    """As safetensors calls it."""
+
+
+def find_weights(folder: Path) -> dict[str, StoredTensor]:
+    """Name → tensor of all files of a folder, from their headers.
+
+    Where an index says which file a tensor is in, that file counts, whatever others hold. InvalidConfig if there are
+    no files, or not all, if they contradict their index, or if a file lies elsewhere.
+    """
+    mapping = _read_index(folder)
+    names = sorted(set(mapping.values())) or [SINGLE_FILE]
+    files = {name: find_inside(folder, name) for name in names}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
+        raise InvalidConfig(f"{folder} has no {', '.join(missing)}{_advise(folder)}")
+    held = {name: _read_header(file) for name, file in files.items()}
+    problems = [
+        f"{INDEX} says that {name} is in {file}, which does not hold it"
+        for name, file in mapping.items() if name not in held[file]
+    ]  # fmt: skip
+    found = {name: held[file][name] for name, file in mapping.items() if name in held[file]}
+    for file, tensors in held.items():
+        for name in tensors.keys() - mapping.keys():
+            if name in found:
+                problems.append(f"{name} is in {found[name].file.name} and in {file}, and {INDEX} names neither")
+            found[name] = tensors[name]
+    if problems:
+        raise InvalidConfig([f"{folder}: {problem}" for problem in shorten(problems)])
+    return found
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor → name of its file, by the folder's index; empty where there is none, or where all is in one file."""
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        mapping = json.loads(find_inside(folder, INDEX).read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(file, str) for file in mapping.values()):
+            raise TypeError("a file of weight_map is no text")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidConfig(f"{index} cannot be read: {type(error).__name__} {error}") from None
+    others = sorted(set(mapping.values()) - {SINGLE_FILE})
+    if others and (folder / SINGLE_FILE).exists():
+        raise InvalidConfig(
+            f"{folder} has {SINGLE_FILE}, and {INDEX} names {len(others)} other files, such as {others[0]}; remove "
+            f"those that are not meant"
+        )
+    return dict(mapping)
+
+
+def _advise(folder: Path) -> str:
+    pickled = any(folder.glob("pytorch_model*.bin"))
+    return "; save its weights as safetensors: model.save_pretrained(folder)" if pickled else ""
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    from safetensors import SafetensorError, safe_open  # only now: few commands look at weights
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            return {name: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise InvalidConfig(f"{file} cannot be read: {error}") from None
+
+
+def shorten(problems: list[str]) -> list[str]:
+    """The first few problems, and how many more there are."""
+    return problems if len(problems) <= _LISTED else [*problems[:_LISTED], f"and {len(problems) - _LISTED} more"]
+
+
+def are_equal(stored: Mapping[str, StoredTensor], first: str, second: str) -> bool:
+    """Whether two tensors of `find_weights` have the same shape and values, whatever their formats.
+
+    Both are read, up to the first values that differ. InvalidConfig if they cannot be.
+    """
+    pair = stored[first], stored[second]
+    if pair[0].shape != pair[1].shape or not all(tensor.format in _BITS for tensor in pair):
+        return False
+    pieces = (_read_values(stored[name], name) for name in (first, second))
+    return all(_same(a, b) for a, b in zip(*pieces, strict=True))
+
+
+def _same(a: "npt.NDArray[Any]", b: "npt.NDArray[Any]") -> bool:
+    import numpy as np
+
+    return bool(np.array_equal(a, b, equal_nan=True))
+
+
+def _read_values(tensor: StoredTensor, name: str) -> Iterator["npt.NDArray[Any]"]:
+    """A tensor's values in their order, some millions at a time."""
+    import numpy as np  # only now: few folders have to be compared
+
+    try:
+        with tensor.file.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            start, _ = json.loads(file.read(header_bytes))[name]["data_offsets"]
+            file.seek(8 + header_bytes + start)
+            left = prod(tensor.shape)
+            while left > 0:
+                values = np.fromfile(file, _BITS[tensor.format], min(left, _PIECE))
+                if not values.size:
+                    raise ValueError("it ends too early")
+                left -= values.size
+                yield (values.astype("<u4") << 16).view("<f4") if tensor.format == "BF16" else values
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidConfig(f"{tensor.file} cannot be read: {type(error).__name__} {error}") from None
