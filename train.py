@@ -4,7 +4,10 @@ Reads the config, checks it before torch is imported, trains, and returns the ex
 a signal with all its steps saved, 4 non-finite loss.
 """
 
+import os
 import sys
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which PYTHONSAFEPATH leaves out
 
 from dtlayout.launch import main
 

@@ -27,7 +27,7 @@ from benchmarks.calibration import run_trials
 from dtlayout.cli import main as dtlayout
 from dtlayout.config import load_config
 from dtlayout.sweep.results import TrialResult
-from dtlayout.sweep.spec import LAUNCH, Sweep, read_sweep
+from dtlayout.sweep.spec import Sweep, read_sweep
 
 SWEEP = Path("configs", "sweeps", "debug-2hosts.toml")
 CHOICES = ("tp=4", "tp=2,pp=2", "pp=4")
@@ -52,7 +52,7 @@ def main() -> int:
         beforehand = {choice: ask(sweep, hosts, choice) for choice in CHOICES}
         known = replace(sweep, overrides=(*sweep.overrides, f"--cluster.file={hosts}"))
         across = run_trials(known, folder / "two-hosts")
-        inside = run_trials(replace(sweep, launch=LAUNCH), folder / "one-host")
+        inside = run_trials(replace(sweep, launch=""), folder / "one-host")
         options.out.write_text("\n".join(report(sweep, beforehand, across, inside)) + "\n")
     return 0
 

@@ -2,17 +2,21 @@
 
 A command module has EXAMPLE, `add_arguments(parser)` and `run(options)`, which returns the exit code; it is imported
 only when it is asked for, so that each starts as fast as it can. With `--json` stdout holds one JSON document and
-nothing else. Problems are lines on stderr, exit code 2.
+nothing else, of what is wrong too: {"ok": false, "problems": […]}. Without it problems are lines on stderr. Their exit
+code is 2, that of Ctrl-C 130.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from importlib import import_module
+from typing import NoReturn
 
 from dtlayout.commands.arguments import check_options
-from dtlayout.errors import DtlayoutError
+from dtlayout.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, DtlayoutError
+from dtlayout.terminal import Unwritten, finish_answer, guarded
 from dtlayout.text import find_version
 from dtlayout.toml import describe_unknown_key
 
@@ -69,29 +73,76 @@ def _is_override(text: str) -> bool:
     return "." in key or key in ("--layout", "--model")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Arguments whose errors are a JSON document where one was asked for."""
+
+    is_json = False
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and end with exit code 2."""
+        if self.is_json:
+            _refuse([f"{self.prog}: {message}"], is_json=True)
+            self.exit(EXIT_REFUSED)
+        super().error(message)
+
+
+def _refuse(problems: Sequence[str], *, is_json: bool) -> None:
+    """Say why a command is refused: one JSON document of rank 0, or lines of one rank a node."""
+    with suppress(BrokenPipeError, Unwritten):  # it is refused all the same
+        if not is_json and os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\n".join(problems), file=sys.stderr)
+        elif is_json and os.environ.get("RANK", "0") == "0":
+            import json  # only now: most answers are read by people
+
+            print(json.dumps({"ok": False, "problems": list(problems)}, indent=2))
+            finish_answer()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with guarded(is_answer=True):
+            try:
+                return _answer(arguments)
+            except BrokenPipeError:  # who reads has seen enough; nothing more is said
+                return EXIT_DONE
+            except Unwritten as error:
+                print(error, file=sys.stderr)
+                return error.exit_code
+    except KeyboardInterrupt:
+        with suppress(OSError):
+            print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _answer(arguments: list[str]) -> int:
+    """Run to the last letter of the answer, which may be kept back until then."""
+    try:
+        exit_code = _run(arguments)
+    except SystemExit:  # after a help, or an argument that is wrong
+        finish_answer()
+        raise
+    with suppress(BrokenPipeError, Unwritten) if exit_code else nullcontext():  # which says what was wrong before
+        finish_answer()
+    return exit_code
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments:
         print("\n".join(list_stages()))
-        return 0
-    name = arguments[0]
+        return EXIT_DONE
+    name, is_json = arguments[0], "--json" in arguments
     if name not in COMMANDS:
         if not name.startswith("-"):
-            print(describe_unknown_key(name, COMMANDS), file=sys.stderr)
-            return 2
-        overview = argparse.ArgumentParser(prog="dtlayout", description="Parallel layouts for Llama training.")
-        torch = find_version("torch", otherwise="not installed")
-        versions = f"dtlayout {find_version('dtlayout')}, torch {torch}"
-        overview.add_argument("--version", action="version", version=versions, help="that of dtlayout and of torch")
-        commands = overview.add_subparsers(required=True, metavar="COMMAND")
-        for each, text in COMMANDS.items():
-            commands.add_parser(each, help=text)
-        overview.parse_args(arguments)  # prints help, or what is wrong, and exits
+            _refuse([describe_unknown_key(name, COMMANDS)], is_json=is_json)
+            return EXIT_REFUSED
+        _show_overview(arguments, is_json=is_json)
     command = import_module(f"dtlayout.commands.{name}")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"dtlayout {name}", description=COMMANDS[name], epilog=f"example: {command.EXAMPLE}", allow_abbrev=False
     )
+    parser.is_json = is_json
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     command.add_arguments(parser)
     options, rest = parser.parse_known_args(arguments[1:])
@@ -104,17 +155,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_options(options)
         return int(command.run(options))
+    except Unwritten:
+        raise
     except DtlayoutError as error:
-        if options.json:
-            import json  # only now: most answers are read by people
-
-            print(json.dumps({"ok": False, "problems": str(error).splitlines()}, indent=2))
-        elif os.environ.get("LOCAL_RANK", "0") == "0":
-            print(error, file=sys.stderr)
+        _refuse(str(error).splitlines(), is_json=options.json)
         return error.exit_code
-    except BrokenPipeError:  # who reads has seen enough; nothing more is said, not even at the end of the process
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:
+    """Print the help or the version, or what is wrong with arguments that name no command, and end."""
+    overview = _Parser(prog="dtlayout", description="Parallel layouts for Llama training.")
+    overview.is_json = is_json
+    torch = find_version("torch", otherwise="not installed")
+    versions = f"dtlayout {find_version('dtlayout')}, torch {torch}"
+    overview.add_argument("--version", action="version", version=versions, help="that of dtlayout and of torch")
+    commands = overview.add_subparsers(required=True, metavar="COMMAND")
+    for each, text in COMMANDS.items():
+        commands.add_parser(each, help=text)
+    overview.parse_args(arguments)
+    overview.error("a COMMAND comes first")  # of arguments that are right, but for their order
 
 
 if __name__ == "__main__":  # under torchrun, where gloo's threads may end a process that Python takes down with SIGABRT

@@ -29,6 +29,7 @@ from dtlayout.models.weights import check_init_from
 from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.precision import Precision
 from dtlayout.ranges import Ranged, one_of, path_key, ranged
+from dtlayout.source_names import find_held_out_split
 from dtlayout.trackers import TRACKERS, name_problems, package_problems
 
 
@@ -40,8 +41,8 @@ class Source(Ranged, section="data.mixture"):
     """As `data.source`."""
     weight: float = ranged("must be above 0 and finite", 1.0)
     """Share of the samples, whatever the weights add up to."""
-    split: str = "train"
-    """Split of a hub dataset."""
+    split: str = ranged("must not be empty or hold a NUL", "train")
+    """Split of a hub dataset; local files are one, train."""
     text_field: str = "text"
     """Field that holds a document's text."""
     messages_field: str = ""
@@ -54,8 +55,8 @@ class DataConfig(Ranged, section="data"):
 
     source: str = path_key("python-stdlib")
     """A .txt, .jsonl, .json or .parquet file, a folder or glob of them, a dataset on the HF hub, or python-stdlib."""
-    split: str = "train"
-    """Split of a hub dataset."""
+    split: str = ranged("must not be empty or hold a NUL", "train")
+    """Split of a hub dataset; local files are one, train."""
     text_field: str = "text"
     """Field that holds a document's text."""
     messages_field: str = ""
@@ -98,12 +99,12 @@ class ValidationConfig(Ranged, section="validation"):
 
     source: str = path_key("")
     """As `data.source`; empty for no validation."""
-    split: str = "validation"
-    """Split of a hub dataset."""
+    split: str = ""
+    """Split of a hub dataset, by default validation; local files are one, train."""
     text_field: str = ""
-    """Field that holds a document's text; empty for that of the data."""
+    """Field that holds a document's text, which makes it text even beside conversations; empty for that of the data."""
     messages_field: str = ""
-    """Field that holds a conversation; empty for that of the data."""
+    """Field that holds a conversation; empty for that of the data, where `text_field` is empty too."""
     every: int = ranged("must not be negative", 100)
     """Steps between measurements; 0 measures at the end alone."""
     batches: int = ranged("must be at least 1", 8)
@@ -279,8 +280,9 @@ class Config:
             return None
         v, data = self.validation, self.data
         return replace(
-            data, source=v.source, split=v.split, mixture=(), max_tokens=0,
-            text_field=v.text_field or data.text_field, messages_field=v.messages_field or data.messages_field,
+            data, source=v.source, split=v.split or find_held_out_split(v.source), mixture=(), max_tokens=0,
+            text_field=v.text_field or data.text_field,
+            messages_field=v.messages_field or ("" if v.text_field else data.messages_field),
         )  # fmt: skip
 
     def choose_kernels(self, device: Device, layout: Layout) -> Chosen:

@@ -12,6 +12,8 @@ EXIT_CRASHED = 1
 EXIT_REFUSED = 2
 EXIT_STOPPED = 3
 EXIT_NON_FINITE = 4
+EXIT_INTERRUPTED = 130
+"""Of a command that Ctrl-C ends, as shells have it: 128 and the number of SIGINT."""
 
 
 class DtlayoutError(Exception):

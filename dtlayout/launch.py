@@ -21,6 +21,7 @@ from dtlayout.config import Config, check_layout, load_config
 from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig, LostRanks
 from dtlayout.lease import hold
 from dtlayout.signals import Stopped, StopRequest, note_signals
+from dtlayout.terminal import guarded
 from dtlayout.text import plural
 from dtlayout.training.metrics import Summary, note_crash, read_summary, write_summary
 
@@ -35,6 +36,11 @@ USAGE = "usage: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=
 
 def main(arguments: Sequence[str]) -> int:
     """Run with the command line's arguments; the exit code. Refusals are lines on stderr, from one rank a node."""
+    with guarded(is_answer=False):
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else EXIT_REFUSED

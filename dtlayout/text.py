@@ -1,7 +1,10 @@
 """What people read: tables of cells that are text, aligned for a terminal or as Markdown, long lists, counts, sizes."""
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
+
+from dtlayout.terminal import clean
 
 GIB = 2**30
 """Bytes of a GiB, in which people read the memory of GPUs."""
@@ -25,9 +28,22 @@ def align(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> list[st
 
 
 def to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table; the first row has the names of the columns."""
-    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    """The lines of a Markdown table of plain text; the first row has the names of the columns."""
+    head, *body = [f"| {' | '.join(map(escape_markdown, row))} |" for row in rows]
     return [head, "|" + "---|" * len(rows[0]), *body]
+
+
+def escape_markdown(text: str) -> str:
+    r"""Text as Markdown that shows it as it is, in a line: no table, link, code, HTML or heading comes of it.
+
+    >>> print(escape_markdown("a|b `<b>` micro_batch=2, _c_"))
+    a\|b \`\<b>\` micro_batch=2, \_c\_
+    """
+    return _MARKDOWN.sub(r"\\\g<0>", clean(" ".join(text.split())))
+
+
+_MARKDOWN = re.compile(r"[\\`|<&\[\]*~$]|(?<!\w)_|_(?!\w)|(?<=:)/|(?<=\w)@(?=\w)|(?<=\bwww)\.")
+"""What Markdown reads as more than a letter; an underscore inside a word is one."""
 
 
 def plural(number: int, noun: str, form: str = "") -> str:

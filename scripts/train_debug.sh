@@ -3,7 +3,7 @@
 set -eu
 bin=${1:?usage: train_debug.sh FOLDER_OF_TORCHRUN}
 
-gpus=$("$bin/python" -c "import torch; print(torch.cuda.device_count())")
+gpus=$("$bin/python" -c "import sys; sys.path[:] = filter(None, sys.path); import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -eq 0 ]; then
     export OMP_NUM_THREADS=1 # the ranks share the cores
     set -- --nproc-per-node 8 train.py configs/debug.toml

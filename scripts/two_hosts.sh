@@ -28,6 +28,11 @@ if [ "$(id -u)" -ne 0 ]; then
     exit 2
 fi
 
+# Python looks for modules in the working directory first, where somebody may have put a ctypes.py: none here does.
+export PYTHONSAFEPATH=1 # which those before 3.11 don't know
+run="import sys; sys.path[:] = filter(None, sys.path); del sys.argv[0]; from runpy import run_module; "
+run="${run}run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+
 id=$$
 clean() {
     trap '' EXIT INT TERM USR1
@@ -59,7 +64,7 @@ for side in 0 1; do
     ip netns exec "dtl-$id-$side" tc qdisc add dev "host$side" root tbf rate "$rate" burst 128kb latency 200ms
     {
         GLOO_SOCKET_IFNAME="host$side" NCCL_SOCKET_IFNAME="host$side" TP_SOCKET_IFNAME="host$side" \
-            ip netns exec "dtl-$id-$side" "$python" -m torch.distributed.run --nnodes 2 --node-rank "$side" \
+            ip netns exec "dtl-$id-$side" "$python" -c "$run" torch.distributed.run --nnodes 2 --node-rank "$side" \
             --nproc-per-node "$ranks" --master-addr 10.77.0.1 --master-port 29577 "$@" || kill -USR1 "$id"
     } &
 done

@@ -19,6 +19,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "model_shape", "batch", "device", "kernel", "kernels", "precision", "recompute", "context_parallel", "layout",
         "layout_names",
         "toml", "cluster", "signals", "files", "process", "ranges", "optimizers", "text", "trackers",
+        "source_names", "interpreter", "terminal",
         "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.orders",
         "pipelining.split_orders", "pipelining.record", "pipelining.schedule_file", "pipelining.schedules",
     ],

@@ -10,6 +10,7 @@ import pytest
 from launching import read_lines, read_summary, wait_for_steps
 from slurm import SCRIPT, Slurm
 from tiny import TinyFiles, write_tiny
+from trap import list_caught, set_trap
 
 
 @pytest.fixture
@@ -85,6 +86,8 @@ def test_a_job_that_slurm_ends_is_not_brought_back(slurm, files):
 
 def test_a_run_whose_time_is_up_saves_on_all_nodes_comes_again_and_ends(tmp_path, files):
     slurm = Slurm(tmp_path / "slurm", ["127.0.0.1", "127.0.0.2"])
+    slurm.cwd = tmp_path / "here"
+    caught = set_trap(slurm.cwd)
     with slurm.submitted(files.config) as process:
         wait_for_steps(process, files.run, 2, slurm.log)
         process.send_signal(signal.SIGUSR1)
@@ -99,6 +102,7 @@ def test_a_run_whose_time_is_up_saves_on_all_nodes_comes_again_and_ends(tmp_path
     assert f"after {done} steps" in slurm.log.read_text()
     assert (read_summary(files.run)["outcome"], slurm.num_requeued) == ("done", 1)
     assert [line["step"] for line in read_lines(files.run)] == list(range(1, done + 3))
+    assert list_caught(caught) == []
 
 
 def test_without_arguments_it_says_how_it_is_used():

@@ -21,6 +21,7 @@ from dtlayout.cluster import Gpu, known_gpus, why_unknown
 from dtlayout.device import Device
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable
+from dtlayout.terminal import guarded
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
 
@@ -30,15 +31,16 @@ T = TypeVar("T")
 
 def main(arguments: Sequence[str]) -> int:
     """Measure on this rank; the exit code. Refusals are a line on stderr, from one rank a node."""
-    try:
-        if len(arguments) != 1:
-            raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
-        _measure(Path(arguments[0]))
-        return 0
-    except DtlayoutError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(error, file=sys.stderr, flush=True)
-        return error.exit_code
+    with guarded(is_answer=False):
+        try:
+            if len(arguments) != 1:
+                raise InvalidConfig("usage: torchrun … -m dtlayout.calibrate.ranks MEASURED.json")
+            _measure(Path(arguments[0]))
+            return 0
+        except DtlayoutError as error:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(error, file=sys.stderr, flush=True)
+            return error.exit_code
 
 
 def _measure(path: Path) -> None:

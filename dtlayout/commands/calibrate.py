@@ -13,6 +13,7 @@ from dtlayout.cluster import load_cluster
 from dtlayout.commands.arguments import show
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable, write_whole
+from dtlayout.interpreter import SAFE_PATH, torchrun
 from dtlayout.measure.devices import ask_device_names
 from dtlayout.signals import note_signals
 from dtlayout.sweep import processes
@@ -63,10 +64,13 @@ def _measure(num_ranks: int | None) -> Measured:
     num_ranks = num_ranks or len(ask_device_names()) or 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
-        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(num_ranks), "-m", "dtlayout.calibrate.ranks", str(path)]
+        options = ["--standalone", f"--nproc-per-node={num_ranks}"]
+        python, *rest = torchrun(options, "dtlayout.calibrate.ranks", str(path))
         with note_signals() as stop:
-            exit_code = processes.run(command, sys.stderr, folder, timeout_s=_LIMIT_S, is_stopped=lambda: stop.is_made)
+            exit_code = processes.run(
+                [python, "-W", "ignore", *rest], sys.stderr, folder, timeout_s=_LIMIT_S,
+                is_stopped=lambda: stop.is_made, environment=SAFE_PATH,
+            )  # fmt: skip
         if stop.is_made:
             raise DtlayoutError("stopped; nothing was written")
         if exit_code is None:

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_world(parser)
     add_gpu(parser)
-    parser.add_argument("--data", action="store_true", help="look for the data and the tokenizer too, as a run would")
+    parser.add_argument(
+        "--data", action="store_true", help="read the data's beginnings and the tokenizer too, as a run would"
+    )
     parser.add_argument("--plan", action="store_true", help="print what happens to which module")
 
 
@@ -49,14 +51,19 @@ def run(options: argparse.Namespace) -> int:
 
         refuse_hopeless(config, layout, config.device.gpu)
     if options.data:
-        from dtlayout.data.check import check_data  # only now: it imports numpy
+        from dtlayout.data.check import check_beginnings, check_data  # only now: it imports numpy
 
         check_data(config)
+        check_beginnings(config)
     chosen = config.choose_kernels(config.device, layout)
     notes = find_assumed_world(config, options.world) + _find_notes(config, layout, chosen.kernels)
     is_known = config.device.type != "auto"
     said = chosen.describe() if is_known else [_OPEN_KERNELS]
-    looked = "found, and the tokenizer fits the model" if options.data else "not checked here: --data looks for them"
+    looked = (
+        "found, their beginnings read, and the tokenizer fits the model"
+        if options.data
+        else "not checked here: --data looks for them"
+    )
     peak_bytes, memory = _predict_memory(config, layout)
     facts = [*_describe(config, layout), ("memory", memory), ("data", looked), *(("kernels", line) for line in said)]
     lines = [f"{name:<14}{value}" for name, value in facts] + [f"note: {note}" for note in notes]

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from dtlayout.cluster import Gpu
@@ -26,6 +25,7 @@ from dtlayout.kernels import Kernels, OpenKernels
 from dtlayout.layout import Layout
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
 from dtlayout.planner.runs import Run
+from dtlayout.terminal import open_console
 from dtlayout.text import align
 from dtlayout.training.metrics import MemoryCurves
 
@@ -151,7 +151,7 @@ def watch(
 ) -> Iterator[RankReport]:
     """The reports as they come, with progress on stderr."""
     start = time.monotonic()
-    console = Console(stderr=True, highlight=False)
+    console = open_console(stderr=True, highlight=False)
     console.print(f"dry run as rank {_join(ranks)} of {layout.world_size}", soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("steps", total=1.0)

@@ -18,6 +18,7 @@ from dtlayout.signals import StopRequest, note_signals
 from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
 from dtlayout.sweep.run import Watch, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
+from dtlayout.terminal import open_console
 from dtlayout.text import align, plural
 
 EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DtlayoutError(f"--folder={folder} cannot be made a folder: {error.strerror}") from None
-    console = Console(stderr=True, highlight=False)
+    console = open_console(stderr=True, highlight=False)
     with note_signals() as stop:
         again = {*retries, *(["skipped"] if options.try_oom else [])}
         known = {k: r for k, r in Journal(folder).read().items() if r.outcome not in again}

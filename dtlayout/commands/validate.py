@@ -32,6 +32,7 @@ from dtlayout.planner.scores import (
 )
 from dtlayout.planner.tables import Unpredicted
 from dtlayout.report.rows import REPEATS, ROWS, Rows, read_rows
+from dtlayout.terminal import is_terminal
 from dtlayout.text import align, choose_unit, plural, wrap
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
@@ -120,7 +121,7 @@ def _leave_out(options: argparse.Namespace, runs: Sequence[Run]) -> WaysLeftOut:
 
 def tell(line: str) -> None:
     """Say what takes so long, to who waits for it."""
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         print(f"{line} …", file=sys.stderr)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import Progress
 
 from dtlayout import toml
@@ -19,6 +18,7 @@ from dtlayout.errors import InvalidLayout
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.planner.search import SearchResult
+from dtlayout.terminal import open_console
 from dtlayout.text import GIB, plural
 
 
@@ -82,7 +82,7 @@ def _find_peaks(
     peaks = dict[tuple[Layout, Kernels], int]()
     if not subjects:
         return peaks
-    start, console, cluster = time.monotonic(), Console(stderr=True, highlight=False), scenario.cluster
+    start, console, cluster = time.monotonic(), open_console(stderr=True, highlight=False), scenario.cluster
     num_layouts = len({_key(subject) for subject in subjects})
     console.print(f"dry run of {plural(num_layouts, 'layout')} as {plural(len(subjects), 'rank')}", soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:

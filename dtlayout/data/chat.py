@@ -1,79 +1,124 @@
 """Conversations as the text that a model was taught to read, by the Jinja template that comes with its tokenizer.
 
 Templates are those of Hugging Face's chat models: `messages`, `tools`, `add_generation_prompt` and the special tokens
-are given to them, and they run in a sandbox. Legend of spans: (first, end) characters of an answer, its end token in.
-
-[Note: where answers are]
-A template that marks them with {% generation %} … {% endgeneration %} says so itself. For any other, an answer is what
-it adds to the messages before it and the prompt for an answer. That holds if the text of the messages so far is how the
-text of all begins; some templates write an answer otherwise once messages follow (without its thoughts), and such a
-conversation is refused.
+are given to them. They are programs of somebody else's: `dtlayout.data.template` has each run in a sandbox, and here a
+process is started for it, which may take so much time and memory for each conversation and no more.
 """
 
 import hashlib
 import json
-import secrets
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
+from dtlayout.data.template import Message, Spans
 from dtlayout.data.tokenizer import find_file
 from dtlayout.errors import DataError
 from dtlayout.files import expand
+from dtlayout.interpreter import run_module
 from dtlayout.models.beside import TEMPLATE_NAME
 
-if TYPE_CHECKING:
-    from jinja2 import Template
 
-Message = Mapping[str, Any]
-"""What the template reads: "role" and "content", and more where it knows more."""
-Spans = list[tuple[int, int]]
+@dataclass(frozen=True)
+class Limits:
+    """What a template may take for one conversation."""
 
-# Where an answer begins and ends; drawn at random, so that no text holds them.
-_OPEN, _CLOSE = (f"<{secrets.token_hex(16)}>" for _ in range(2))
+    cpu_s: int = 10
+    """Seconds of a processor."""
+    memory_bytes: int = 1 << 30
+    """Memory beside what its process begins with."""
+    characters: int = 1 << 24
+    """Length of the text."""
 
 
 class ChatTemplate:
-    """A template; DataError if it is none, or cannot write a conversation."""
+    """A template in a process of its own; DataError if it is none, cannot write a conversation, or takes too much."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        """`special_tokens` are the tokenizer's by name, such as "bos_token"."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits | None = None):
+        """`special_tokens` are the tokenizer's by name, such as "bos_token". Its process begins when it is needed."""
         self.fingerprint = hashlib.sha256(json.dumps([source, special_tokens]).encode()).hexdigest()
-        self._special_tokens = special_tokens
-        self._template = _compile(source)
+        self.limits = limits or Limits()
+        self._start_with = {"source": source, "special_tokens": dict(special_tokens), **asdict(self.limits)}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self) -> None:
+        """DataError if it is no template."""
+        if self._process is None:
+            self._start()
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, asks: bool = False) -> str:
         """The text; `asks` ends it where an answer begins."""
-        return self._write(messages, tools, asks=asks).replace(_OPEN, "").replace(_CLOSE, "")
+        self.check()
+        return str(self._ask(("render", list(messages), tools, asks))["text"])
 
     def find_answers(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
-        """The text, and where its answers are: [Note: where answers are]."""
-        marked = self._write(messages, tools)
-        if _OPEN in marked:
-            return _read_marks(marked)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, after = self.render(messages[:i], tools, asks=True), self.render(messages[: i + 1], tools)
-            if not (after.startswith(before) and marked.startswith(after)):
-                raise DataError(
-                    f"the chat template does not write message {i + 1} as what its prompt for an answer goes on with, "
-                    "so where the answer is cannot be told; mark answers in it with {% generation %}, or use "
-                    'data.loss_on="all"'
-                )
-            spans.append((len(before), len(after)))
-        return marked, spans
+        """The text, and where its answers are: see `dtlayout.data.template`."""
+        self.check()
+        found = self._ask(("find_answers", list(messages), tools))
+        return str(found["text"]), [(int(first), int(end)) for first, end in found["spans"]]
 
-    def _write(self, messages: Sequence[Message], tools: Any, *, asks: bool = False) -> str:
+    def _start(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "DTLAYOUT_PLUGINS"}
+        self._process = subprocess.Popen(
+            run_module("dtlayout.data.template_process"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, env=environment, cwd=os.sep, start_new_session=True,  # Ctrl-C is not for it
+        )  # fmt: skip
+        self._end = weakref.finalize(self, _end, self._process)
         try:
-            return self._template.render(
-                messages=list(messages), tools=tools, add_generation_prompt=asks, **self._special_tokens
-            )
-        except Exception as error:  # it is a program of somebody else's
-            raise DataError(
-                f"the chat template cannot write this conversation: {type(error).__name__} {error}"
-            ) from error
+            self._ask(self._start_with)
+        except DataError:
+            self._stop()
+            raise
+
+    def _ask(self, question: object) -> dict[str, Any]:
+        """The answer of the process, which is not believed to be of any length or form."""
+        assert self._process and self._process.stdin and self._process.stdout, "it was started with pipes"
+        sent = pickle.dumps(question)
+        try:
+            self._process.stdin.write(struct.pack("<Q", len(sent)) + sent)
+            self._process.stdin.flush()
+            # JSON writes a character as six bytes, or as twelve
+            line = self._process.stdout.readline(12 * self.limits.characters + (1 << 20))
+            answer = json.loads(line)
+        except (OSError, ValueError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise DataError(self._describe_end())
+        if "problem" in answer:
+            raise DataError(str(answer["problem"]))
+        return cast(dict[str, Any], answer)
+
+    def _describe_end(self) -> str:
+        """Why there is no answer; another process begins with the next question."""
+        exit_code = self._stop()
+        what = "the chat template cannot write this conversation: "
+        if exit_code == -signal.SIGXCPU:
+            return f"{what}it takes more than {self.limits.cpu_s} s"
+        return f"{what}its process ended with exit code {exit_code}"
+
+    def _stop(self) -> int:
+        """End the process; its exit code, which is its own if it had ended by itself."""
+        process, self._process = self._process, None
+        self._end()
+        return process.wait() if process else 0
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that has nothing to lose."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # what was not sent yet
+            if pipe is not None:
+                pipe.close()
 
 
 def load_template(file: str, tokenizer: str) -> ChatTemplate:
@@ -117,63 +162,3 @@ def _content(token: Any) -> str | None:
     """A special token, which is its text or a table that holds it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _read_marks(marked: str) -> tuple[str, Spans]:
-    """The text without marks, and what was between them."""
-    text, spans = "", []
-    first, *rest = marked.split(_OPEN)
-    text += first
-    for part in rest:
-        answer, _, after = part.partition(_CLOSE)
-        spans.append((len(text), len(text) + len(answer)))
-        text += answer + after
-    return text, spans
-
-
-def _compile(source: str) -> "Template":
-    """As `transformers` sets Jinja up, for which these templates are written.
-
-    But they are not told what day it is: the same conversation is the same text tomorrow. And a special token that the
-    tokenizer does not name is an error instead of nothing.
-    """
-    from jinja2 import TemplateError, Undefined, UndefinedError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %}: what is inside is an answer."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    class Unnamed(Undefined):
-        """A name that nobody has given a value."""
-
-        def __str__(self) -> str:
-            if str(self._undefined_name).endswith("_token"):
-                raise UndefinedError(f"the tokenizer names no {self._undefined_name} in tokenizer_config.json")
-            return ""
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def write_json(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **style)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Unnamed
-    )
-    environment.filters["tojson"] = write_json
-    environment.globals["raise_exception"] = refuse
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise DataError(f"the chat template is not Jinja: {error}") from error

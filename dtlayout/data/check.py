@@ -1,18 +1,76 @@
-"""What is wrong with a config's data that can be seen without torch, and without reading them."""
+"""What is wrong with a config's data, as preparing them says it: by their names, then by their beginnings.
 
-from dtlayout.config import Config
+Training calls `check_data` before it imports torch, and reads everything after that by `prepare_tokens` and
+`open_samples`. `check_beginnings` calls these two with the first rows of each source, so it refuses what they would.
+What it cannot see is a row far behind the first that does not fit.
+"""
+
+import tempfile
+from pathlib import Path
+
+from dtlayout.config import Config, DataConfig
 from dtlayout.data.chat import load_template
+from dtlayout.data.prepare import prepare_head
+from dtlayout.data.samples import check_held_out, open_samples
 from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import load_tokenizer
 from dtlayout.data.tokens import refuse_larger
+from dtlayout.errors import DataError
+
+_HEAD_TOKENS = 1 << 16
+"""Ids of each source that are prepared to see whether it can be, unless one sample needs more."""
 
 
 def check_data(config: Config) -> None:
-    """DataError if a source matches no file here, or its tokenizer or chat template cannot be used with the model."""
+    """DataError if a source matches no file here, or its tokenizer or chat template cannot be used with the model.
+
+    Nor may [validation] read what is trained on.
+    """
     validation = config.validation_data
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)  # of all sources
     refuse_larger(tokenizer.vocab_size, config.model.vocab_size)
     for data in (*config.data.sources, *((validation,) if validation else ())):
-        list_files(data.source)
+        list_files(data.source, data.split)
         if data.messages_field:
-            load_template(data.chat_template, data.tokenizer)
+            load_template(data.chat_template, data.tokenizer).check()
+    if validation:
+        for data in config.data.sources:
+            _refuse_trained_on(validation, data)
+
+
+def check_beginnings(config: Config) -> None:
+    """DataError if preparing or cutting the first rows of a source fails, as all of it would in training."""
+    batch, validation = config.batch, config.validation_data
+    with tempfile.TemporaryDirectory() as folder:
+        _check_beginnings(config, config.data, batch.seq_len + 1, Path(folder))
+        if validation:
+            _check_beginnings(config, validation, batch.num_tokens + 1, Path(folder), is_held_out=True)
+
+
+def _check_beginnings(
+    config: Config, data: DataConfig, least_tokens: int, folder: Path, *, is_held_out: bool = False
+) -> None:
+    """Those of [data] or of [validation], of each source at least so many ids."""
+    heads = [prepare_head(each, max(_HEAD_TOKENS, least_tokens), folder) for each in data.sources]
+    if None in heads:
+        return
+    folders, are_whole = zip(*filter(None, heads), strict=True)
+    samples = open_samples(data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)
+    if is_held_out and (all(are_whole) or data.samples == "packed"):  # a document far behind is a sample, too
+        check_held_out(samples, str(data.source))
+
+
+def _refuse_trained_on(validation: DataConfig, data: DataConfig) -> None:
+    """DataError if both read the same."""
+    ours, theirs = (list_files(each.source, each.split) for each in (validation, data))
+    shared = {file.resolve() for file in ours} & {file.resolve() for file in theirs}
+    if shared:
+        what = f"{len(shared)} of its {len(ours)} files, such as {str(min(shared))!r}"
+    elif not ours and (validation.source, validation.split) == (data.source, data.split):
+        what = f"split {data.split!r}"
+    else:
+        return
+    raise DataError(
+        f"validation.source={validation.source!r} is trained on too: {what}, which data.source={data.source!r} reads; "
+        f"give [validation] a source or a split of its own"
+    )

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dtlayout.config import DataConfig
-from dtlayout.data.chat import ChatTemplate, Spans, load_template
+from dtlayout.data.chat import ChatTemplate, load_template
 from dtlayout.data.sources import Corpus, Row
+from dtlayout.data.template import Spans
 from dtlayout.data.tokenizer import Ids, Tokenizer
 from dtlayout.errors import DataError
 
@@ -93,7 +94,7 @@ class _Chats:
 
     def read(self, row: Row) -> _Text:
         """What a row holds; DataError, without the place, if it holds something else."""
-        messages = _find(row, self.field, "messages_field")
+        messages = _find(row, self.field, "messages_field, or for plain text in [validation] its text_field")
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
             raise DataError(f"field {self.field!r} holds no list of messages; set messages_field or remove that row")
         messages = _without_none(messages)

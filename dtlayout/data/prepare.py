@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -61,7 +62,7 @@ def prepare_tokens(data: DataConfig) -> Path:
     processes may call this at once on one filesystem: [Note: no locks].
     """
     tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
-    files = list_files(data.source)
+    files = list_files(data.source, data.split)
     provenance = _find_provenance(data)
     target = Path(data.folder) / _fingerprint(provenance, tokenizer, files)
     if (target / INFO_NAME).exists():
@@ -87,6 +88,35 @@ def prepare_tokens(data: DataConfig) -> Path:
         with suppress(OSError):  # parts are in it, or it is taken away
             parts.rmdir()
     return target
+
+
+class NoText(DataError):
+    """What was read has nothing in it to learn."""
+
+    num_tokens = 0
+    """Ids that were read."""
+
+
+def prepare_head(data: DataConfig, num_tokens: int, folder: Path) -> tuple[Path, bool] | None:
+    """The first ids of `data.source` in a folder as `prepare_tokens` leaves one, and whether the source has no more.
+
+    It refuses what `prepare_tokens` would refuse of them. What is prepared already is taken whole from where it lies.
+    None where the first so many ids hold nothing to learn, and more of them might.
+    """
+    files = list_files(data.source, data.split)
+    tokenizer = load_tokenizer(data.tokenizer, data.end_of_document)
+    prepared = Path(data.folder) / _fingerprint(_find_provenance(data), tokenizer, files)
+    if (prepared / INFO_NAME).exists():
+        return prepared, True
+    asked = min(num_tokens, data.max_tokens or num_tokens)
+    is_limit = asked == data.max_tokens
+    try:
+        head = prepare_tokens(replace(data, folder=str(folder), max_tokens=asked))
+    except NoText as error:
+        if is_limit or error.num_tokens < asked:
+            raise
+        return None
+    return head, is_limit or json.loads((head / INFO_NAME).read_text(encoding="utf-8"))["num_tokens"] < asked
 
 
 def _publish(own: Path, target: Path) -> None:
@@ -220,7 +250,9 @@ def _join(parts: list[Path], folder: Path, tokenizer: Tokenizer, data: DataConfi
         has_text = has_text or bool(arrays["has_text"])
     if not has_text:
         what = "answer" if data.messages_field else "text"
-        raise DataError(f"{data.source!r} holds no {what}: {plural(num_documents, 'document')} and all of them empty")
+        empty = NoText(f"{data.source!r} holds no {what}: {plural(num_documents, 'document')} and all of them empty")
+        empty.num_tokens = num_tokens
+        raise empty
     return {
         "dtype": _dtype(tokenizer).name, "num_tokens": num_tokens, "num_documents": num_documents,
         "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document,

@@ -76,6 +76,16 @@ def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, bat
     return Samples(tuple(cuts), batch, seed, data.weights)
 
 
+def check_held_out(samples: "Samples", source: str) -> None:
+    """DataError if the samples of [validation] do not make one batch."""
+    if samples.num_batches == 0:
+        raise DataError(
+            f"validation.source={source!r} holds {plural(samples.num_samples, 'sample')} of "
+            f"seq_len={samples.sizes.seq_len}, fewer than batch.global_batch={samples.sizes.global_batch}; "
+            f"use a longer source"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """Prepared tokens of one source, cut into samples of `seq_len`."""
@@ -171,6 +181,11 @@ class Samples:
         quotas = np.floor(shares).astype(np.int64)
         quotas[np.argsort(quotas - shares, kind="stable")[: ROUND - quotas.sum()]] += 1
         return [int(quota) for quota in quotas]
+
+    @property
+    def shares(self) -> list[float]:
+        """Of each source, of the samples that are read: [Note: shares]."""
+        return [quota / ROUND for quota in self._quotas]
 
     @property
     def num_samples(self) -> int:

@@ -6,6 +6,8 @@ A source is one of
 - anything else is a name on the hub, `owner/name` or `owner/name:config`. The owner is needed: a bare "json" would have
   `datasets` read whatever lies in the working directory.
 
+Local files are one split, "train"; which splits a dataset on the hub has, it says itself.
+
 All are streamed: `datasets` keeps no copy of local data, only an empty lock file in its cache folder, and nothing
 local touches the network. The order is the order of the names, whatever the filesystem says.
 """
@@ -14,7 +16,6 @@ import glob
 import json
 import logging
 import os
-import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,15 +27,19 @@ from typing import Any
 
 from dtlayout.errors import DataError
 from dtlayout.files import expand
+from dtlayout.source_names import (
+    BUILDERS,
+    LOCAL_SPLIT,
+    STDLIB,
+    SUFFIXES,
+    describe_missing_split,
+    is_hub_name,
+    is_unread_data,
+)
 from dtlayout.text import plural
-
-STDLIB = "python-stdlib"
 
 Row = Mapping[str, Any]
 
-_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_SUFFIXES = ", ".join(_BUILDERS)
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -100,31 +105,31 @@ class Corpus:
 def open_corpus(source: str | Sequence[str], files: list[Path], split: str) -> Corpus:
     """A source, open, whose local files are those that `list_files` has found; DataError if it cannot be opened.
 
-    `split` chooses a part of a hub dataset; local files are one part, whatever it says. Line ends of .txt files become
+    `split` is a hub dataset's; what it may be of local files, `list_files` has said. Line ends of .txt files become
     \\n.
     """
     return Corpus(source, files, _open_files(files) if files else _open_hub(str(source), split))
 
 
-def list_files(source: str | Sequence[str]) -> list[Path]:
-    """The local files of `source` in reading order; empty means that `source` is a name on the hub."""
+def list_files(source: str | Sequence[str], split: str = LOCAL_SPLIT) -> list[Path]:
+    """The local files of `source` in reading order; empty means that `source` is a name on the hub.
+
+    DataError if there are none, or if local files have no such split.
+    """
+    if isinstance(source, str) and source != STDLIB and is_hub_name(source):
+        return []
+    if problem := describe_missing_split(source, split):
+        raise DataError(problem)
     if source == STDLIB:
         return list(_list_stdlib(Path(sysconfig.get_path("stdlib"))))
-    if isinstance(source, str) and _is_hub_name(source):
-        return []
     patterns = [source] if isinstance(source, str) else source
     files = list(dict.fromkeys(file for pattern in patterns for file in _match_files(pattern)))
     if not files:
-        raise DataError(f"the source is an empty list; give paths of {_SUFFIXES} files, '{STDLIB}' or a hub name")
+        raise DataError(f"the source is an empty list; give paths of {SUFFIXES} files, '{STDLIB}' or a hub name")
     _check_one_kind(files, source)
     if not any(file.stat().st_size for file in files):
         raise DataError(f"{source!r} holds no byte in {plural(len(files), 'file')}; give files that hold documents")
     return files
-
-
-def _is_hub_name(source: str) -> bool:
-    path = expand(source)
-    return not path.exists() and path.suffix not in _BUILDERS and _HUB_NAME.fullmatch(source) is not None
 
 
 def _match_files(pattern: str) -> list[Path]:
@@ -132,25 +137,43 @@ def _match_files(pattern: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = [file for file in path.rglob("*") if file.suffix in _BUILDERS and file.is_file()]
-        found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        found = _list_folder(path)
     else:
         found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
     if not found:
         raise DataError(
-            f"no file matches {pattern!r}; give a file, a folder or a glob of {_SUFFIXES} files, "
+            f"no file matches {pattern!r}; give a file, a folder or a glob of {SUFFIXES} files, "
             f"'{STDLIB}' or a hub name owner/name[:config]"
         )
     return sorted(found, key=Path.as_posix)
 
 
+def _list_folder(folder: Path) -> list[Path]:
+    """The files below a folder that are read, linked folders included; DataError if some data would be left out."""
+    found, unread, seen = list[Path](), list[Path](), set[str]()
+    for place, subfolders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        subfolders[:] = [] if real in seen else [name for name in subfolders if not name.startswith(".")]
+        files = [Path(place, name) for name in names if real not in seen and not name.startswith(".")]
+        seen.add(real)  # a link may lead back
+        found += [file for file in files if file.suffix in BUILDERS and file.is_file()]
+        unread += [file for file in files if is_unread_data(file)]
+    if unread:
+        raise DataError(
+            f"{str(folder)!r} holds {plural(len(unread), 'file')} that cannot be read, such as {str(min(unread))!r}, "
+            f"beside {plural(len(found), 'file')} that can; unpack or convert them to one of {SUFFIXES}, or choose "
+            f"files with a glob such as '**/*.jsonl'"
+        )
+    return found
+
+
 def _check_one_kind(files: list[Path], source: str | Sequence[str]) -> None:
     suffixes = sorted({file.suffix for file in files})
-    unknown = [suffix for suffix in suffixes if suffix not in _BUILDERS]
+    unknown = [suffix for suffix in suffixes if suffix not in BUILDERS]
     if unknown:
         example = next(file for file in files if file.suffix == unknown[0])
-        raise DataError(f"cannot read {str(example)!r}: suffix {unknown[0]!r} is not one of {_SUFFIXES}")
-    if len({_BUILDERS[suffix] for suffix in suffixes}) > 1:
+        raise DataError(f"cannot read {str(example)!r}: suffix {unknown[0]!r} is not one of {SUFFIXES}")
+    if len({BUILDERS[suffix] for suffix in suffixes}) > 1:
         raise DataError(
             f"{source!r} mixes {' and '.join(suffixes)} files ({len(files)} in all); "
             f"choose one kind with a glob such as '**/*{suffixes[0]}'"
@@ -190,12 +213,13 @@ def _find_bad_line(file: Path) -> int:
 
 def _builder(files: Sequence[Path]) -> str:
     """What `datasets` reads them with; .py comes from the standard library only."""
-    return _BUILDERS.get(files[0].suffix, "text") if files else ""
+    return BUILDERS.get(files[0].suffix, "text") if files else ""
 
 
 def _open_files(files: list[Path]) -> Iterable[Row]:
     import datasets
 
+    datasets.disable_progress_bars()  # of files that are looked for; they would be drawn between our lines
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what its readers log, they raise too
     builder = _builder(files)
     # data_files are patterns: unescaped, "a[1].txt" would match "a1.txt" or, silently, nothing
@@ -212,7 +236,7 @@ def _open_hub(source: str, split: str) -> Iterable[Row]:
     name, _, config = source.partition(":")
     with _refusal(
         f"{source!r} is no local path, and opening split {split!r} of it on the Hugging Face hub failed (",
-        f"); give {_SUFFIXES} files, '{STDLIB}' or a reachable owner/name[:config]",
+        f"); give {SUFFIXES} files, '{STDLIB}' or a reachable owner/name[:config]",
     ):
         return datasets.load_dataset(name, config or None, split=split, streaming=True)
 

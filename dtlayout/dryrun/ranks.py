@@ -3,16 +3,19 @@
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
 from dtlayout.config import Config
 from dtlayout.dryrun.blocks import Heights
 from dtlayout.dryrun.excerpt import find_excerpt, put_together
 from dtlayout.dryrun.report import RankReport
+from dtlayout.interpreter import elsewhere
 from dtlayout.kernel import Kernel, kernels_replaced
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
@@ -93,6 +96,8 @@ def _run_all(
     """The place of each task and what was found, as it comes."""
     processes = multiprocessing.get_context("forkserver")  # each has torch already, and no thread of this one
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
+    with elsewhere():
+        forkserver.ensure_running()
     shares = processes.RawArray("d", len(tasks))
     schedules = {s.layout.schedule: find_schedule(s.layout.schedule) for s, _ in tasks}
     families = {s.config.model.family: find_family(s.config.model.family) for s, _ in tasks}
@@ -125,6 +130,7 @@ def _begin(shares: MutableSequence[float], schedules: dict[str, PipelineSchedule
     """What a process of the pool takes over: where to note how far it is, and what is not shipped."""
     global _shares
     _shares = shares
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for all; without a traceback of each
     for schedule in schedules.values():
         if schedule.name not in SCHEDULES:
             register_schedule(schedule)

@@ -1,8 +1,9 @@
 """Which GPUs this host has, asked without loading torch."""
 
 import subprocess
-import sys
 from functools import cache
+
+from dtlayout.interpreter import run_code
 
 
 @cache
@@ -10,5 +11,5 @@ def ask_device_names() -> tuple[str, ...]:
     """What torch calls each GPU of this host; another process asks, whose memory on the GPU goes again."""
     question = "from torch import cuda; number = cuda.device_count() if cuda.is_available() else 0; "
     question += "print(*map(cuda.get_device_name, range(number)), sep='\\n')"
-    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
+    asked = subprocess.run(run_code(question), capture_output=True, text=True, check=True)
     return tuple(asked.stdout.splitlines()) if asked.stdout.strip() else ()

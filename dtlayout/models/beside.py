@@ -4,16 +4,16 @@ Base: the folder that a model came from, or what a run has kept of it. An export
 what is not so any more: sizes and the number format in config.json, and where texts end if they are read otherwise.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import InvalidConfig
-from dtlayout.files import find_inside
+from dtlayout.files import find_inside, parse_json
 from dtlayout.model_shape import ModelShape
-from dtlayout.models.files import parse_hf, to_hf
+from dtlayout.models.files import to_hf
+from dtlayout.models.hf_config import parse_hf
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -72,8 +72,8 @@ def has_other_tokenizer(folder: Path) -> bool:
 def read_table(file: Path) -> dict[str, Any]:
     """A JSON file's table; empty where there is none that can be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtlayout.errors import InvalidConfig
-from dtlayout.files import find_inside
+from dtlayout.files import find_inside, parse_json
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -71,10 +71,10 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not index.is_file():
         return {}
     try:
-        mapping = json.loads(find_inside(folder, INDEX).read_text(encoding="utf-8"))["weight_map"]
+        mapping = parse_json(find_inside(folder, INDEX).read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(file, str) for file in mapping.values()):
             raise TypeError("a file of weight_map is no text")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidConfig(f"{index} cannot be read: {type(error).__name__} {error}") from None
     others = sorted(set(mapping.values()) - {SINGLE_FILE})
     if others and (folder / SINGLE_FILE).exists():

@@ -20,6 +20,8 @@ from dtlayout.errors import InvalidConfig
 from dtlayout.planner.scores import Prediction, by_table
 from dtlayout.text import GIB
 
+matplotlib.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
+
 _MOST_NAMED = 20
 """Tables in the legend; more of them share its last line's colour."""
 _TICKS, _FEWER_TICKS = (1, 1.5, 2, 3, 5, 7), (1, 2, 5)

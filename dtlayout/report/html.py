@@ -21,6 +21,8 @@ from matplotlib.figure import Figure
 
 from dtlayout.files import PAGE_MARK, check_own, write
 
+matplotlib.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
+
 ACCENT, MARK = "#4477aa", "#cc3311"
 """Colours of figures that become those of page.css: what is there, and what is set beside it."""
 _NUMBER = re.compile(r"[×+]?-?[\d.,]+( ?(%|[A-Za-z]+))?")

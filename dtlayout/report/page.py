@@ -14,7 +14,7 @@ from dtlayout.report import html
 from dtlayout.report.charts import Bar, Ratio, beside, draw_bars, draw_heat, draw_ratios
 from dtlayout.report.findings import Finding, find, find_common, list_options
 from dtlayout.report.questions import choose
-from dtlayout.text import choose_unit, plural, to_markdown
+from dtlayout.text import choose_unit, escape_markdown, plural, to_markdown
 
 _BARS = 24
 """Layouts of which memory is drawn."""
@@ -59,7 +59,7 @@ class Report:
     def to_markdown(self) -> str:
         """Findings and best layouts as Markdown."""
         findings, best = ("\n".join(to_markdown(rows)) for rows in (self.list_findings(), self.list_best()))
-        parts = [f"# {self.title}", self.left_out, "## Findings", findings, "## Fastest", best]
+        parts = [f"# {self.title}", escape_markdown(self.left_out), "## Findings", findings, "## Fastest", best]
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def write_page(self, path: Path) -> None:

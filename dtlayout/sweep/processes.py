@@ -3,7 +3,7 @@
 Every process carries a mark in its environment, by which it is found again: torchrun starts workers in other process
 groups, and a sweep that went on after it was killed has no handle on what it had started.
 
-`python -m dtlayout.sweep.processes PARENT COMMAND [ARGUMENT …]` becomes a command that does not outlive its parent: a
+The module `dtlayout.sweep.processes PARENT COMMAND [ARGUMENT …]` becomes a command that does not outlive its parent: a
 sweep that is killed with SIGKILL cannot end its trial, so Linux does, with SIGTERM, which torchrun hands on to workers.
 """
 
@@ -13,10 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
+
+from dtlayout.interpreter import run_module
 
 _MARK = "DTLAYOUT_TRIAL"
 _PR_SET_PDEATHSIG = 1
@@ -33,13 +36,15 @@ def run(
     timeout_s: float,
     grace_s: float = 10.0,
     is_stopped: Callable[[], bool] = lambda: False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int | None:
     """The exit code of a command; None if it was ended, since the time had passed or `is_stopped` said so.
 
-    Nothing of it is left when this returns or raises. If this process is killed, Linux sends SIGTERM to the command.
+    `environment` is what it has more than this process. Nothing of it is left when this returns or raises. If this
+    process is killed, Linux sends SIGTERM to the command.
     """
     deadline = time.monotonic() + timeout_s
-    process = start(command, output, mark)
+    process = start(command, output, mark, environment)
     try:
         while (exit_code := process.poll()) is None and time.monotonic() < deadline and not is_stopped():
             time.sleep(_LOOK_EVERY_S)
@@ -48,14 +53,17 @@ def run(
         end(mark, process, grace_s=grace_s)
 
 
-def start(command: Sequence[str], output: IO[bytes] | IO[str], mark: str) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], output: IO[bytes] | IO[str], mark: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start a command whose output goes to a file; it ends with this process."""
     return subprocess.Popen(
-        [sys.executable, "-m", "dtlayout.sweep.processes", str(os.getpid()), *command],
+        run_module("dtlayout.sweep.processes", str(os.getpid()), *command),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **environment, _MARK: mark, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,  # Ctrl-C is this process's, which ends the command itself
     )
 

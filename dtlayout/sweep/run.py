@@ -16,7 +16,7 @@ from dtlayout.planner.runs import Outcome, Performance
 from dtlayout.sweep import processes
 from dtlayout.sweep.halving import halve
 from dtlayout.sweep.results import Journal, TrialResult, diagnose, measure
-from dtlayout.sweep.spec import Sweep, Trial, make_trial, to_command, trial_folder
+from dtlayout.sweep.spec import Sweep, Trial, make_trial, to_command, to_environment, trial_folder
 from dtlayout.text import GIB
 from dtlayout.training.metrics import read_summary
 
@@ -118,6 +118,7 @@ def _run(sweep: Sweep, trial: Trial, folder: Path, watch: Watch, *, tries_oom: b
             exit_code = processes.run(
                 to_command(sweep, config), output, str(folder.resolve()),
                 timeout_s=sweep.timeout_s, grace_s=sweep.grace_s, is_stopped=watch.is_stopped,
+                environment=to_environment(sweep),
             )  # fmt: skip
         seconds = time.monotonic() - started
     outcome, cause, tail = diagnose(run, log, exit_code)

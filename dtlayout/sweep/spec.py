@@ -28,6 +28,7 @@ from dtlayout.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.device import device_of, expect_device
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.interpreter import SAFE_PATH, torchrun
 from dtlayout.layout import OpenLayout
 from dtlayout.measure.devices import ask_device_names
 from dtlayout.planner.explain import find_overrides
@@ -38,8 +39,8 @@ from dtlayout.planner.space import Space
 from dtlayout.sweep.halving import Halving
 from dtlayout.sweep.results import AnyTrial
 
-LAUNCH = "{python} -m torch.distributed.run --standalone --nproc-per-node={world} -m dtlayout.launch {config}"
-"""How a trial is started where the sweep does not say."""
+_OWN_MODULE = re.compile(r"(^|\s)-m\s*dtlayout\.")
+"""In a command, that Python looks for this package as a module, and in the working directory first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ class Sweep:
     """Seconds after which a trial is ended as one that hangs."""
     grace_s: float = 15.0
     """Seconds that a trial's processes get to end by themselves."""
-    launch: str = LAUNCH
-    """The command of a trial; {python}, {world} and {config} are put in."""
+    launch: str = ""
+    """The command of a trial; {python}, {world} and {config} are put in. Empty for torchrun on this host."""
     halving: Halving | None = None
     """Successive halving instead of running every trial to its end; its steps go before `steps`."""
 
@@ -83,7 +84,7 @@ class Sweep:
         for name, least in (("world", 1), ("steps", 1), ("warmup_steps", 0), ("timeout_s", 0), ("grace_s", 0)):
             if not getattr(self, name) >= least:
                 problems.append(f"{name}={getattr(self, name)} must be at least {least}")
-        if not _is_command(self.launch):
+        if self.launch and not _is_command(self.launch):
             what = "a command, with {python}, {world} and {config} in it"
             problems.append(f"launch={self.launch!r} must be {what}")
         if self.warmup_steps >= self.steps:
@@ -229,5 +230,15 @@ def trial_folder(folder: Path, key: str) -> Path:
 
 def to_command(sweep: Sweep, config: Path) -> Sequence[str]:
     """The command that starts a trial."""
+    if not sweep.launch:
+        return torchrun(["--standalone", f"--nproc-per-node={sweep.world}"], "dtlayout.launch", str(config))
     values = {"python": sys.executable, "world": sweep.world, "config": str(config)}
     return [part.format(**values) for part in shlex.split(sweep.launch)]
+
+
+def to_environment(sweep: Sweep) -> dict[str, str]:
+    """What the environment of a trial has more than that of the sweep.
+
+    A script that the sweep names may import what lies beside it; our own module needs nothing from there.
+    """
+    return SAFE_PATH if not sweep.launch or _OWN_MODULE.search(sweep.launch) else {}

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from dtlayout.cluster import gpu_named
 from dtlayout.config import Config
@@ -27,6 +26,7 @@ from dtlayout.pipelining.partition import StageSlice, count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
 from dtlayout.planner.runs import Performance, Run
+from dtlayout.terminal import open_console
 from dtlayout.text import join_alike, plural
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.metrics import (
@@ -55,7 +55,7 @@ class Records:
         self.config, self.layout, self.chosen, self.device = config, layout, chosen, device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
-        self.display = Display(Console(quiet=not self.is_writer), config.train.steps, config.metrics.log_every)
+        self.display = Display(open_console(quiet=not self.is_writer), config.train.steps, config.metrics.log_every)
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
         self._trackers = Trackers(self.display.say)
         self._speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)

@@ -16,14 +16,14 @@ from dtlayout.checkpoint.kept import keep
 from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import find_changes
 from dtlayout.config import Config, DataConfig
+from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.nodes import prepare_on_node
-from dtlayout.data.samples import Samples, open_samples, own_indices
+from dtlayout.data.samples import Samples, check_held_out, open_samples, own_indices
 from dtlayout.device import Device, find_host_bytes
 from dtlayout.errors import (
     EXIT_DONE,
     EXIT_NON_FINITE,
     EXIT_STOPPED,
-    DataError,
     DtlayoutError,
     InvalidConfig,
     KernelError,
@@ -38,7 +38,6 @@ from dtlayout.pipelining.actions import Action
 from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless
 from dtlayout.plans.init import initialize
 from dtlayout.signals import StopRequest
-from dtlayout.text import plural
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
 from dtlayout.training.checkpoints import SPIKES, Checkpoints
@@ -160,6 +159,8 @@ class _Run:
         is_loaded = bool(self.config.train.init_from) and self.checkpoints.newest is None
         microbatches = self.assembly.schedule.num_microbatches
         self.records.say_what_starts(first_step, self.assembly.slices, microbatches, is_loaded=is_loaded)
+        if self.is_writer:
+            self._say_what_is_read()
         self.records.open(self._resolve(), first_step)
         if self.is_writer:
             keep(self.config, is_new=self.checkpoints.newest is None)
@@ -182,6 +183,13 @@ class _Run:
         self.watch.at("waiting for the others to end", is_long=True, waits=True)
         dist.barrier(group=self.host)
         return exit_code
+
+    def _say_what_is_read(self) -> None:
+        lines = describe_training(self.batches.samples, self.config.train.steps)
+        if self.held_out is not None:
+            lines += describe_held_out(self.held_out.samples, self.config.validation.batches)
+        for line in lines:
+            self.display.say(line)
 
     def _before_action(self, action: Action | None) -> None:
         self.watch.at_action(action)
@@ -382,10 +390,5 @@ def _open_held_out(config: Config, store: dist.Store) -> Samples | None:
     if data is None:
         return None
     samples = _open_samples(config, data, store, "validation", seed=0)
-    if samples.num_batches == 0:
-        raise DataError(
-            f"validation.source={data.source!r} holds {plural(samples.num_samples, 'sample')} of "
-            f"seq_len={config.batch.seq_len}, fewer than batch.global_batch={config.batch.global_batch}; "
-            f"use a longer source"
-        )
+    check_held_out(samples, data.source)
     return samples

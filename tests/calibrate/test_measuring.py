@@ -9,11 +9,13 @@ import sys
 import pytest
 from machine import measure_machine
 from tiny import ROOT
+from trap import list_caught, set_trap
 
 from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cli import main
 from dtlayout.cluster import load_cluster
+from dtlayout.interpreter import run_module
 from dtlayout.sweep import processes
 
 
@@ -68,16 +70,17 @@ def test_what_cannot_be_done_is_refused(tmp_path, capsys, arguments, problem):
 
 
 def test_an_end_of_the_command_ends_its_ranks(tmp_path):
-    command = [sys.executable, "-c", "import sys; from dtlayout.cli import main; sys.exit(main())", "calibrate"]
+    caught = set_trap(tmp_path / "here")
     calibrate = subprocess.Popen(
-        [*command, "--ranks", "2", "--out", str(tmp_path / "lab.toml")], stderr=subprocess.PIPE, text=True,
+        run_module("dtlayout.cli", "calibrate", "--ranks", "2", "--out", str(tmp_path / "lab.toml")),
+        stderr=subprocess.PIPE, text=True, cwd=tmp_path / "here",
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert calibrate.stderr is not None and "measuring matmuls" in calibrate.stderr.readline()
     [mark] = [str(folder) for folder in tmp_path.iterdir() if processes.find(str(folder))]
     calibrate.send_signal(signal.SIGTERM)
     assert calibrate.wait(30) == 2
-    assert processes.find(mark) == [] and not (tmp_path / "lab.toml").exists()
+    assert processes.find(mark) == [] and not (tmp_path / "lab.toml").exists() and list_caught(caught) == []
 
 
 def test_time_that_others_had_is_a_share(monkeypatch):

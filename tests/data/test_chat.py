@@ -1,17 +1,23 @@
 """Conversations: the template's text, only answers taught, whoever says where they are."""
 
+import gc
 import json
+import subprocess
+import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from waiting import wait_until
 
 from dtlayout.config import DataConfig
-from dtlayout.data.chat import ChatTemplate, load_template
+from dtlayout.data.chat import ChatTemplate, Limits, load_template
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
+from dtlayout.interpreter import run_code
+from dtlayout.process import is_gone
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -79,6 +85,69 @@ def test_answers_that_change_once_messages_follow_are_refused_and_taught_with_al
 def test_a_template_that_fails_says_why(template, said):
     with pytest.raises(DataError, match=said):
         ChatTemplate(template, {}).find_answers(CONVERSATION)
+
+
+FLOODS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a long loop": "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "a string doubled in a loop": "{% set n = namespace(x='xxxxxxxx') %}"
+    "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "a list doubled in a loop": "{% set n = namespace(x=[1]) %}"
+    "{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "a product that is folded": "{{ 'a' * 10 ** 11 }}",
+    "a product of messages": "{{ messages * 10 ** 11 }}",
+    "a power in C, which hears of no signal": "{{ 10 ** (10 ** 9) }}",
+    "a filter": "{{ 'a' | center(10 ** 11) }}",
+    "a filter that fills": "{{ [1] | batch(10 ** 11, 2) | list }}",
+    "a method": "{{ 'a'.ljust(10 ** 11) }}",
+    "a format": "{{ '%1000000000000d' % 1 }}",
+    "a format method": "{{ '{:1000000000000d}'.format(1) }}",
+    "JSON that is indented": "{{ messages | tojson(indent=10 ** 11) }}",
+    "words that mean nothing": "{{ lipsum(n=10 ** 8) }}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+    "a text that is too long": "{{ 'a' * 2 ** 24 }}{{ 'a' }}",
+    "brackets in brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "a loop in what is compiled": "{{ " + "[" * 90 + "1" + "]" * 90 + " }}{{ 'ab' * 10 ** 12 }}",
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_template_that_takes_too_much_is_refused_and_leaves_no_process(name):
+    template, started = ChatTemplate(FLOODS[name], {}, Limits(cpu_s=0, memory_bytes=1 << 28)), time.process_time()
+    with pytest.raises(DataError, match=r"^the chat template (cannot write this conversation|is not Jinja): ") as error:
+        template.find_answers(CONVERSATION)
+    assert "\n" not in str(error.value) and "Traceback" not in str(error.value)
+    assert time.process_time() - started < 2, "it ran in this process"
+    process = template._process
+    del template, error
+    gc.collect()
+    assert process is None or process.poll() is not None
+
+
+def test_a_template_may_take_its_time_for_each_conversation_again_and_goes_on_after_one_that_took_too_much():
+    loop = "{% for i in range(messages[0].n) %}{% for j in range(30000) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(loop + "done", {}, Limits(cpu_s=1))
+    assert [template.render([{"role": "user", "n": 150}]) for _ in range(15)] == ["done"] * 15  # some .2 s each
+    with pytest.raises(DataError, match=r"this conversation: it takes more than 1 s$"):
+        template.render([{"role": "user", "n": 90000}])
+    assert template.render([{"role": "user", "n": 1}]) == "done"
+
+
+def test_a_template_of_a_run_that_was_killed_ends_with_it(tmp_path):
+    code = (
+        "import os; from dtlayout.data.chat import ChatTemplate; t = ChatTemplate('x', {}); t.check(); "
+        "print(t._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    pid = int(subprocess.run(run_code(code), stdout=subprocess.PIPE, timeout=60, check=False).stdout)
+    wait_until(lambda: is_gone(pid))
+
+
+def test_what_a_template_process_answers_is_not_believed(monkeypatch):
+    for answer in ("no JSON", "[1]", '{"text": 1', "", "x" * (1 << 26)):
+        code = f"print({answer[:20]!r} + 'x' * {max(0, len(answer) - 20)}, flush=True); input()"
+        monkeypatch.setattr("dtlayout.data.chat.run_module", lambda *_, code=code: run_code(code))
+        with pytest.raises(DataError, match=r"this conversation: its process ended with exit code -?\d+$"):
+            ChatTemplate("x", {}, Limits(characters=1 << 20)).render([])
 
 
 def test_templates_are_found_where_tokenizers_have_them(tmp_path, write_tokenizer):

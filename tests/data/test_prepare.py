@@ -29,7 +29,7 @@ def serve(monkeypatch):
     """Replaces the corpus by these documents, so that only the tests of the whole path open `datasets`."""
 
     def replace(documents):
-        monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda source: [])
+        monkeypatch.setattr(dtlayout.data.prepare, "list_files", lambda *_: [])
         monkeypatch.setattr(
             dtlayout.data.prepare, "open_corpus", lambda source, files, split: as_corpus(source, documents)
         )
@@ -201,7 +201,7 @@ def slow_rows():
             os.kill(os.getpid(), 9)
         yield {"text": "x" * 10}
 
-prepare.list_files = lambda source: []
+prepare.list_files = lambda *_: []
 prepare.open_corpus = lambda source, files, split: Corpus(source, [], slow_rows())
 prepare._PART_TOKENS = documents._BATCH_CHARACTERS = 1
 print(prepare.prepare_tokens(prepare.DataConfig(source="x/y", tokenizer="bytes", folder=folder)))

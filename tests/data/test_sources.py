@@ -1,6 +1,7 @@
 """Sources: every kind is read in order, every refusal says what would work."""
 
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 
 def open_corpus(source, split):
-    return sources.open_corpus(source, list_files(source), split)
+    return sources.open_corpus(source, list_files(source, split), split)
 
 
 def read(source, text_field="text", split="train"):
@@ -70,9 +71,48 @@ def test_a_list_is_read_in_its_own_order_and_no_file_twice(tmp_path):
     assert read([str(tmp_path / "b.txt"), str(tmp_path)]) == ["b.txt", "a.txt"]
 
 
-def test_local_files_are_one_part_whatever_the_split(tmp_path):
+@pytest.mark.parametrize("split", ["nonsense", "validation", "test", "train[:90%]", "Train", "train+test", ""])
+def test_local_files_are_one_split_and_another_is_refused(tmp_path, split):
     (tmp_path / "a.txt").write_text("first")
-    assert read(str(tmp_path), split="validation") == ["first"]
+    assert read(str(tmp_path), split="train") == ["first"]
+    for source in (str(tmp_path), str(tmp_path / "*.txt"), [str(tmp_path / "a.txt")], STDLIB):
+        with pytest.raises(
+            DataError, match=r"^split='.*' asked of .*: local files are one split, 'train'.*leave split"
+        ):
+            list_files(source, split)
+
+
+def test_a_hub_dataset_has_the_splits_that_it_says(monkeypatch):
+    assert list_files("owner/name", "train[:90%]") == []
+
+
+UNREAD = (
+    "b.jsonl.gz", "b.json.zst", "b.JSONL", "b.Parquet", "b.csv", "b.ndjson", "b.tar", "b.jsonl.part", "z/b.arrow",
+    "b.txt.1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_folder_with_data_that_would_be_left_out_is_refused_by_name(tmp_path, name):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    (tmp_path / "z").mkdir()
+    (tmp_path / name).write_bytes(b"whatever")
+    with pytest.raises(
+        DataError, match=rf"holds 1 file that cannot be read, such as '.*{re.escape(name)}', beside 1 file that can; un"
+    ):
+        list_files(str(tmp_path))
+    assert read(str(tmp_path / "*.jsonl")) == ["x"]
+
+
+def test_a_linked_folder_is_read_and_one_that_leads_back_once(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("linked")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text("own")
+    (folder / "more").symlink_to(tmp_path / "elsewhere")
+    (folder / "back").symlink_to(folder)
+    assert read(str(folder)) == ["own", "linked"]
 
 
 def test_local_data_leaves_no_copy_in_the_cache(tmp_path, offline):

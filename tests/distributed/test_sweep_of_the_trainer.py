@@ -4,13 +4,16 @@ import json
 
 import pytest
 from tiny import write_tiny
+from trap import list_caught, set_trap
 
 from dtlayout.cli import main
 from dtlayout.sweep import processes
 
 
-def test_a_layout_is_run_measured_and_compared_with_its_prediction(tmp_path, capsys):
+def test_a_layout_is_run_measured_and_compared_with_its_prediction(tmp_path, capsys, monkeypatch):
     write_tiny(tmp_path)
+    caught = set_trap(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
     path, folder = tmp_path / "sweep.toml", tmp_path / "out"
     path.write_text(
         'config = "tiny.toml"\nworld = 2\nsteps = 6\nwarmup_steps = 2\ntimeout_s = 100\n'
@@ -24,7 +27,7 @@ def test_a_layout_is_run_measured_and_compared_with_its_prediction(tmp_path, cap
     assert measured["tokens_per_s"] == pytest.approx(8 * 16 / measured["step_time_s"], rel=0.01)
     (peak,) = measured["peak_memory_bytes"]
     assert peak > 4 * 50_000 / 2
-    assert processes.find(str(folder.resolve())) == []
+    assert processes.find(str(folder.resolve())) == [] and list_caught(caught) == []
     assert main(["validate", str(folder), "--json"]) == 0
     (scores,) = json.loads(capsys.readouterr().out)["tables"].values()
     error = abs(predicted["peak_memory_bytes"][0] / peak - 1)

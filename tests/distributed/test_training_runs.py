@@ -73,6 +73,14 @@ def test_validation_is_noted_when_it_is_due_and_summed_up(straight):
     assert read_summary(straight.run)["validation"] == summed_up
 
 
+def test_a_run_says_how_much_of_its_data_it_reads(straight):
+    log = (straight.config.parent / "log").read_text()
+    num_samples = straight.corpus.stat().st_size // 16
+    assert f"6 steps read 48 samples: {48 / num_samples:.3g} epochs of {num_samples} samples\n" in log
+    held_out = (straight.config.parent / "held_out.txt").stat().st_size // 16
+    assert f"validation measures 24 samples of {held_out}, 3 batches of {held_out // 8}: validation.batches=3\n" in log
+
+
 def test_validation_of_less_than_a_batch_is_refused(straight, tmp_path):
     log = tmp_path / "log"
     (tmp_path / "short.txt").write_text("Seventeen bytes, and some more.")

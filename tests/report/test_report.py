@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from dtlayout.planner.runs import Performance, Run
 from dtlayout.report.page import Report
 from dtlayout.report.rows import Rows, read_rows
 from dtlayout.sweep.results import Journal, TrialResult
+from dtlayout.text import escape_markdown
 from dtlayout.training.metrics import Summary
 
 HEADER = (
@@ -206,6 +208,43 @@ def test_what_is_no_table_and_no_sweep_is_refused(tmp_path, name, problem, capsy
         (tmp_path / f"{file}.json").write_text(text)
     assert main(["report", str(tmp_path / name)]) == 2
     assert problem in capsys.readouterr().err
+
+
+NAMES = (
+    "a|b",
+    "`x`",
+    "<img src=x onerror=y>",
+    "[a](http://b)",
+    "*bold* _it_",
+    "x\x1b[31m",
+    "www.a.b",
+    "$x$",
+    r"$\frac$",
+    "a\\|b",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_names_in_markdown_on_the_page_and_on_the_terminal(table, tmp_path, capsys, name):
+    text = table.read_text().replace("\nsweep,", f"\n{name},").replace(",tiny,", f",{name},")
+    table.write_text(text)
+    report, page = tmp_path / "report.md", tmp_path / "report.html"
+    assert main(["report", str(table), "--markdown", str(report), "--page", str(page)]) == 0
+    written = report.read_text()
+    assert escape_markdown(name) in written and "\x1b" not in written + capsys.readouterr().out
+    rows = [re.sub(r"\\.", "", line) for line in written.splitlines() if line.startswith("|")]
+    tables = [list(group) for _, group in groupby(rows, key=lambda row: row.count("|"))]
+    assert len(tables) == 2, "a row has other cells than those above it"
+    plain = re.sub(r"\\.", "", written)
+    assert not re.search(r"[`<*\[\]]|://|www\.", plain.replace(" < ", ""))
+    assert "<img src" not in page.read_text()
+
+
+def test_what_was_left_out_is_text_in_markdown_too(sweep, tmp_path):
+    Journal(sweep).append(TrialResult(key="e", setting="e", overrides=(), cause="<b>`|\n# x"))
+    report = tmp_path / "report.md"
+    assert main(["report", str(sweep), "--markdown", str(report)]) == 0
+    assert r"\<b>\`\| # x" in report.read_text()
 
 
 def test_a_report_that_cannot_be_written_is_refused(table, capsys):

@@ -26,6 +26,7 @@ class Slurm:
 
     def __init__(self, folder: Path, addresses: Sequence[str] = ("127.0.0.1",), namespaces: Sequence[str] = ()):
         self.folder, self.log = folder, folder / "log"
+        self.cwd = ROOT
         (folder / "bin").mkdir(parents=True)
         for name in ("srun", "scancel", "scontrol"):
             command = folder / "bin" / name
@@ -45,7 +46,7 @@ class Slurm:
         environment = {**self.environment, "FAKE_STEP": step, **environment}
         command = ["bash", str(SCRIPT), *map(str, arguments)]
         with self.log.open("ab") as log:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=self.cwd, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             yield process
         finally:

@@ -1,0 +1,39 @@
+"""How much of its data a run reads, in lines for people: epochs, what is cut, what is held out and never measured."""
+
+from dtlayout.data.samples import Cut, Samples
+from dtlayout.text import plural
+
+
+def describe_cut(cut: Cut) -> list[str]:
+    """A line about the documents that are longer than a sample, if some are."""
+    if not cut.num_cut:
+        return []
+    return [f"{plural(cut.num_cut, 'document', ',')} of {cut.source} cut: longer than a sample"]
+
+
+def describe_training(samples: Samples, num_steps: int) -> list[str]:
+    """How often so many steps read each source, and what is cut in there; a line that begins with "note" needs a look.
+
+    Of several sources each is read by its share.
+    """
+    num_read = num_steps * samples.sizes.global_batch
+    pairs = zip(samples.cuts, samples.shares, strict=True)
+    epochs = [
+        f"{num_read * share / cut.num_samples:.3g} epochs of {plural(cut.num_samples, 'sample', ',')}"
+        + f" of {cut.source}" * (len(samples.cuts) > 1)
+        for cut, share in pairs
+    ]
+    line = f"{plural(num_steps, 'step', ',')} read {plural(num_read, 'sample', ',')}: {', '.join(epochs)}"
+    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut(cut))]
+
+
+def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
+    """Which part of [validation] is measured, where so many batches are asked for; what is cut, too."""
+    size, measured = samples.sizes.global_batch, min(num_batches, samples.num_batches)
+    line = f"validation measures {plural(measured * size, 'sample', ',')} of {samples.num_samples:,}"
+    tail = samples.num_samples - samples.num_batches * size
+    if measured < samples.num_batches:
+        line += f", {plural(measured, 'batch')} of {samples.num_batches:,}: validation.batches={num_batches}"
+    elif tail:
+        line += f"; the other {tail:,} do not fill a batch of {size:,}"
+    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut(cut))]

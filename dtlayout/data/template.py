@@ -1,0 +1,132 @@
+"""A chat template as a program: conversations to text by Jinja, in its sandbox, and where the answers are in it.
+
+This runs in a process of its own that has limits (`dtlayout.data.template_process`), since nobody can tell beforehand
+how much time and memory a template takes. Legend of spans: (first, end) characters of an answer, its end token in.
+
+[Note: where answers are]
+A template that marks them with {% generation %} … {% endgeneration %} says so itself. For any other, an answer is what
+it adds to the messages before it and the prompt for an answer. That holds if the text of the messages so far is how the
+text of all begins; some templates write an answer otherwise once messages follow (without its thoughts), and such a
+conversation is refused.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dtlayout.errors import DataError
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+"""What the template reads: "role" and "content", and more where it knows more."""
+Spans = list[tuple[int, int]]
+
+# Where an answer begins and ends; drawn at random, so that no text holds them.
+_OPEN, _CLOSE = (f"<{secrets.token_hex(16)}>" for _ in range(2))
+
+
+class Template:
+    """A compiled template; DataError if it is none, or cannot write a conversation."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        """`special_tokens` are the tokenizer's by name, such as "bos_token"."""
+        self._special_tokens = special_tokens
+        self._template = _compile(source)
+
+    def render(self, messages: Sequence[Message], tools: Any = None, *, asks: bool = False) -> str:
+        """The text; `asks` ends it where an answer begins."""
+        return self._write(messages, tools, asks=asks).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def find_answers(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+        """The text, and where its answers are: [Note: where answers are]."""
+        marked = self._write(messages, tools)
+        if _OPEN in marked:
+            return _read_marks(marked)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = self.render(messages[:i], tools, asks=True), self.render(messages[: i + 1], tools)
+            if not (after.startswith(before) and marked.startswith(after)):
+                raise DataError(
+                    f"the chat template does not write message {i + 1} as what its prompt for an answer goes on with, "
+                    "so where the answer is cannot be told; mark answers in it with {% generation %}, or use "
+                    'data.loss_on="all"'
+                )
+            spans.append((len(before), len(after)))
+        return marked, spans
+
+    def _write(self, messages: Sequence[Message], tools: Any, *, asks: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=list(messages), tools=tools, add_generation_prompt=asks, **self._special_tokens
+            )
+        except MemoryError:  # which is this process's limit
+            raise
+        except Exception as error:  # it is a program of somebody else's
+            raise DataError(
+                f"the chat template cannot write this conversation: {type(error).__name__} {error}"
+            ) from error
+
+
+def _read_marks(marked: str) -> tuple[str, Spans]:
+    """The text without marks, and what was between them."""
+    text, spans = "", []
+    first, *rest = marked.split(_OPEN)
+    text += first
+    for part in rest:
+        answer, _, after = part.partition(_CLOSE)
+        spans.append((len(text), len(text) + len(answer)))
+        text += answer + after
+    return text, spans
+
+
+def _compile(source: str) -> "jinja2.Template":
+    """As `transformers` sets Jinja up, for which these templates are written.
+
+    But they are not told what day it is: the same conversation is the same text tomorrow. And a special token that the
+    tokenizer does not name is an error instead of nothing.
+    """
+    from jinja2 import TemplateError, Undefined, UndefinedError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: what is inside is an answer."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    class Unnamed(Undefined):
+        """A name that nobody has given a value."""
+
+        def __str__(self) -> str:
+            if str(self._undefined_name).endswith("_token"):
+                raise UndefinedError(f"the tokenizer names no {self._undefined_name} in tokenizer_config.json")
+            return ""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def write_json(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **style)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Unnamed
+    )
+    environment.filters["tojson"] = write_json
+    environment.globals["raise_exception"] = refuse
+    try:
+        return environment.from_string(source)
+    except (TemplateError, RecursionError, SyntaxError, ValueError) as error:  # Python compiles what Jinja writes
+        raise DataError(f"the chat template is not Jinja: {error}") from error

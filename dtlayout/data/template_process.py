@@ -1,0 +1,93 @@
+"""The process in which a chat template runs: it answers questions until nobody asks any more, within limits.
+
+Questions are pickled, each with its length before it; they come from the parent, which made them. Answers are lines of
+JSON, since the parent believes nothing that comes from here. A question that takes too long ends the process: Linux
+sends SIGXCPU, whatever the template is in the middle of, be it C.
+"""
+
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+import time
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from dtlayout.data.template import Spans, Template
+from dtlayout.errors import DataError
+
+
+def main() -> None:
+    """Answer what stdin asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    start = _read(questions)
+    if start is None:
+        return
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, _own_bytes() + start["memory_bytes"])
+    template: Template | None = None
+    question: Any = start
+    while question is not None:
+        # One second more, since it counts whole ones.
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + start["cpu_s"] + 1)
+        try:
+            if template is None:
+                template = Template(start["source"], start["special_tokens"])
+                answer: dict[str, Any] = {}
+            else:
+                answer = _answer(template, question, start["characters"])
+            line = json.dumps(answer)
+        except MemoryError:
+            line = json.dumps({"problem": _describe(f"it takes more than {start['memory_bytes'] >> 20} MiB")})
+        except DataError as error:
+            line = json.dumps({"problem": str(error)})
+        answers.write(line.encode() + b"\n")
+        answers.flush()
+        del line
+        question = _read(questions)
+
+
+def _answer(template: Template, question: tuple[Any, ...], most_characters: int) -> dict[str, Any]:
+    name, messages, tools, *rest = question
+    spans: Spans = []
+    if name == "render":
+        text = template.render(messages, tools, asks=rest[0])
+    else:
+        text, spans = template.find_answers(messages, tools)
+    if len(text) > most_characters:
+        raise DataError(_describe(f"its text has {len(text):,} characters, more than {most_characters:,}"))
+    return {"text": text, "spans": spans}
+
+
+def _describe(why: str) -> str:
+    return f"the chat template cannot write this conversation: {why}"
+
+
+def _read(file: BinaryIO) -> Any:
+    """The next question; None once there is none."""
+    head = file.read(8)
+    return pickle.loads(file.read(struct.unpack("<Q", head)[0])) if len(head) == 8 else None
+
+
+def _limit(what: int, most: int) -> None:
+    """Lower a limit of this process, where the system has it."""
+    _, hard = resource.getrlimit(what)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _own_bytes() -> int:
+    """Memory that this process has mapped; a guess where there is no /proc."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 1 << 28
+
+
+if __name__ == "__main__":
+    main()

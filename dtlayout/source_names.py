@@ -1,0 +1,57 @@
+"""What a source of documents is called: local files, the standard library of this Python, or a dataset on the hub.
+
+Local files are one split, which is called "train", as `datasets` calls that of plain files.
+"""
+
+import re
+from pathlib import Path
+
+from dtlayout.files import expand
+
+STDLIB = "python-stdlib"
+BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""Suffix of a local file → what `datasets` reads it with."""
+SUFFIXES = ", ".join(BUILDERS)
+LOCAL_SPLIT = "train"
+HELD_OUT_SPLIT = "validation"
+"""The split of a hub dataset that is measured where nobody names one."""
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
+
+
+def is_hub_name(source: str) -> bool:
+    """Whether it names a dataset on the hub, as `owner/name` or `owner/name:config`, and nothing that is here."""
+    path = expand(source)
+    return not path.exists() and path.suffix not in BUILDERS and _HUB_NAME.fullmatch(source) is not None
+
+
+def find_held_out_split(source: str) -> str:
+    """The split of a source of [validation] where none is named."""
+    return HELD_OUT_SPLIT if source != STDLIB and is_hub_name(source) else LOCAL_SPLIT
+
+
+def describe_missing_split(source: object, split: str) -> str:
+    """Why a split of local files is refused; empty if it is theirs.
+
+    >>> describe_missing_split("a.txt", "train")
+    ''
+    """
+    if split == LOCAL_SPLIT:
+        return ""
+    return (
+        f"split={split!r} asked of {source!r}: local files are one split, {LOCAL_SPLIT!r}, and cannot be sliced; leave "
+        f"split out, and give [data] and [validation] files of their own"
+    )
+
+
+def is_unread_data(path: Path) -> bool:
+    """Whether a file that is not read looks like documents all the same: packed, of another kind, or in capitals."""
+    suffixes = {suffix.lower() for suffix in path.suffixes}
+    return path.suffix not in BUILDERS and bool(suffixes & _DATA_SUFFIXES)
+
+
+_PACKED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".br", ".zip", ".tar", ".tgz", ".7z", ".rar"}
+_OTHER_KINDS = {
+    ".csv", ".tsv", ".ndjson", ".jsonlines", ".jl", ".json5", ".arrow", ".feather", ".orc", ".avro", ".pq", ".text",
+    ".tfrecord", ".msgpack", ".h5", ".hdf5", ".sqlite", ".xlsx",
+}  # fmt: skip
+_DATA_SUFFIXES = _PACKED | _OTHER_KINDS | set(BUILDERS)

@@ -1,0 +1,64 @@
+"""How much of its data a run reads: epochs, documents that are cut, and what is held out and never measured."""
+
+import json
+
+import pytest
+
+from dtlayout.batch import Batch
+from dtlayout.config import DataConfig
+from dtlayout.data.extent import describe_held_out, describe_training
+from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.samples import open_samples
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+def read(tmp_path, texts_by_source, *, samples="packed", global_batch=4, weights=None):
+    entries = []
+    for i, texts in enumerate(texts_by_source):
+        path = tmp_path / f"{i}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        entries.append({"source": str(path), "weight": (weights or [1.0] * 9)[i]})
+    from dtlayout.config import Source
+
+    data = DataConfig(
+        mixture=tuple(Source(**entry) for entry in entries), samples=samples, folder=str(tmp_path / "tokens")
+    )
+    folders = [prepare_tokens(each) for each in data.sources]
+    return open_samples(data, folders, 257, Batch(global_batch=global_batch, seq_len=16), seed=0)
+
+
+def test_steps_are_so_many_epochs(tmp_path):
+    (line,) = describe_training(read(tmp_path, [["x" * 159]]), 100)  # 160 tokens with the end
+    assert line == "100 steps read 400 samples: 44.4 epochs of 9 samples"
+
+
+def test_of_several_sources_each_has_its_epochs(tmp_path):
+    samples = read(tmp_path, [["x" * 160], ["y" * 320]], weights=[3.0, 1.0])
+    (line,) = describe_training(samples, 10)
+    assert line == (
+        f"10 steps read 40 samples: 3 epochs of 10 samples of {tmp_path / '0.jsonl'}, "
+        f"0.5 epochs of 20 samples of {tmp_path / '1.jsonl'}"
+    )
+
+
+def test_documents_that_are_cut_are_counted(tmp_path):
+    samples = read(tmp_path, [["x" * 30, "y" * 16, "z" * 17, "w"]], samples="padded")
+    note = f"note: 2 documents of {tmp_path / '0.jsonl'} cut: longer than a sample"
+    assert describe_training(samples, 1)[1:] == [note] == describe_held_out(samples, 1)[1:]
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "said"),
+    [
+        (8, "validation measures 8 samples of 10; the other 2 do not fill a batch of 4"),
+        (2, "validation measures 8 samples of 10; the other 2 do not fill a batch of 4"),
+        (1, "validation measures 4 samples of 10, 1 batch of 2: validation.batches=1"),
+    ],
+)
+def test_what_validation_leaves_out_is_said(tmp_path, num_batches, said):
+    assert describe_held_out(read(tmp_path, [["x" * 160]]), num_batches) == [said]
+
+
+def test_validation_that_measures_all_leaves_nothing_out(tmp_path):
+    assert describe_held_out(read(tmp_path, [["x" * 128]]), 2) == ["validation measures 8 samples of 8"]
