@@ -7,7 +7,8 @@
     nonfinite-step-00000070     the same, since no step from it was finite
     latest                      a link to the newest
 
-A kill leaves whole checkpoints, and what `clean` takes away.
+A kill leaves whole checkpoints, and what `clean` takes away. All of them are in one folder of a run, and nothing
+outside it is ever removed or renamed: links count as where they lead (`check_own`).
 """
 
 import os
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints, sync
+from dtlayout.errors import CheckpointError
 
 _LATEST = "latest"
 
@@ -30,37 +32,62 @@ def name_partial(folder: Path, step: int) -> Path:
     return folder / f"partial-{step:08d}"
 
 
+def check_own(folder: Path) -> None:
+    """CheckpointError if a run's folder of checkpoints is none of its own: a link that leads out of the run folder.
+
+    What lies there may be another run's, whose checkpoints would be removed as old ones of this run.
+    """
+    real, run = os.path.realpath(folder), os.path.realpath(os.path.dirname(os.path.abspath(folder)))
+    if os.path.commonpath([real, run]) != run:
+        raise CheckpointError(
+            f"{folder} leads to {real}, outside the run folder, where other runs' checkpoints may be: remove the link, "
+            f"or have train.run_folder itself lead to where there is room"
+        )
+
+
 def make_empty(partial: Path) -> None:
     """Make this folder, in the place of what a killed save has left."""
-    shutil.rmtree(partial, ignore_errors=True)
+    check_own(partial.parent)
+    _take_away(partial)
     partial.mkdir(parents=True)
+
+
+def drop(partial: Path) -> None:
+    """Take away a save that has failed."""
+    with suppress(CheckpointError):  # then nothing was written
+        check_own(partial.parent)
+        _take_away(partial)
 
 
 def publish(partial: Path, path: Path, keep: int) -> None:
     """Give a whole checkpoint its name, so that it is on the disk; only then older ones go, but the `keep` newest."""
-    if path.exists():  # the same step again, after a resume from an older checkpoint
-        _remove(path)
+    folder = path.parent
+    check_own(folder)
+    if os.path.lexists(path):  # the same step again, after a resume from an older checkpoint
+        _remove(folder, path.name)
     os.replace(partial, path)
-    sync(path.parent)
+    sync(folder)
     _point_to(path)
-    for old in list_checkpoints(path.parent)[:-keep]:
+    for old in list_checkpoints(folder)[:-keep]:
         with suppress(OSError):  # it goes with the next one's
-            _remove(old)
+            _remove(folder, old.name)
 
 
 def clean(folder: Path) -> None:
     """Take away what killed saves and removals have left; by one process, while nobody saves there."""
+    check_own(folder)
     for left in [*folder.glob("partial-*"), *folder.glob("removed-*")]:
-        shutil.rmtree(left, ignore_errors=True)
+        _take_away(left)
 
 
 def set_aside(newest: Path, mark: str = "damaged") -> list[Path]:
     """Rename checkpoints newer than the one that is gone on from to `mark`-step-…; they stay, and count as none."""
+    check_own(newest.parent)
     aside = []
     for path in list_checkpoints(newest.parent):
         if path.name > newest.name:
             doomed = path.with_name(f"{mark}-{path.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
+            _take_away(doomed)
             os.replace(path, doomed)
             aside.append(doomed)
     if aside:
@@ -77,9 +104,18 @@ def _point_to(path: Path) -> None:
         os.replace(link, path.with_name(_LATEST))
 
 
-def _remove(path: Path) -> None:
+def _remove(folder: Path, name: str) -> None:
     """Remove a checkpoint so that a kill leaves nothing that looks like a whole one."""
-    doomed = path.with_name(f"removed-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)  # of an earlier removal that was killed
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
+    doomed = folder / f"removed-{name}"
+    _take_away(doomed)  # of an earlier removal that was killed
+    os.replace(folder / name, doomed)
+    _take_away(doomed)
+
+
+def _take_away(path: Path) -> None:
+    """Remove a folder as far as it can be; of a link, the link alone."""
+    if os.path.islink(path):
+        with suppress(OSError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.checkpoint.kept import made_whole, write_beside, write_json
 from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import load_parameters, read_model, save_weights
@@ -34,24 +35,35 @@ from dtlayout.text import plural
 
 
 def load_weights(
-    folder: Path, modules: Sequence[nn.Module], model: ModelShape, seed: int, device: torch.device | str
+    folder: Path,
+    modules: Sequence[nn.Module],
+    model: ModelShape,
+    seed: int,
+    device: torch.device | str,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """`allocate`, and fill parameters with a folder's, of which `find_weight_problems` found none.
 
-    Everything is the folder's, so that `seed` decides nothing. InvalidConfig or CheckpointError if it cannot be read,
-    and InvalidConfig on every rank where a value is NaN or infinite in the parameter's format.
+    Everything is the folder's, so that `seed` decides nothing. Ranks compare over `group`, by default the group of all,
+    what must be equal. InvalidConfig or CheckpointError if it cannot be read, and InvalidConfig on every rank where a
+    value is NaN or infinite in the parameter's format.
     """
     allocate(modules, device)
-    stored, broken = find_weights(folder), dict[str, int]()
+    stored, broken = find_weights(folder), Counter[str]()
+    named = [
+        (model.aliases.get(name, name), parameter)
+        for module in modules
+        for name, parameter in module.named_parameters()
+    ]
     try:
         with _Files() as files:
-            for local_name, parameter in (named for module in modules for named in module.named_parameters()):
-                name = model.aliases.get(local_name, local_name)
-                if num_broken := _fill(parameter, stored[name], name, files):
-                    broken[name] = num_broken
+            for name, parameter in named:
+                broken[name] += _fill(parameter, stored[name], name, files)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__} {error}") from error
-    _refuse_broken(_add_up(broken), str(folder))
+    _refuse_broken(_add_up(+broken, group), str(folder))
+    check_equal_parts(named, [*model.aliases.values()], folder, group)
 
 
 class _Files(ExitStack):
@@ -96,12 +108,12 @@ def _count_broken(values: Tensor) -> int:
     return sum(piece.numel() - int(piece.isfinite().sum()) for piece in values.reshape(-1).split(CHUNK))
 
 
-def _add_up(broken: dict[str, int]) -> dict[str, int]:
-    """The counts of all ranks together."""
+def _add_up(broken: dict[str, int], group: dist.ProcessGroup | None) -> dict[str, int]:
+    """The counts of all ranks of a group together, by default of all."""
     if not dist.is_initialized():
         return broken
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, broken)
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, broken, group=group)
     total: Counter[str] = Counter()
     for each in by_rank:
         total.update(each)

@@ -98,11 +98,27 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
             return None
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         written = document.pop("sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} cannot be read: {type(error).__name__} {error}") from None
     if written != _hash_document(document):
         raise CheckpointError(f"{MANIFEST_NAME} is not what was written")
+    if problem := _find_misfit(document.get("files")):
+        raise CheckpointError(f"{MANIFEST_NAME} {problem}")
     return document
+
+
+def _find_misfit(files: Any) -> str:
+    """Why this is no description of files below a checkpoint; empty if it is one."""
+    if not isinstance(files, dict):
+        return "lists no files"
+    for name, written in files.items():
+        parts = name.split("/")
+        if not all(parts) or {".", ".."} & {*parts} or os.path.isabs(name):
+            return f"lists {name[:100]!a}, which is no file of the checkpoint"
+        kept = (written.get("bytes"), written.get("sha256")) if isinstance(written, dict) else ()
+        if [*map(type, kept)] != [int, str]:
+            return f"does not say how {name[:100]!a} was written"
+    return ""
 
 
 def find_damage(checkpoint: Path, first: int = 0, every: int = 1) -> list[str]:
@@ -121,7 +137,9 @@ def find_damage(checkpoint: Path, first: int = 0, every: int = 1) -> list[str]:
         path = checkpoint / name
         try:
             found = path.stat().st_size
-            if found != written["bytes"]:
+            if not path.is_file():  # a pipe would be waited for
+                damage.append(f"{name} is no file")
+            elif found != written["bytes"]:
                 damage.append(f"{name} has {found} bytes and was written with {written['bytes']}")
             elif hash_file(path) != written["sha256"]:
                 damage.append(f"{name} is not what was written: its hash is another one")

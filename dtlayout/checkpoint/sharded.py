@@ -8,9 +8,8 @@ from weights of its own.
 
 import json
 import pickle
-import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from math import prod
 from pathlib import Path
@@ -28,7 +27,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dtlayout import toml
 from dtlayout.checkpoint.agreement import RepeatedPlanner, agree, last_line
-from dtlayout.checkpoint.folder import make_empty, name_checkpoint, name_partial, publish
+from dtlayout.checkpoint.equality import check_equal_parts
+from dtlayout.checkpoint.folder import drop, make_empty, name_checkpoint, name_partial, publish
 from dtlayout.checkpoint.manifest import (
     FORMAT,
     STATE_NAME,
@@ -43,6 +43,7 @@ from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
+from dtlayout.plans.init import find_place
 from dtlayout.training.optimizer import fill_state
 
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
@@ -58,15 +59,29 @@ def collect_state(
 ) -> dict[str, Tensor]:
     """This rank's shards of parameters and of these kinds of the optimizer's state, under their names in a checkpoint.
 
-    Tied weights are there under their first name, on every stage that has them.
+    Tied weights are there under their first name, on every stage that has them; a rank that has both stages gives one
+    of the equal tensors.
     """
-    tensors: dict[str, Tensor] = {}
+    return _take_first(_name_state(modules, optimizer, model, kinds))
+
+
+def _name_state(
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, model: ModelShape, kinds: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that this rank holds, with its name in a checkpoint: tied weights once for each of its stages."""
     for module in modules:
         for local_name, parameter in module.named_parameters():
             name = model.aliases.get(local_name, local_name)
-            tensors[f"parameters.{name}"] = parameter.detach()
+            yield f"parameters.{name}", parameter.detach()
             for kind in kinds:
-                tensors[f"{kind}.{name}"] = optimizer.state[parameter][kind]
+                yield f"{kind}.{name}", optimizer.state[parameter][kind]
+
+
+def _take_first(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The first tensor of each name."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named:
+        tensors.setdefault(name, tensor)
     return tensors
 
 
@@ -122,7 +137,7 @@ def save_checkpoint(
         agree(finish if is_first else None, path, group)
     except CheckpointError:
         if is_first:  # what a full disk holds of it is in the way of the next one
-            shutil.rmtree(partial, ignore_errors=True)
+            drop(partial)
         raise
     return path
 
@@ -224,16 +239,27 @@ def find_intact(
 
 def read_origin(path: Path) -> dict[str, Any]:
     """The `origin` that a checkpoint was saved with; empty if it has none."""
-    origin = json.loads((path / STATE_NAME).read_text(encoding="utf-8")).get("origin")
+    origin = _read_state(path).get("origin")
     return origin if isinstance(origin, dict) else {}
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; CheckpointError if that cannot be read."""
+    try:
+        state: dict[str, Any] = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or type(step := state.get("step")) is not int or step < 0:
+            raise ValueError(f"{STATE_NAME} does not say after how many steps it was saved")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from None
+    return state
 
 
 def read_model(path: Path) -> ModelShape:
     """The model that a checkpoint is of; CheckpointError if it does not say."""
     try:
-        saved = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))["model"]
+        saved = _read_state(path)["model"]
         return toml.parse({name: value for name, value in saved.items() if value is not None}, ModelShape, "model")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, InvalidConfig) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, InvalidConfig) as error:
         raise _unreadable(path, error) from None
 
 
@@ -259,10 +285,10 @@ def load_checkpoint(
     optimizer, or cannot be read; what else goes wrong, such as a rank that is gone, is no fault of the checkpoint.
     """
     try:
-        state = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
-        step, saved_model, saved_optimizer = int(state["step"]), dict(state["model"]), state.get("optimizer", {})
+        state = _read_state(path)
+        step, saved_model, saved_optimizer = state["step"], dict(state["model"]), state.get("optimizer", {})
         kept_settings = {} if saved_optimizer is None else dict(saved_optimizer)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from None
     wanted = {name: value for name, value in json.loads(json.dumps(asdict(model))).items() if name != "name"}
     # A field that came later had its default when this was saved.
@@ -278,12 +304,23 @@ def load_checkpoint(
     if has_state:
         optimizer.state.clear()
         fill_state(optimizer, settings, step)
+    kinds = settings.state if has_state else ()
+    _load_state(path, list(_name_state(modules, optimizer, model, kinds)), group)
+    tied = [f"{kind}.{name}" for kind in ("parameters", *kinds) for name in model.aliases.values()]
+    check_equal_parts(_name_state(modules, optimizer, model, kinds), tied, path, group)
+    return step
+
+
+def _load_state(path: Path, named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Fill tensors by their names, from all ranks at once: those of one name with the same."""
+    tensors = _take_first(named)
     try:
-        tensors = collect_state(modules, optimizer, model, settings.state if has_state else ())
         dcp.load(tensors, storage_reader=Reader(path / "tensors"), process_group=group)
     except _UNREADABLE as error:  # and not a rank that is gone, which is no reason against another start
         raise _unreadable(path, error) from error
-    return step
+    for name, tensor in named:
+        if tensor is not tensors[name]:  # tied weights at the other end of the pipeline, which this rank has too
+            find_place(tensor)[0].copy_(find_place(tensors[name])[0])
 
 
 def load_parameters(path: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:

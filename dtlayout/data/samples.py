@@ -5,14 +5,15 @@ covers its tokens [i S, i S + S + 1), whatever documents these are of; padded, i
 or filled up with what is no target. An epoch of a source is one pass over all its samples in an order of its own.
 
 [Note: the order of samples]
-Which sample stands at `index` of the global batch of `step` is a function of (seed, step, index) alone:
+Which sample stands at `index` of a global batch is a function of (seed, samples of all batches before, index) alone:
 
-    k = step * global_batch + index
+    k = seen + index                                    seen = step * global_batch where all batches are of one size
     source, n = deal(k)                                               n = k where there is one source alone
     epoch = n // num_samples,   sample = permute(n % num_samples; seed, epoch)          num_samples are the source's
 
-so a run resumes at any step without a saved iterator, and every layout trains on the same batches. `permute` is in
-`dtlayout.data.permutation`. An epoch may end inside a batch; the next one starts at once and nothing is dropped.
+so a run resumes at any step from one saved number, with global batches of another size too, and every layout trains on
+the same batches. `permute` is in `dtlayout.data.permutation`. An epoch may end inside a batch; the next one starts at
+once and nothing is dropped.
 
 [Note: shares]
 Several sources share rounds of `ROUND` samples by their weights: q_s of a round are of source s, at places that another
@@ -61,6 +62,34 @@ class Rows(NamedTuple):
     """int64, `IGNORED` where none counts."""
     is_last: "torch.Tensor"
     """bool: whether a token is the last of its document."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the steps before a step have seen, of whatever sizes their batches were."""
+
+    step: int = 0
+    """How many steps those are."""
+    samples: int = 0
+    """All samples of their global batches."""
+    tokens: int = 0
+    """The inputs of these."""
+
+    def after(self, step: int, batch: Batch) -> "Seen":
+        """What `step` steps have seen, if all since then are of this batch."""
+        samples = self.count_samples(step, batch.global_batch)
+        return Seen(step, samples, self.tokens + (step - self.step) * batch.num_tokens)
+
+    def count_samples(self, step: int, global_batch: int) -> int:
+        """Samples before `step`, if all batches since then are of this size; DataError for a step before."""
+        if step < 0:
+            raise DataError(f"step={step} is negative; steps count from 0")
+        if step < self.step:
+            raise DataError(f"step={step} is before step {self.step}, from which on samples are counted")
+        return self.samples + (step - self.step) * global_batch
+
+
+_NOTHING = Seen()
 
 
 def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, batch: Batch, *, seed: int) -> "Samples":
@@ -168,6 +197,8 @@ class Samples:
     seed: int
     weights: tuple[float, ...] = (1.0,)
     """Of each source: [Note: shares]."""
+    seen: Seen = _NOTHING
+    """What steps have seen that batches of another size may have had; those from there on have `sizes`."""
 
     def __post_init__(self) -> None:
         if 0 in self._quotas:
@@ -207,7 +238,7 @@ class Samples:
 
     def locate(self, step: int, indices: Sequence[int]) -> tuple[Ints, Ints]:
         """Of the samples at these indices of the global batch of `step`: which source each is of, and which there."""
-        numbers = number_samples(step, indices, self.sizes.global_batch)
+        numbers = number_samples(step, indices, self.sizes.global_batch, self.seen)
         source_B, sample_B = deal(numbers, self._quotas, self.seed)
         for i, cut in enumerate(self.cuts):
             is_here = source_B == i
@@ -230,15 +261,13 @@ class Samples:
         )
 
 
-def number_samples(step: int, indices: Sequence[int], global_batch: int) -> Ints:
+def number_samples(step: int, indices: Sequence[int], global_batch: int, seen: Seen = _NOTHING) -> Ints:
     """k of each of `indices` in the global batch of `step`: [Note: the order of samples]."""
     index = np.asarray(indices, dtype=np.int64).reshape(-1)
-    if step < 0:
-        raise DataError(f"step={step} is negative; steps count from 0")
     outside = index[(index < 0) | (index >= global_batch)]
     if outside.size:
         raise DataError(f"index {outside[0]} is outside the global batch; use 0 to {global_batch - 1}")
-    return step * global_batch + index
+    return seen.count_samples(step, global_batch) + index
 
 
 def deal(numbers: Ints, quotas: Sequence[int], seed: int) -> tuple[Ints, Ints]:

@@ -11,7 +11,7 @@ from torch import nn
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.copies import HostCopies
-from dtlayout.checkpoint.folder import clean, set_aside
+from dtlayout.checkpoint.folder import check_own, clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
 from dtlayout.checkpoint.manifest import CHECKPOINTS, find_checkpoint, list_checkpoints, read_step
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, read_origin, save_checkpoint
@@ -50,6 +50,8 @@ class Checkpoints:
     def _find_newest(self) -> Path | None:
         self.watch.at("looking for a checkpoint", is_long=True)
         folder, falls_back = self.folder / CHECKPOINTS, self.config.checkpoint.fallback == "previous"
+        for each in (folder, self.folder / SPIKES):
+            check_own(each)  # by each rank, so that none waits for one that has refused
         newest = find_intact(folder, self.say, falls_back=falls_back, group=self.host)
         if dist.get_rank() == 0:
             clean(folder)
@@ -73,16 +75,18 @@ class Checkpoints:
         self.say(f"resumed from {self.newest} after {plural(done, 'step')}")
         return done, read_origin(self.newest)
 
-    def save(self, step: int, folder: str, *, resolved: Config, origin: dict[str, Any], is_last: bool) -> None:
+    def save(
+        self, step: int, folder: str, *, resolved: Config, samples: int, origin: dict[str, Any], is_last: bool
+    ) -> None:
         """Save the state into one of the folders, in the background if that is asked for.
 
-        `resolved` reproduces the run, and `origin` is for `load`. CheckpointError if the `is_last` is not saved;
-        without another one a run goes on.
+        `samples` are all that the steps have seen, `resolved` reproduces the run, and `origin` is for `load`.
+        CheckpointError if the `is_last` is not saved; without another one a run goes on.
         """
         config, settings, layout = self.config, self.config.optimizer, resolved.layout
         facts = {
             "step": step,
-            "samples": step * config.batch.global_batch,
+            "samples": samples,
             "layout": str(layout),
             "ranks": layout.world_size,
             "versions": {"dtlayout": find_version("dtlayout"), "torch": torch.__version__},

@@ -106,16 +106,16 @@ class Records:
 
     def note(
         self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float,
-        validation_loss: float | None, peak_bytes: int | None, is_spike: bool,
+        validation_loss: float | None, tokens: int, peak_bytes: int | None, is_spike: bool,
     ) -> None:  # fmt: skip
-        """A step that is done, as numbers of metrics.jsonl."""
+        """A step that is done, as numbers of metrics.jsonl; `tokens` are those of all steps until then."""
         self._step_times_s.append(step_time_s)
         metrics = StepMetrics(
             step=done,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            tokens=done * self.config.batch.num_tokens,
+            tokens=tokens,
             step_time_s=step_time_s,
             peak_memory_bytes=peak_bytes,
             data_wait_s=data_wait_s,

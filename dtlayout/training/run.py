@@ -18,7 +18,7 @@ from dtlayout.checkpoint.sharded import find_changes
 from dtlayout.config import Config, DataConfig
 from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.nodes import prepare_on_node
-from dtlayout.data.samples import Samples, check_held_out, open_samples, own_indices
+from dtlayout.data.samples import Samples, Seen, check_held_out, open_samples, own_indices
 from dtlayout.device import Device, find_host_bytes
 from dtlayout.errors import (
     EXIT_DONE,
@@ -46,6 +46,7 @@ from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import note_crash
 from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate, set_updates
+from dtlayout.training.position import find_seen, note_seen
 from dtlayout.training.records import Records
 from dtlayout.training.rendezvous import join_ranks, meet, open_store
 from dtlayout.training.spikes import SpikeDetector
@@ -118,7 +119,8 @@ class _Run:
             samples, indices, device.type, has_documents=config.data.document_mask, layout=layout, rank=dist.get_rank()
         )
         self.held_out = replace(self.batches, samples=held_out) if held_out else None
-        self.origin = {**asdict(config.batch), "seed": config.train.seed, "tokens": samples.fingerprint}
+        # What decides the order of samples.
+        self.origin = {"seq_len": config.batch.seq_len, "seed": config.train.seed, "tokens": samples.fingerprint}
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
         self.display = self.records.display
@@ -128,7 +130,9 @@ class _Run:
         is_loaded = config.train.init_from and self.checkpoints.newest is None
         self.assembly = assemble(
             *values, seed=config.train.seed, device_type=device.type, timeout_s=config.train.timeout_s + SPARE_S,
-            give_weights=partial(load_weights, expand(config.train.init_from)) if is_loaded else initialize,
+            give_weights=(
+                partial(load_weights, expand(config.train.init_from), group=self.host) if is_loaded else initialize
+            ),
         )  # fmt: skip
         self.optimizer = build_optimizer(self.assembly.modules, model, config.optimizer)
         state_device = "cpu" if layout.offloads_state else device.type
@@ -215,9 +219,17 @@ class _Run:
         self.learning_rate = LearningRate.of(self.config.optimizer, num_steps, saved)
         for line in self.learning_rate.describe_resume(saved, done, num_steps):
             self.display.say(f"note: {line}")
+        seen, lines = find_seen(origin, done, self.config.batch, self.checkpoints.newest)
+        self.batches = replace(self.batches, samples=replace(self.batches.samples, seen=seen))
+        for line in lines:
+            self.display.say(f"note: {line}")
         for name, (old, new) in find_changes(origin, self.origin).items():
             self.display.say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
         return done
+
+    def _find_seen(self, done: int) -> Seen:
+        """What so many steps have seen."""
+        return self.batches.samples.seen.after(done, self.config.batch)
 
     def _is_stopped(self) -> bool:
         """Whether a signal has come to any rank before the first step, which may take long to compile."""
@@ -284,6 +296,7 @@ class _Run:
             if result.is_finite:
                 self.records.note(
                     index + 1, result, lr, step_time_s, data_wait_s=batch.wait_s, validation_loss=validated,
+                    tokens=self._find_seen(index + 1).tokens,
                     peak_bytes=max(self.memory.gather_peaks(self.layout)) if is_measured else None, is_spike=is_spike,
                 )  # fmt: skip
             if recorder is not None:
@@ -370,8 +383,12 @@ class _Run:
         return total / max(1, num_targets)
 
     def _save(self, done: int, folder: str, *, is_last: bool) -> None:
-        origin = {**self.origin, "learning_rate": asdict(self.learning_rate), "spikes": self.spikes.to_dict()}
-        self.checkpoints.save(done, folder, resolved=self._resolve(), origin=origin, is_last=is_last)
+        seen = self._find_seen(done)
+        origin = {**self.origin, **asdict(self.config.batch), **note_seen(seen)}
+        origin |= {"learning_rate": asdict(self.learning_rate), "spikes": self.spikes.to_dict()}
+        self.checkpoints.save(
+            done, folder, resolved=self._resolve(), samples=seen.samples, origin=origin, is_last=is_last
+        )
 
 
 def _is_due(every: int, done: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 from checkpoint_ranks import ADAMW, load_each, start_and_save, start_from_hf, step_from_hf
 from hf_models import MADE, save_made
 from launching import launch, read_lines
+from resuming import list_scheduled
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from thorough import thorough
@@ -44,6 +45,7 @@ LAYOUTS = [
     Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),
     Layout(pp=4),
 ]
+LAYOUTS_OF_TIED = [*LAYOUTS, *(layout for layout in list_scheduled() if layout.num_stages <= 4)]
 TOKENS = torch.arange(40)[None] * 7 % 260
 
 
@@ -61,8 +63,9 @@ def read_all(folder: Path) -> dict[str, np.ndarray]:
 def test_every_layout_starts_from_the_bits_of_the_folder_and_reads_no_more_than_it_holds(ranks4, folder):
     model, stored = find_model(str(folder)), read_all(folder)
     assert len([*folder.glob("*.safetensors")]) > 1
-    by_rank = ranks4.run(start_from_hf, LAYOUTS, model, folder)
-    for number, layout in enumerate(LAYOUTS):
+    layouts = LAYOUTS_OF_TIED if model.tied_embeddings else LAYOUTS
+    by_rank = ranks4.run(start_from_hf, layouts, model, folder, timeout_s=150)
+    for number, layout in enumerate(layouts):
         found, num_read = {}, 0
         for rank in by_rank:
             weights, read, held = rank[number]
@@ -116,9 +119,11 @@ def test_a_run_goes_from_such_a_checkpoint_as_from_the_folder_itself(ranks4, fol
     export_weights(tmp_path / "own" / "step-00000000", in_bf16)
     import_weights(in_bf16, tmp_path / "run")
     checkpoint = find_checkpoint(tmp_path / "run")
-    loaded = ranks4.run(load_each, LAYOUTS, model, checkpoint, settings)
-    for of_rank, expected in zip(loaded, ranks4.run(step_from_hf, LAYOUTS, model, in_bf16, settings), strict=True):
-        for layout, (step, before, after), state in zip(LAYOUTS, of_rank, expected, strict=True):
+    layouts = LAYOUTS_OF_TIED
+    loaded = ranks4.run(load_each, layouts, model, checkpoint, settings, timeout_s=150)
+    started = ranks4.run(step_from_hf, layouts, model, in_bf16, settings, timeout_s=150)
+    for of_rank, expected in zip(loaded, started, strict=True):
+        for layout, (step, before, after), state in zip(layouts, of_rank, expected, strict=True):
             assert step == 0 and {name.partition(" ")[0] for name in before} == {"parameter"}
             assert after.keys() == state.keys()
             for name, value in state.items():

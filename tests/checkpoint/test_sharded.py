@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parity
 import pytest
+import torch
 from checkpoint_ranks import (
     ADAMW,
     State,
@@ -21,18 +23,25 @@ from checkpoint_ranks import (
     merge,
     message_of,
     refusal,
+    refusals_of_unequal,
     save,
     train_and_save,
     update,
 )
-from thorough import thorough
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import Case, Outcome, largest_difference, run_reference
+from resuming import MODEL, NUM_STEPS, list_scheduled, pair_randomly, resume
+from thorough import mostly_thorough, thorough
 from tiny import SHAPE
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from dtlayout.checkpoint import folder as checkpoint_folder
 from dtlayout.checkpoint import manifest, sharded
+from dtlayout.checkpoint.equality import digest
 from dtlayout.checkpoint.folder import clean, set_aside
+from dtlayout.checkpoint.hf import export_weights
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, find_damage, list_checkpoints, read_manifest
 from dtlayout.checkpoint.sharded import find_changes, find_intact, load_checkpoint, read_origin
 from dtlayout.errors import CheckpointError
@@ -47,7 +56,7 @@ LAYOUTS = [
     Layout(dp_shard=4),
     Layout(dp_replicate=2, dp_shard=2, zero=3, offload="optimizer"),
     Layout(pp=4),
-    Layout(pp=2, tp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    *(layout for layout in list_scheduled() if layout.num_stages <= 4),
 ]
 
 
@@ -78,22 +87,75 @@ def names_in(folder: Path) -> list[str]:
     ("saved_as", "model", "settings"),
     [
         (Layout(pp=2, dp_shard=2), TIED, ADAMW),
+        (Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), TIED, ADAMW),
         (Layout(dp_shard=2, tp=2, zero=2), SHAPE, ADAMW),
         thorough((Layout(dp_shard=2, tp=2), TIED, SGD())),
     ],
-    ids=["pp2 dp2, tied", "dp2 tp2", "sgd"],
+    ids=["pp2 dp2, tied", "pp2 tp2 zb-v, tied", "dp2 tp2", "sgd"],
 )
 def test_what_one_layout_saves_every_other_loads_to_the_bit(ranks4, tmp_path, saved_as, model, settings):
     by_rank = ranks4.run(train_and_save, saved_as, model, tmp_path, 2, 1, settings)
     saved, continued = (merge([states[i] for states in by_rank]) for i in (0, 1))
     (path,) = list_checkpoints(tmp_path)
-    results = ranks4.run(load_each, LAYOUTS, model, path, settings)
+    results = ranks4.run(load_each, LAYOUTS, model, path, settings, timeout_s=150)
     for i, layout in enumerate(LAYOUTS):
         steps, loaded, after = zip(*(result[i] for result in results), strict=True)
         assert steps == (2, 2, 2, 2), layout
         assert_equal(merge(list(loaded)), saved, str(layout), settings)
         for name, array in merge(list(after)).items():
             np.testing.assert_allclose(array, continued[name], rtol=1e-5, atol=1e-7, err_msg=f"{layout}: {name}")
+
+
+PAIRS = [pair for seed in range(4) for pair in pair_randomly(list_scheduled(), seed)]
+NUM_SCHEDULED = len(list_scheduled())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Outcome:
+    """Three steps of the tied model on one process."""
+    return replace(run_reference(Case(Layout(), global_batch=8, model=MODEL, num_steps=NUM_STEPS)), gradients={})
+
+
+@pytest.mark.parametrize(("saved_as", "resumed_as"), mostly_thorough(PAIRS, lambda i, _: i < NUM_SCHEDULED), ids=str)
+def test_tied_weights_go_on_under_another_layout_as_if_nothing_had_been_saved(
+    ranks4, tmp_path, uninterrupted, saved_as, resumed_as
+):
+    outcome = parity.merge(ranks4.run(resume, saved_as, resumed_as, tmp_path))
+    difference, where = largest_difference(outcome, uninterrupted)
+    assert difference < 1e-9, f"{where} differs by {difference}"
+
+
+def test_copies_that_differ_after_a_load_are_named_on_every_rank(ranks4, tmp_path):
+    ranks4.run(train_and_save, Layout(dp_shard=4), TIED, tmp_path / "own", 1, 1)
+    (path,) = list_checkpoints(tmp_path / "own")
+    export_weights(path, tmp_path / "hf", number_format="float32")
+    embedding, norm = "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"
+    cases = [
+        (Layout(dp_replicate=4), f"parameters.{norm}"),
+        (Layout(dp_replicate=2, dp_shard=2), f"exp_avg.{embedding}"),
+        (Layout(tp=4), f"exp_avg_sq.{norm}"),
+        (Layout(pp=4), f"exp_avg.{embedding}"),
+        (Layout(pp=2, tp=2, schedule="zb-v", virtual_stages=2), f"parameters.{embedding}"),
+        (Layout(pp=2, dp_shard=2, schedule="v-min", virtual_stages=2, zero=3), f"exp_avg_sq.{embedding}"),
+    ]
+    by_rank = ranks4.run(refusals_of_unequal, cases, 0, TIED, path, tmp_path / "hf")
+    assert all(of_rank == by_rank[0] for of_rank in by_rank)
+    for (layout, name), (of_checkpoint, of_folder) in zip(cases, by_rank[0], strict=True):
+        problem = "is loaded, and copies of 1 tensor that must be equal are not"
+        assert of_checkpoint is not None and f"{path} {problem}: {name}; " in of_checkpoint, layout
+        if layout.tp < 4:  # which shards the embedding, so that nobody has a copy
+            assert of_folder is not None and f"{tmp_path / 'hf'} {problem}: {embedding}; " in of_folder, layout
+
+
+@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8]), st.integers(1, 40), st.data())
+def test_a_digest_tells_any_bit_and_any_place_apart(dtype, size, data):
+    tensor = torch.randint(-128, 128, (size * dtype.itemsize,), dtype=torch.int8).view(dtype)
+    same, bits = digest(tensor), tensor.clone().view(torch.uint8)
+    assert digest(tensor.clone()) == same
+    bits[data.draw(st.integers(0, bits.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest(bits.view(dtype)) != same
+    ordered = torch.arange(size).to(dtype)
+    assert size == 1 or digest(ordered) != digest(ordered.flip(0)) or torch.equal(ordered, ordered.flip(0))
 
 
 def assert_equal(loaded: State, saved: State, where: str, settings: Optimizer) -> None:

@@ -24,6 +24,7 @@ from dtlayout.data.samples import (
     ROUND,
     Cut,
     Samples,
+    Seen,
     deal,
     find_starts,
     number_samples,
@@ -161,6 +162,26 @@ def test_too_few_tokens_for_one_sample_says_how_many_are_needed(write_tokens):
     tokens = TokenFile.open(write_tokens(range(8)))
     with pytest.raises(DataError, match=r"holds 8 tokens, one sample of seq_len=8 needs 9;.*seq_len of at most 7"):
         Cut(tokens, 8)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=6), degrees)
+def test_batches_of_any_sizes_one_after_the_other_are_all_samples_in_order(parts, num_ranks):
+    """Each part is a size of the global batch, a multiple of the ranks', and how many steps have it."""
+    seen, numbers = Seen(), []
+    for per_rank, num_steps in parts:
+        batch = Batch(global_batch=per_rank * num_ranks, seq_len=4)
+        for step in range(seen.step, seen.step + num_steps):
+            for rank in range(num_ranks):
+                indices = own_indices(batch.global_batch, rank, num_ranks)
+                numbers += number_samples(step, indices, batch.global_batch, seen).tolist()
+        seen = seen.after(seen.step + num_steps, batch)
+    assert numbers == list(range(len(numbers)))
+    assert seen == Seen(sum(steps for _, steps in parts), len(numbers), 4 * len(numbers))
+
+
+def test_a_step_before_the_count_begins_is_an_error():
+    with pytest.raises(DataError, match="step=4 is before step 5, from which on samples are counted"):
+        number_samples(4, [0], 8, Seen(5, 40, 160))
 
 
 def test_a_negative_step_is_an_error():

@@ -185,14 +185,22 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_el
     assert main(["checkpoint", "verify", str(half_done)]) == 2
     whole, damaged = capsys.readouterr().out.splitlines()[2:]
     assert whole.endswith("step-00000003: whole") and "__1_0.distcp is not what was written" in damaged
-    arguments = [straight.config, f"--train.run_folder={half_done}", "--layout.pp=2", "--train.steps=8"]
+    in_v = (
+        "--layout.pp=2",
+        "--layout.schedule=zb-v",
+        "--layout.virtual_stages=2",
+    )  # both ends of the tied weights here
+    arguments = [straight.config, f"--train.run_folder={half_done}", *in_v, "--train.steps=8"]
     assert launch(2, *arguments, log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
     assert "step-00000006 is damaged, an older one is tried: tensors/__1_0.distcp" in (tmp_path / "log").read_text()
     names = [path.name for path in (half_done / "checkpoints").iterdir()]
     assert sorted(names) == ["damaged-step-00000006", "latest", "step-00000003", "step-00000008"]
     assert main(["checkpoint", "list", str(half_done), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [(each["step"], each["layout"]) for each in listed] == [(3, "tp2+sp mb2 zero1"), (8, "pp2 mb2 1f1b zero1")]
+    assert [(each["step"], each["layout"]) for each in listed] == [
+        (3, "tp2+sp mb2 zero1"),
+        (8, "pp2 mb2 zb-v v2 zero1"),
+    ]
     assert main(["checkpoint", "show", str(half_done)]) == 0
     assert "samples: 64" in capsys.readouterr().out
     resolved = load_config(half_done / "config.toml")

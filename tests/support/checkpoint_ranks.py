@@ -8,11 +8,13 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from parity import note_equal
 from safetensors import safe_open
 from torch import Tensor
 
 from dtlayout.batch import Batch
-from dtlayout.checkpoint import hf
+from dtlayout.checkpoint import hf, sharded
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.hf import load_weights
@@ -22,6 +24,7 @@ from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import SGD, AdamW, Optimizer
+from dtlayout.plans.init import find_place
 from dtlayout.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
@@ -61,15 +64,15 @@ def save(
 
 
 def whole_state(assembly: Assembly, optimizer: torch.optim.Optimizer, model: ModelShape) -> State:
-    """Parameters and optimizer state of this rank's stages, gathered."""
-    found: dict[str, Tensor] = {}
+    """Parameters and optimizer state of this rank's stages, gathered; tied ones of two stages are equal."""
+    found: State = {}
     for module in assembly.modules:
         for local_name, parameter in module.named_parameters():
             name = model.aliases.get(local_name, local_name)
-            found[f"parameter {name}"] = parameter.full_tensor()
+            note_equal(found, f"parameter {name}", parameter.full_tensor())
             for kept, tensor in optimizer.state[parameter].items():
-                found[f"{kept} {name}"] = tensor if kept == "step" else tensor.full_tensor()
-    return {name: tensor.detach().clone().numpy() for name, tensor in found.items()}
+                note_equal(found, f"{kept} {name}", tensor if kept == "step" else tensor.full_tensor())
+    return found
 
 
 def train_and_save(
@@ -165,13 +168,10 @@ def start_from_hf(layouts: list[Layout], model: ModelShape, folder: Path) -> lis
                 device_type="cpu",
                 give_weights=partial(load_weights, folder),
             )
-        parameters = {
-            model.aliases.get(name, name): parameter
-            for module in assembly.modules
-            for name, parameter in module.named_parameters()
-        }
-        held = sum(parameter.to_local().numel() for parameter in parameters.values())
-        whole = {name: parameter.full_tensor().detach().numpy() for name, parameter in parameters.items()}
+        held, whole = 0, State()
+        for local_name, parameter in (named for module in assembly.modules for named in module.named_parameters()):
+            held += parameter.to_local().numel()
+            note_equal(whole, model.aliases.get(local_name, local_name), parameter.full_tensor())
         results.append((whole, sum(read), held))
     return results
 
@@ -203,6 +203,42 @@ def refusal(layout: Layout, model: ModelShape, path: Path) -> str | None:
     """What loading complains of on this rank."""
     assembly, optimizer = build(layout, model, seed=2)
     return message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, model, ADAMW))
+
+
+def refusals_of_unequal(
+    cases: list[tuple[Layout, str]], rank: int, model: ModelShape, path: Path, folder: Path
+) -> list[tuple[str | None, str | None]]:
+    """For each layout what loading a checkpoint and a Hugging Face folder complain of, if on one rank the last tensor
+    of that name is another one by a bit."""
+    load_state, fill = sharded._load_state, hf._fill
+    to_spoil: list[str] = []
+
+    def spoil(name: str, tensor: Tensor) -> None:
+        if name in to_spoil:
+            to_spoil.remove(name)  # of two copies on this rank one stays as it is
+            if dist.get_rank() == rank:
+                find_place(tensor.detach())[0].view(torch.int32).view(-1)[-1] ^= 1
+
+    def load_and_spoil(path: Path, named: list[tuple[str, Tensor]], group: Any) -> None:
+        load_state(path, named, group)
+        for name, tensor in reversed(named):
+            spoil(name, tensor)
+
+    def fill_and_spoil(parameter: Tensor, stored: Any, name: str, files: Any) -> None:
+        fill(parameter, stored, name, files)
+        spoil(name, parameter)
+
+    results = []
+    for layout, name in cases:
+        assembly, optimizer = build(layout, model, seed=2)
+        to_spoil[:] = [name]
+        with mock.patch.object(sharded, "_load_state", load_and_spoil):
+            of_checkpoint = message_of(lambda: load_checkpoint(path, assembly.modules, optimizer, model, ADAMW))  # noqa: B023
+        to_spoil[:] = ["model.embed_tokens.weight"]
+        with mock.patch.object(hf, "_fill", fill_and_spoil):
+            of_folder = message_of(lambda: load_weights(folder, assembly.modules, model, 0, "cpu"))  # noqa: B023
+        results.append((of_checkpoint, of_folder))
+    return results
 
 
 def message_of(load: Callable[[], object]) -> str | None:

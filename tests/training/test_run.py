@@ -11,6 +11,7 @@ import pytest
 
 from dtlayout.batch import Batch
 from dtlayout.config import SpikesConfig, parse_config
+from dtlayout.data.samples import Seen
 from dtlayout.device import Device
 from dtlayout.errors import CheckpointError, InvalidConfig, KernelError
 from dtlayout.kernel import find_packages
@@ -153,8 +154,8 @@ def play(
             clock.work(f"fetch {step}", FETCH_S)
             yield Fetched(step)
 
-    def note(done, result, lr, step_time_s, *, data_wait_s, peak_bytes, validation_loss, is_spike):
-        assert data_wait_s == FETCH_S
+    def note(done, result, lr, step_time_s, *, data_wait_s, peak_bytes, validation_loss, tokens, is_spike):
+        assert data_wait_s == FETCH_S and tokens == 16 * done
         clock.work(f"note {done}", NOTE_S)
         times_s.append(step_time_s)
         clock.measured += [done] * (peak_bytes is not None)
@@ -173,7 +174,8 @@ def play(
         checkpoint=SimpleNamespace(every=every, save=bool(every)),
     )
     loop = SimpleNamespace(
-        config=config, held_out=object() if validated else None, _validate=validate, num_drawn=0, timeline=None,
+        config=config, _find_seen=lambda done: Seen(done, done, 16 * done),
+        held_out=object() if validated else None, _validate=validate, num_drawn=0, timeline=None,
         has_peaks=has_peaks, memory=SimpleNamespace(watch=nullcontext, gather_peaks=lambda layout: [1]), layout=None,
         watch=mock.Mock(spec=Watch), _launch=launch, records=SimpleNamespace(note=note),
         batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,

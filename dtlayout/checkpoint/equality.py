@@ -1,0 +1,86 @@
+"""Equal parts: what several ranks, or two stages, hold of one tensor must be the same bits after a load.
+
+A part is a block of a tensor, told by the tensor's name, the block's first indices and its shape. Copies of one are
+there along dims of the mesh that shard nothing, and of tied embeddings on both ends of a pipeline. A part's digest
+
+    sum_i (2 i + 1) · bits_i     modulo 2^64
+
+tells two of them apart whatever their numbers are, NaN included, unless they were made to agree. Only digests are sent.
+"""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtlayout.errors import CheckpointError
+from dtlayout.plans.init import CHUNK, find_place
+from dtlayout.text import plural
+
+_LISTED = 5
+"""Tensors that are named; the others are counted."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Part = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Name, first indices, shape."""
+
+
+def check_equal_parts(
+    named: Iterable[tuple[str, Tensor]], tied: Collection[str], source: Path, group: dist.ProcessGroup | None
+) -> None:
+    """CheckpointError on every rank, with the names, if parts that must be equal are not; asked by all ranks at once.
+
+    `named` has this rank's tensors, tied ones once for each stage that holds them, and `tied` their names. `source` is
+    what was loaded.
+    """
+    digests = [(part, digest) for name, tensor in named for part, digest in _digest(name, tensor, name in tied)]
+    differing: list[list[str]] = [[]]
+    if not dist.is_initialized():  # generating text, on one process
+        differing[0] = _find_differing(digests)
+    else:
+        is_first = dist.get_rank(group) == 0
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.gather_object(digests, gathered if is_first else None, group=group, group_dst=0)
+        differing[0] = _find_differing(each for of_rank in gathered for each in of_rank) if is_first else []
+        dist.broadcast_object_list(differing, group=group, group_src=0)
+    if names := differing[0]:
+        others = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        raise CheckpointError(
+            f"{source} is loaded, and copies of {plural(len(names), 'tensor')} that must be equal are not: "
+            f"{', '.join(names[:_LISTED])}{others}; see whether all ranks read the same files, and start again"
+        )
+
+
+def _digest(name: str, tensor: Tensor, is_tied: bool) -> list[tuple[Part, int]]:
+    """This rank's part and its digest; none where nobody else holds it."""
+    local, first = find_place(tensor)
+    if local.numel() == 0 or not (is_tied or _has_copies(tensor)):
+        return []
+    return [((name, first, tuple(local.shape)), digest(local))]
+
+
+def _has_copies(tensor: Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh = tensor.device_mesh
+    return any(place.is_replicate() and mesh.size(dim) > 1 for dim, place in enumerate(tensor.placements))
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> int:
+    """A number that depends on every bit of a tensor and on where in it they are, as the head of this file says."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=tensor.device)
+        total += (part * (2 * places + 1)).sum()
+    return int(total)
+
+
+def _find_differing(digests: Iterable[tuple[Part, int]]) -> list[str]:
+    found: dict[Part, int] = {}
+    return list(dict.fromkeys(part[0] for part, digest in digests if found.setdefault(part, digest) != digest))

@@ -1,0 +1,48 @@
+"""Where a run is in its samples: what a checkpoint keeps of that, and how a run goes on from there."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dtlayout.batch import Batch
+from dtlayout.data.samples import Seen
+from dtlayout.errors import CheckpointError
+from dtlayout.text import plural
+
+_KEY = "seen"
+
+
+def note_seen(seen: Seen) -> dict[str, Any]:
+    """What a checkpoint's origin keeps, for `find_seen`."""
+    return {_KEY: {"samples": seen.samples, "tokens": seen.tokens}}
+
+
+def find_seen(origin: Mapping[str, Any], done: int, batch: Batch, checkpoint: Path) -> tuple[Seen, list[str]]:
+    """What the `done` steps of a checkpoint have seen, from its origin, and lines for who goes on from there.
+
+    A checkpoint of a version that kept no count has seen `done` batches of the size that it was saved with, or of
+    `batch`, the run's own now, where it does not tell that either. CheckpointError if the count is no count.
+    """
+    sizes = {name: origin.get(name, getattr(batch, name)) for name in ("global_batch", "seq_len")}
+    lines = []
+    if _KEY in origin:
+        kept = origin[_KEY] if isinstance(origin[_KEY], Mapping) else {}
+        seen = Seen(done, kept.get("samples", -1), kept.get("tokens", -1))
+    else:
+        samples = done * sizes["global_batch"]
+        seen = Seen(done, samples, samples * sizes["seq_len"])
+        if done:
+            lines.append(
+                f"this checkpoint does not count samples: {plural(done, 'step')} of "
+                f"global_batch={sizes['global_batch']} are taken for all that were seen"
+            )
+    for name, count in (("samples", seen.samples), ("tokens", seen.tokens)):
+        if type(count) is not int or count < 0:
+            raise CheckpointError(f"{checkpoint} cannot be read: its count of {name} is {count!r}; use an older one")
+    if sizes["global_batch"] != batch.global_batch:
+        lines.append(
+            f"global_batch was {sizes['global_batch']} when this was saved and is {batch.global_batch}: the next batch "
+            f"begins after the {plural(seen.samples, 'sample')} that were seen; the learning rate goes by steps, which "
+            f"are of another size now"
+        )
+    return seen, lines

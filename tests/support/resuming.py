@@ -1,0 +1,70 @@
+"""Runs that are saved under one layout and go on under another, and the layouts that they are tried with."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from parity import SMOOTH, TIED, Case, Outcome, build_step, local_rows, note_equal
+
+from dtlayout.batch import Batch
+from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
+from dtlayout.layout import Layout
+from dtlayout.pipelining.placement import VShaped
+from dtlayout.pipelining.schedules import SCHEDULES
+
+NUM_STEPS = 3
+SAVED_AFTER = 2
+MODEL = replace(TIED, num_layers=8)
+BATCH = Batch(global_batch=8, seq_len=16)
+_BESIDE: list[dict] = [
+    {"tp": 2}, {"dp_shard": 2, "zero": 3}, {"dp_replicate": 2}, {"dp_shard": 2, "offload": "optimizer"}, {"cp": 2},
+]  # fmt: skip
+"""What two ranks of each stage do."""
+
+
+def list_scheduled() -> list[Layout]:
+    """Four ranks under each schedule: two stages beside each axis in turn, and those that lie in a V as four too."""
+    layouts = []
+    for number, schedule in enumerate(SCHEDULES.values()):
+        in_order = {"schedule": schedule.name, "virtual_stages": 1 if schedule.takes(2, 1) else 2}
+        beside = (_BESIDE[(number + i) % len(_BESIDE)] for i in range(len(_BESIDE)))
+        made = (Layout(pp=2, **in_order, **each) for each in beside)
+        layouts.append(next(layout for layout in made if not layout.problems(MODEL, BATCH)))
+        if schedule.place is VShaped:
+            layouts.append(Layout(pp=4, **in_order))
+    return layouts
+
+
+def pair_randomly(layouts: list[Layout], seed: int) -> list[tuple[Layout, Layout]]:
+    """Each layout once as what saves and once as what goes on, the same pairs for the same seed."""
+    others = list(layouts)
+    random.Random(seed).shuffle(others)
+    return list(zip(layouts, others, strict=True))
+
+
+def resume(saved_as: Layout, resumed_as: Layout, folder: Path) -> Outcome | None:
+    """Two steps of a tied model under one layout, one under the other; whole tensors from each stage's first rank."""
+    cases = [Case(layout, global_batch=8, model=MODEL) for layout in (saved_as, resumed_as)]
+    assembly, step = build_step(cases[0])
+    for _ in range(SAVED_AFTER):
+        step(*local_rows(cases[0]))
+    tensors = collect_state(assembly.modules, step.optimizer, MODEL, SMOOTH.state)
+    path = save_checkpoint(folder, SAVED_AFTER, tensors, MODEL, SMOOTH, keep=1)
+
+    assembly, step = build_step(cases[1])
+    with torch.no_grad():
+        for module in assembly.modules:
+            for parameter in module.parameters():
+                parameter.fill_(0.5)  # whatever is not loaded is far from what it should be
+    assert load_checkpoint(path, assembly.modules, step.optimizer, MODEL, SMOOTH) == SAVED_AFTER
+    result = step(*local_rows(cases[1]))
+    parameters: dict = {}
+    for module in assembly.modules:
+        for name, parameter in module.named_parameters():
+            note_equal(parameters, MODEL.aliases.get(name, name), parameter.full_tensor())
+    dist.barrier()  # the folder is the next pair's
+    if any(assembly.mesh.get_coordinate()[1:]):
+        return None
+    return Outcome(result.loss, result.grad_norm, {}, parameters)

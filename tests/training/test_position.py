@@ -1,0 +1,106 @@
+"""Where a run goes on in its samples: after those that were seen, whatever size batches had."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import read_lines
+from tiny import TinyFiles, write_tiny
+
+from dtlayout import cli, launch
+from dtlayout.batch import Batch
+from dtlayout.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, read_manifest
+from dtlayout.data import samples
+from dtlayout.data.samples import Seen
+from dtlayout.errors import CheckpointError
+from dtlayout.training.position import find_seen, note_seen
+
+BATCH = Batch(global_batch=8, seq_len=16)
+HERE = Path("run/step-5")
+
+
+@pytest.fixture
+def files(tmp_path: Path, no_torchrun: None) -> TinyFiles:
+    return write_tiny(tmp_path, steps=2, num_layers=1)
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[int]:
+    """Numbers of the samples that are read, in the order in which they are."""
+    numbers: list[int] = []
+    count = samples.number_samples
+
+    def note(*args: object) -> samples.Ints:
+        found = count(*args)
+        numbers.extend(found.tolist())
+        return found
+
+    monkeypatch.setattr(samples, "number_samples", note)
+    return numbers
+
+
+def test_batches_of_other_sizes_there_and_back_read_each_sample_once(files, read, capsys):
+    sizes, num_tokens = {2: 8, 4: 4, 5: 4, 6: 16, 8: 8}, []
+    for steps, size in sizes.items():
+        assert launch.main([str(files.config), f"--train.steps={steps}", f"--batch.global_batch={size}"]) == 0
+    assert read == list(range(8 * 2 + 4 * 3 + 16 + 8 * 2))
+    lines, seen = read_lines(files.run), 0
+    for line in lines:
+        seen += 16 * next(size for steps, size in sizes.items() if line["step"] <= steps)
+        num_tokens.append(seen)
+    assert [line["tokens"] for line in lines] == num_tokens and len(lines) == 8
+    (*_, newest) = list_checkpoints(files.run / "checkpoints")
+    assert (read_manifest(newest) or {})["samples"] == len(read)
+    said = capsys.readouterr().out
+    assert said.count("the next batch begins after the 16 samples that were seen") == 1
+    assert said.count("global_batch was 4 when this was saved and is 16: the next batch begins after the 28 samp") == 1
+    assert "another order" not in said and "does not count" not in said
+
+
+def test_samples_of_a_bad_step_are_those_that_it_had(files, tmp_path):
+    assert launch.main([str(files.config)]) == 0
+    bad = ("--train.steps=3", "--batch.global_batch=4", "--optimizer.lr=1e30", "--train.on_nonfinite=skip")
+    assert launch.main([str(files.config), *bad, "--train.steps=5"]) == 0
+    noted = {int(path.stem[-8:]): json.loads(path.read_text())["samples"] for path in files.run.glob("nonfinite-*")}
+    assert noted, "a learning rate of 1e30 gives numbers that are not finite"
+    straight = tmp_path / "straight"
+    again = [str(files.config), f"--train.run_folder={straight}", "--batch.global_batch=4", "--optimizer.lr=1e30"]
+    launch.main([*again, "--train.steps=9", "--train.on_nonfinite=skip"])
+    in_fours = {int(path.stem[-8:]): json.loads(path.read_text())["samples"] for path in straight.glob("nonfinite-*")}
+    for step, pairs in noted.items():  # two steps of eight are four of four
+        assert in_fours[step + 2] == pairs
+
+
+def test_a_checkpoint_that_counts_no_samples_goes_on_as_its_version_would_and_says_so(files, read, capsys):
+    assert launch.main([str(files.config)]) == 0
+    (path,) = list_checkpoints(files.run / "checkpoints")
+    state = json.loads((path / "state.json").read_text())
+    del state["origin"]["seen"], state["format"]
+    (path / "state.json").write_text(json.dumps(state))
+    (path / MANIFEST_NAME).unlink()
+    assert launch.main([str(files.config), "--train.steps=3", "--batch.global_batch=4"]) == 0
+    assert read == list(range(8 * 2 + 4))
+    said = capsys.readouterr().out
+    assert "this checkpoint does not count samples: 2 steps of global_batch=8 are taken for all that were seen" in said
+    assert cli.main(["checkpoint", "show", str(files.run)]) == 0
+    assert "samples: 20" in capsys.readouterr().out
+
+
+def test_what_was_seen_is_what_was_kept_or_follows_from_steps():
+    kept = Seen(5, 44, 704)
+    assert find_seen({**note_seen(kept), "global_batch": 8}, 5, BATCH, HERE) == (kept, [])
+    assert find_seen({}, 0, BATCH, HERE) == (Seen(), [])  # weights that were converted
+    seen, (line,) = find_seen({}, 5, BATCH, HERE)
+    assert seen == Seen(5, 40, 640) and "5 steps of global_batch=8" in line
+    seen, lines = find_seen({"global_batch": 4, "seq_len": 32}, 5, BATCH, HERE)
+    assert seen == Seen(5, 20, 640) and len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [None, [], {}, {"samples": -1, "tokens": 0}, {"samples": 1.5, "tokens": 0}, {"samples": True, "tokens": 0},
+     {"samples": 8, "tokens": "8"}],
+)  # fmt: skip
+def test_a_count_that_is_none_is_refused(kept):
+    with pytest.raises(CheckpointError, match=r"run/step-5 cannot be read: its count of (samples|tokens) is"):
+        find_seen({"seen": kept}, 5, BATCH, HERE)
