@@ -10,6 +10,7 @@ import sys
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which PYTHONSAFEPATH leaves out
 
 from dtlayout.launch import main
+from dtlayout.process import leave
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

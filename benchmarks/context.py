@@ -42,6 +42,7 @@ from dtlayout.ops.composite import call_seen
 from dtlayout.ops.documents import count_scores, share_positions
 from dtlayout.optimizers import AdamW
 from dtlayout.precision import Precision
+from dtlayout.process import leave
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
@@ -280,4 +281,4 @@ def _mean_work(hops: list[list[int]]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

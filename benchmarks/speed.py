@@ -33,6 +33,7 @@ from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import AdamW
 from dtlayout.precision import Format, Precision
+from dtlayout.process import leave
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
 
@@ -294,3 +295,4 @@ def write_page(medians: dict[tuple[int, str, str, str], float], options: argpars
 
 if __name__ == "__main__":
     main()
+    leave(0)

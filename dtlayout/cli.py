@@ -176,8 +176,12 @@ def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:
     overview.error("a COMMAND comes first")  # of arguments that are right, but for their order
 
 
-if __name__ == "__main__":  # under torchrun, where gloo's threads may end a process that Python takes down with SIGABRT
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+def run() -> NoReturn:
+    """The command line as a process of its own, also as ranks of torchrun."""
+    from dtlayout.process import leave  # only now: most of what ends before needs nothing of it
+
+    leave(main())
+
+
+if __name__ == "__main__":
+    run()

@@ -1,11 +1,10 @@
 """Device: where something runs, as far as it is known. Before torch is asked that is what the configuration says."""
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from dtlayout.cgroups import find_memory_limit
 from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named, is_slice
 
 DeviceType = Literal["cpu", "cuda"]
@@ -66,8 +65,7 @@ def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> D
 
 
 def find_host_bytes() -> int:
-    """Memory that the processes of this host may have together: all of it, or what a container is given."""
+    """Memory that the processes of this host may have together: all of it, or what a container or a job is given."""
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no such group, or one without a limit: "max"
-        nbytes = min(nbytes, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
-    return nbytes
+    limit = find_memory_limit()
+    return nbytes if limit is None else min(nbytes, limit)

@@ -1,7 +1,8 @@
 """What train.py does: check first, without torch; train only what passed.
 
 torchrun restarts workers after any exit code but 0 (`--max-restarts`), also after a refusal or a non-finite loss. So a
-restarted process looks at RUN/summary.json first, and if the run has ended there, it ends the same way again.
+restarted process looks at RUN/summary.json first, and if the run has ended there, it ends the same way again. A start
+that may not write there has left its reason elsewhere (`restarts`).
 
 What an earlier run in the folder reached stays in summary.json until this one has reached something: a start that is
 refused adds why, under "refused", and changes nothing else.
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any, NoReturn
 
 from dtlayout.config import Config, check_layout, load_config
 from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig, LostRanks
-from dtlayout.lease import hold
+from dtlayout.lease import LEASE_NAME, Lease, hold
+from dtlayout.process import leave
+from dtlayout.restarts import find_refusal, is_restart
 from dtlayout.signals import Stopped, StopRequest, note_signals
 from dtlayout.terminal import guarded
 from dtlayout.text import plural
@@ -45,6 +48,8 @@ def _main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0 if arguments else EXIT_REFUSED
     try:
+        if refusal := find_refusal():
+            raise InvalidConfig(f"not tried again: {refusal}")
         with note_signals() as stop:
             stop.early_end = _leave
             refuse_separate_worlds()
@@ -101,10 +106,11 @@ def _run(config: Config, stop: StopRequest) -> int:
     try:
         layout = check_layout(config, _count("WORLD_SIZE") or 1)
     except DtlayoutError as error:
-        if is_writer and not summary:  # an earlier run's summary is worth more, and one that goes on has it in use
+        # An earlier run's summary is worth more, and one that goes on has it in use, or has just begun.
+        if is_writer and not summary and not (folder / LEASE_NAME).exists():
             _write_refusal(error, folder, {})
         raise
-    if _is_restart() and (ended := _find_end(summary, layout.world_size)) is not None:
+    if is_restart() and (ended := _find_end(summary, layout.world_size)) is not None:
         return ended
     if summary.get("outcome") == "done" and summary.get("steps", 0) >= config.train.steps:
         _refuse_another_run(config, folder)
@@ -115,37 +121,43 @@ def _run(config: Config, stop: StopRequest) -> int:
                 f"or use another train.run_folder"
             )
         return EXIT_DONE
-    with hold(folder) if is_writer else nullcontext(lambda: None) as release:
-
-        def tidy() -> None:
-            _write_stopped(folder, reached)
-            release()
-
+    with hold(folder) if is_writer else nullcontext() as lease:
         try:
-            if is_writer:
+            if lease:
                 with stop.changing:
-                    if not _is_restart():
+                    if not is_restart():
                         _write_outcome("running", None, folder, reached)
-                    stop.early_end = partial(_leave, tidy)
+                    stop.early_end = partial(_leave, partial(_tidy, lease, folder, reached))
                 # The others hear of what is wrong on their nodes: `data.nodes`.
                 from dtlayout.data.check import check_data  # only now: it imports numpy
 
                 check_data(config)
             from dtlayout.training.run import train  # only now: it imports torch
 
-            return train(config, layout, stop)
-        except Stopped:
-            if is_writer:
-                _write_stopped(folder, reached)
+            return train(config, layout, stop, lease)
+        except (Stopped, DtlayoutError) as error:
+            if lease:
+                with suppress(OSError):
+                    lease.check()
+                _write_end(error, folder, reached)
             raise
-        except LostRanks as error:
-            if is_writer:
-                note_crash(folder, str(error), is_refusal=False)
-            raise
-        except DtlayoutError as error:
-            if is_writer:
-                _write_refusal(error, folder, reached)
-            raise
+
+
+def _write_end(error: Stopped | DtlayoutError, folder: Path, reached: dict[str, Any]) -> None:
+    """Say in summary.json why a start has ended early."""
+    if isinstance(error, Stopped):
+        _write_stopped(folder, reached)
+    elif isinstance(error, LostRanks):
+        note_crash(folder, str(error), is_refusal=False)
+    else:
+        _write_refusal(error, folder, reached)
+
+
+def _tidy(lease: Lease, folder: Path, reached: dict[str, Any]) -> None:
+    """What a start that is stopped early leaves in its folder."""
+    lease.check()
+    _write_stopped(folder, reached)
+    lease.release()
 
 
 def _leave(tidy: Callable[[], None] = lambda: None) -> NoReturn:
@@ -203,10 +215,6 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
         )
 
 
-def _is_restart() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def _write_refusal(error: DtlayoutError, folder: Path, reached: dict[str, Any]) -> None:
     """Note why a start was refused, beside what an earlier one reached."""
     problems = str(error).splitlines()
@@ -222,4 +230,4 @@ def _write(summary: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":  # as train.py, for who has no checkout
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

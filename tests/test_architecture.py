@@ -20,6 +20,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
         "layout_names",
         "toml", "cluster", "signals", "files", "process", "ranges", "optimizers", "text", "trackers",
         "source_names", "interpreter", "terminal",
+        "cgroups", "restarts", "lease",
         "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.orders",
         "pipelining.split_orders", "pipelining.record", "pipelining.schedule_file", "pipelining.schedules",
     ],
@@ -45,7 +46,7 @@ LAYERS = {  # lowest first; a module may import its own layer and those above it
     "dry run": ["dryrun.*"],
     "sweep": ["sweep.*"],
     "report": ["report.*"],
-    "programs": ["commands.*", "cli", "launch", "lease"],
+    "programs": ["commands.*", "cli", "launch"],
 }  # fmt: skip
 ORDER = list(LAYERS)
 WITHOUT_TORCH = ORDER[: ORDER.index("planner") + 1]

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tiny import ROOT, TinyFiles, write_tiny
@@ -13,9 +15,10 @@ from dtlayout import cli, launch
 from dtlayout.cluster import find_gpu
 from dtlayout.config import load_config
 from dtlayout.device import device_of
-from dtlayout.errors import DataError
+from dtlayout.errors import DataError, LostRanks
 from dtlayout.launch import USAGE, main
-from dtlayout.lease import LEASE_NAME, hold
+from dtlayout.lease import LEASE_NAME, Lease, hold
+from dtlayout.signals import Stopped
 from dtlayout.training.metrics import read_summary
 
 
@@ -207,6 +210,49 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing_there(files, ca
         assert main([str(files.config)]) == 2
         assert {path.name: path.read_text() for path in files.run.iterdir()} == before
     assert f"belongs to another run: pid {os.getpid()} on " in capsys.readouterr().err
+
+
+def test_a_start_after_one_that_a_lease_refused_ends_at_once_and_says_so(files, capsys, monkeypatch, tmp_path):
+    error_files = [tmp_path / "agent" / f"attempt_{i}" / "0" / "error.json" for i in range(2)]
+    error_files[0].parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_files[0]))
+    with hold(files.run):
+        assert main([str(files.config)]) == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith(f"train.run_folder='{files.run}' belongs to another run: ")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_files[1]))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(["a config that nobody reads"]) == 2
+    assert capsys.readouterr().err == f"not tried again: {refusal}"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "another agent" / "attempt_0" / "0" / "error.json"))
+    assert main(["a config that nobody reads"]) == 2
+    assert "not tried again" not in capsys.readouterr().err
+
+
+def test_a_layout_that_is_refused_writes_nothing_into_a_folder_that_another_run_has(files):
+    with hold(files.run):
+        assert main([str(files.config), "--layout.tp=3"]) == 2
+        assert [path.name for path in files.run.iterdir()] == [LEASE_NAME]
+
+
+@pytest.mark.parametrize("raised", [Stopped(), DataError("damaged"), LostRanks("some are not there")])
+def test_a_start_that_has_lost_its_folder_says_nothing_there_of_how_it_ended(files, monkeypatch, raised):
+    """The process ends instead, which this test could not outlive."""
+    looked = []
+    monkeypatch.setattr(Lease, "check", lambda lease, trusted_s=0.0: looked.append(read_summary(files.run)["outcome"]))
+    monkeypatch.setattr("dtlayout.training.run.train", raise_it(raised))
+    assert main([str(files.config)]) == (3 if isinstance(raised, Stopped) else raised.exit_code)
+    assert looked == ["running"]  # before anything was written
+    assert read_summary(files.run)["outcome"] != "running"
+
+
+def raise_it(error: Exception) -> Callable[..., NoReturn]:
+    """What raises this, whatever it is called with."""
+
+    def call(*_: object) -> NoReturn:
+        raise error
+
+    return call
 
 
 @pytest.mark.parametrize("exit_code", [0, 2, 3, 4])

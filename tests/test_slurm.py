@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -57,6 +58,32 @@ def test_a_summary_of_an_earlier_attempt_says_nothing_of_this_one(slurm, files):
         assert slurm.submit(files.config, step=end_as(files, "stopped"), MAX_CRASHES="0") == 0
     assert slurm.submit(files.config, step="exit 1", MAX_CRASHES="0") == 1
     assert slurm.num_requeued == 2
+
+
+BEATS = "import os, sys, time\nfor _ in range(900): os.utime(sys.argv[1]); time.sleep(0.1)"
+"""What the heart of a run does with its lease."""
+
+
+@pytest.mark.parametrize("job", ["41", "42"])
+def test_a_folder_that_another_run_has_is_not_asked_for_again(slurm, files, job):
+    files.run.mkdir()
+    (files.run / "running.json").write_text(json.dumps({"restarts": {f"SLURM_JOB_ID={job}": 0}}))
+    (files.run / "summary.json").write_text(json.dumps({"outcome": "running"}))
+    heart = subprocess.Popen([sys.executable, "-c", BEATS, str(files.run / "running.json")])
+    try:
+        assert slurm.submit(files.config, step="exit 1") == (2 if job == "41" else 0), slurm.log.read_text()
+    finally:
+        heart.kill()
+        heart.wait()
+    assert slurm.num_requeued == int(job == "42")  # what is left of this job's own crash
+
+
+def test_a_summary_counts_that_was_written_after_the_clock_was_set_back(slurm, files):
+    files.run.mkdir()
+    summary = files.run / "summary.json"
+    summary.write_text(json.dumps({"outcome": "running"}))
+    step = f"{end_as(files, 'refused')}".replace("; exit", f"; touch --date='1 hour ago' {summary}; exit")
+    assert slurm.submit(files.config, step=step) == 2, slurm.log.read_text()
 
 
 def test_a_config_that_is_refused_starts_no_task(slurm, files):

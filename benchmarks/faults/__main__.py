@@ -4,7 +4,8 @@
     python -m benchmarks.faults [--quick] [--only KIND[,KIND]] [--out FOLDER] [--page FILE]
 
 events.py says what is noted, runs.py starts and compares small runs of train.py, and each other file is a kind of
-fault. Exit code 1 if one was not survived, or there were fewer than there should be.
+fault. Exit code 1 if one was not survived, or there were fewer than there should be. What the page had of kinds of
+which there are no events stays on it (`page`).
 """
 
 import argparse
@@ -17,12 +18,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults import breaks, flips, full_disk, kills, layouts, signals, writes
+from benchmarks.faults import breaks, flips, full_disk, kills, layouts, leases, limits, signals, writes
 from benchmarks.faults.events import Amounts, Event, EventsFile, Kind
+from benchmarks.faults.page import HEAD, Page
 
 KINDS: dict[str, Kind] = {
-    each.KIND.name: each.KIND for each in (breaks, layouts, flips, writes, full_disk, signals, kills)
-}
+    kind.name: kind
+    for kind in (
+        *(each.KIND for each in (breaks, layouts, flips, writes, full_disk, signals, kills)), *leases.KINDS, limits.KIND
+    )
+}  # fmt: skip
 FULL = Amounts(kills=50, inside=20, signals=10, pairs=30)
 QUICK = Amounts(kills=4, inside=2, signals=1, pairs=4)
 
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             outcome = event.problem or "survived"
             print(f"{kind.name}: {event.what} {event.facts or ''}: {outcome}", file=sys.stderr, flush=True)
     events = file.read()
-    page = "\n".join(report(kinds, amounts, events)) + "\n"
+    page = "\n".join(report(amounts, events, Page.read(options.page))) + "\n"
     if options.page:
         options.page.write_text(page, encoding="utf-8")
     else:
@@ -66,26 +71,32 @@ def latest(kind: Kind, events: Sequence[Event]) -> list[Event]:
     return list({event.what: event for event in events if event.kind == kind.name}.values())
 
 
-def report(kinds: Sequence[Kind], amounts: Amounts, events: Sequence[Event]) -> list[str]:
-    """The page's lines."""
-    by_kind = {kind.name: latest(kind, events) for kind in kinds}
+def report(amounts: Amounts, events: Sequence[Event], before: Page) -> list[str]:
+    """The page's lines; what no event tells of is as it was `before`."""
+    by_kind = {kind.name: latest(kind, events) for kind in KINDS.values()}
+    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     lines = [
         "# Faults, and what was left of runs after them\n",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench-faults`: torch {torch.__version__}, {os.cpu_count()} CPU "
-        f"cores, small models on gloo.",
+        f"{today}, `make bench-faults`: torch {torch.__version__}, {os.cpu_count()} CPU cores, small models on gloo.",
         "Survived is what kept the promise beside it; bits are all losses of a run and hashes of its last checkpoint's",
         "tensors.\n",
-        "| fault | provoked | wanted | survived | which means |",
-        "|---|--:|--:|--:|---|",
+        HEAD,
+        "|---|--:|--:|--:|---|---|",
     ]
-    for kind in kinds:
+    for kind in KINDS.values():
         own = by_kind[kind.name]
+        if not own:
+            lines += [before.rows[kind.title]] if kind.title in before.rows else []
+            continue
         provoked = sum(event.count for event in own)
         survived = sum(event.count for event in own if not event.problem) if is_compared(own) else 0
-        lines.append(f"| {kind.title} | {provoked} | {kind.expected(amounts)} | {survived} | {kind.promise} |")
+        cells = kind.title, provoked, kind.expected(amounts), survived, kind.promise, today
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     for name, describe in DETAILS.items():
-        if by_kind.get(name):
+        if by_kind[name]:
             lines += ["", *describe(by_kind[name])]
+        else:
+            lines += ["", *kept] if (kept := before.sections.get(f"## {HEADINGS[name]}")) else []
     problems = [event for own in by_kind.values() for event in own if event.problem]
     if problems:
         lines += ["", "## Not survived\n", *(f"- {each.kind}, {each.what}: {each.problem}" for each in problems)]
@@ -146,7 +157,14 @@ def describe_breaks(own: Sequence[Event]) -> list[str]:
     return ["## Planted breaks\n", "| break | tests that fail |", "|---|---|", *rows]
 
 
-DETAILS = {"kills": describe_kills, "signals": describe_signals, "breaks": describe_breaks}
+def describe_clocks(own: Sequence[Event]) -> list[str]:
+    """For how long each lease was looked at."""
+    rows = [f"| {event.what} | {event.facts['waited_s']:.0f} |" for event in own]
+    return ["## Clocks\n", "| the lease's clock | looked for, s |", "|---|--:|", *rows]
+
+
+DETAILS = {"kills": describe_kills, "signals": describe_signals, "breaks": describe_breaks, "clocks": describe_clocks}
+HEADINGS = {"kills": "Kills", "signals": "Signals", "breaks": "Planted breaks", "clocks": "Clocks"}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ OPTIONS = (
     "--metrics.log_every=1", "--metrics.memory_every=1000",
 )  # fmt: skip
 """A small model, whose learning rate does not depend on how long the run is: nobody knows that before the faults."""
+ALONE = ("--layout.pp=1", "--layout.tp=1")
 PP2_TP2 = ("--layout.pp=2", "--layout.tp=2")
 ENDLESS = 10**6
 LIMIT_S = 300.0
@@ -109,18 +110,22 @@ def _read_command(pid: int) -> str:
 @contextmanager
 def started(
     run: Path, *options: str, num_ranks: int = 4, restarts: int = 0, apart: bool = False,
-    environment: dict[str, str] | None = None, log: Path | None = None,
+    environment: dict[str, str] | None = None, log: Path | None = None, meeting: Sequence[str] = ("--standalone",),
 ) -> Iterator[Start]:  # fmt: skip
-    """train.py under torchrun, or with `apart` as ranks that nothing watches; none of it is left afterwards."""
+    """train.py under torchrun, or with `apart` as ranks that nothing watches; none of it is left afterwards.
+
+    `meeting` is what torchrun is told of its rendezvous.
+    """
     run.parent.mkdir(parents=True, exist_ok=True)
-    log, mark = log or run.with_name(f"{run.name}.log"), f"faults {os.getpid()} {run}"
+    log = log or run.with_name(f"{run.name}.log")
+    mark = f"faults {os.getpid()} {log}"
     log.touch()
     folders = (f"--train.run_folder={run}", f"--data.folder={log.with_name('tokens')}")
     program = ["train.py", CONFIG, *OPTIONS, *folders, *options]
     common = ["env", "OMP_NUM_THREADS=1", *(f"{name}={value}" for name, value in (environment or {}).items())]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
     if apart:
-        port = f"MASTER_PORT={_find_port()}"
+        port = f"MASTER_PORT={find_port()}"
         place = ["MASTER_ADDR=127.0.0.1", port, f"WORLD_SIZE={num_ranks}", f"LOCAL_WORLD_SIZE={num_ranks}"]
         place += ["GROUP_RANK=0", "GROUP_WORLD_SIZE=1"]
         commands = [
@@ -139,7 +144,8 @@ def started(
                 processes.end(mark, process, grace_s=0.0)
 
 
-def _find_port() -> int:
+def find_port() -> int:
+    """A port that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

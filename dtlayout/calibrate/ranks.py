@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from dtlayout.calibrate.clock import Busy
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
 from dtlayout.cluster import Gpu, known_gpus, why_unknown
-from dtlayout.device import Device
+from dtlayout.device import Device, find_host_bytes
 from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.files import check_writable
+from dtlayout.process import leave
 from dtlayout.terminal import guarded
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
@@ -61,7 +62,7 @@ def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
+        memory_bytes = find_host_bytes() // ranks_per_node
     busy = Busy()
     host_s, host_alone_s = measures.measure_host(device.type)
     return Measured(
@@ -84,12 +85,5 @@ def _collect(name: str, found: Iterable[T]) -> tuple[T, ...]:
     return tuple(found)
 
 
-def end(exit_code: int) -> NoReturn:
-    """End the process, at once: threads that collectives have left sometimes abort an interpreter that is torn down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
-
-
 if __name__ == "__main__":
-    end(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -39,6 +39,13 @@ def agree(work: Callable[[], T] | None, path: Path, group: dist.ProcessGroup | N
     return [each for each, _ in gathered] if is_first else []
 
 
+def tell(value: T, group: dist.ProcessGroup | None) -> T:
+    """The first rank's value, on all ranks."""
+    told = [value]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    return told[0]
+
+
 class RepeatedPlanner(DefaultSavePlanner):
     """Says which rank writes which shard: planned by the first rank, of all that every rank holds, and then kept."""
 

@@ -1,6 +1,6 @@
 """How a run's folder of checkpoints changes: by one rename each time. No torch.
 
-    partial-00000070            being written
+    partial-00000070-WRITER     being written, by the first rank of one start of a run
     step-00000070               whole
     removed-step-00000070       being removed
     damaged-step-00000070       set aside, for people
@@ -8,11 +8,13 @@
     latest                      a link to the newest
 
 A kill leaves whole checkpoints, and what `clean` takes away. All of them are in one folder of a run, and nothing
-outside it is ever removed or renamed: links count as where they lead (`check_own`).
+outside it is ever removed or renamed: links count as where they lead (`check_own`). Before each of these changes `look`
+is called, which does not return where the folder has become another run's.
 """
 
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,9 +29,9 @@ def name_checkpoint(folder: Path, step: int) -> Path:
     return folder / f"{PREFIX}{step:08d}"
 
 
-def name_partial(folder: Path, step: int) -> Path:
-    """Of that checkpoint while it is written."""
-    return folder / f"partial-{step:08d}"
+def name_partial(folder: Path, step: int, writer: str) -> Path:
+    """Of that checkpoint while it is written, by whom `process.name_process` calls so."""
+    return folder / f"partial-{step:08d}-{writer}"
 
 
 def check_own(folder: Path) -> None:
@@ -45,8 +47,9 @@ def check_own(folder: Path) -> None:
         )
 
 
-def make_empty(partial: Path) -> None:
-    """Make this folder, in the place of what a killed save has left."""
+def make_empty(partial: Path, look: Callable[[], None]) -> None:
+    """Make this folder, in the place of what a save that failed has left."""
+    look()
     check_own(partial.parent)
     _take_away(partial)
     partial.mkdir(parents=True)
@@ -59,33 +62,47 @@ def drop(partial: Path) -> None:
         _take_away(partial)
 
 
-def publish(partial: Path, path: Path, keep: int) -> None:
+def publish(partial: Path, path: Path, keep: int, look: Callable[[], None]) -> None:
     """Give a whole checkpoint its name, so that it is on the disk; only then older ones go, but the `keep` newest."""
-    folder = path.parent
+    folder, doomed = path.parent, _name_doomed(path)
+    look()
     check_own(folder)
-    if os.path.lexists(path):  # the same step again, after a resume from an older checkpoint
-        _remove(folder, path.name)
-    os.replace(partial, path)
+    is_again = os.path.lexists(path)  # the same step, after a resume from an older checkpoint
+    if is_again:
+        _take_away(doomed)
+        os.replace(path, doomed)
+    try:
+        os.replace(partial, path)
+    except OSError:
+        if is_again:
+            with suppress(OSError):
+                os.replace(doomed, path)
+        raise
     sync(folder)
+    if is_again:
+        _take_away(doomed)
     _point_to(path)
     for old in list_checkpoints(folder)[:-keep]:
         with suppress(OSError):  # it goes with the next one's
-            _remove(folder, old.name)
+            look()
+            _remove(old)
 
 
-def clean(folder: Path) -> None:
+def clean(folder: Path, look: Callable[[], None]) -> None:
     """Take away what killed saves and removals have left; by one process, while nobody saves there."""
     check_own(folder)
     for left in [*folder.glob("partial-*"), *folder.glob("removed-*")]:
+        look()
         _take_away(left)
 
 
-def set_aside(newest: Path, mark: str = "damaged") -> list[Path]:
+def set_aside(newest: Path, look: Callable[[], None], mark: str = "damaged") -> list[Path]:
     """Rename checkpoints newer than the one that is gone on from to `mark`-step-…; they stay, and count as none."""
     check_own(newest.parent)
     aside = []
     for path in list_checkpoints(newest.parent):
         if path.name > newest.name:
+            look()
             doomed = path.with_name(f"{mark}-{path.name}")
             _take_away(doomed)
             os.replace(path, doomed)
@@ -104,11 +121,15 @@ def _point_to(path: Path) -> None:
         os.replace(link, path.with_name(_LATEST))
 
 
-def _remove(folder: Path, name: str) -> None:
+def _name_doomed(path: Path) -> Path:
+    return path.with_name(f"removed-{path.name}")
+
+
+def _remove(path: Path) -> None:
     """Remove a checkpoint so that a kill leaves nothing that looks like a whole one."""
-    doomed = folder / f"removed-{name}"
+    doomed = _name_doomed(path)
     _take_away(doomed)  # of an earlier removal that was killed
-    os.replace(folder / name, doomed)
+    os.replace(path, doomed)
     _take_away(doomed)
 
 

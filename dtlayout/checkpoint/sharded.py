@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dtlayout import toml
-from dtlayout.checkpoint.agreement import RepeatedPlanner, agree, last_line
+from dtlayout.checkpoint.agreement import RepeatedPlanner, agree, last_line, tell
 from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.checkpoint.folder import drop, make_empty, name_checkpoint, name_partial, publish
 from dtlayout.checkpoint.manifest import (
@@ -44,6 +44,7 @@ from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
 from dtlayout.plans.init import find_place
+from dtlayout.process import name_process
 from dtlayout.training.optimizer import fill_state
 
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
@@ -97,16 +98,18 @@ def save_checkpoint(
     facts: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     planner: RepeatedPlanner | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save the state after `step` steps, as `collect_state` gives it, from all ranks at once and on any thread of each.
 
     The `keep` newest checkpoints stay. `settings` are the optimizer's, `origin` is what else decides how training goes
     on, for `read_origin`, `facts` what the manifest says beside its files. Ranks agree over `group`, by default the
     group of all; one of gloo keeps what may take long from under NCCL's watchdog. With one `planner` for all saves of a
-    run, whose tensors keep names, shapes and places, they are planned once. What failed leaves nothing, and the older
-    ones as they were. CheckpointError on every rank if a file cannot be written.
+    run, whose tensors keep names, shapes and places, they are planned once. `look` is called on the first rank before
+    anything is published or removed, and does not return where the folder has become another run's. What failed leaves
+    nothing, and the older ones as they were. CheckpointError on every rank if a file cannot be written.
     """
-    path, partial = name_checkpoint(folder, step), name_partial(folder, step)
+    path, partial = name_checkpoint(folder, step), name_partial(folder, step, tell(name_process(), group))
     is_first, planner = dist.get_rank(group) == 0, planner or RepeatedPlanner()
     # Copying ahead, it would wait for the first GPU, which is the one of a new thread, whatever this rank's is.
     writer = dcp.FileSystemWriter(partial / "tensors", per_thread_copy_ahead=0)
@@ -128,10 +131,10 @@ def save_checkpoint(
         for _, of_rank in by_rank:
             files |= of_rank
         write_manifest(partial, files, facts or {})
-        publish(partial, path, keep)
+        publish(partial, path, keep, look)
 
     try:
-        agree((lambda: make_empty(partial)) if is_first else None, path, group)
+        agree((lambda: make_empty(partial, look)) if is_first else None, path, group)
         planner.plan_writes(tensors, writer, path, group)
         by_rank = agree(write, path, group)
         agree(finish if is_first else None, path, group)

@@ -29,14 +29,15 @@ SPIKES = "spikes"
 class Checkpoints:
     """The folders of a run in which its state is, as all ranks use them together."""
 
-    def __init__(self, config: Config, say: Callable[[str], None], watch: Watch):
+    def __init__(self, config: Config, say: Callable[[str], None], watch: Watch, look: Callable[[], None]):
         """Open the groups that ranks save and load over, and find where the run begins; `say` gets lines for people.
 
-        `newest` is the newest checkpoint that is intact, or None; those that are newer are out of its way.
+        `look` is called before anything there is published or removed: `Lease.check`. `newest` is the newest checkpoint
+        that is intact, or None; those that are newer are out of its way.
         """
         self.config = config
         self.folder = Path(config.train.run_folder)
-        self.say = say
+        self.say, self.look = say, look
         self.watch = watch
         limits = config.train.timeout_s + SPARE_S, config.checkpoint.timeout_s + SPARE_S
         self.host = open_host_group(*limits)
@@ -54,10 +55,10 @@ class Checkpoints:
             check_own(each)  # by each rank, so that none waits for one that has refused
         newest = find_intact(folder, self.say, falls_back=falls_back, group=self.host)
         if dist.get_rank() == 0:
-            clean(folder)
-            clean(self.folder / SPIKES)
+            clean(folder, self.look)
+            clean(self.folder / SPIKES, self.look)
             if newest is not None:
-                set_aside(newest)
+                set_aside(newest, self.look)
         return newest
 
     def serve(self, modules: list[nn.Module], optimizer: torch.optim.Optimizer, device_type: str) -> None:
@@ -101,7 +102,7 @@ class Checkpoints:
         def write() -> Path:
             return save_checkpoint(
                 self.folder / folder, step, wait_for_copies(), config.model, settings, keep=config.checkpoint.keep,
-                origin=origin, facts=facts, group=self.background or self.host, planner=self.planner,
+                origin=origin, facts=facts, group=self.background or self.host, planner=self.planner, look=self.look,
             )  # fmt: skip
 
         if in_background:
@@ -145,7 +146,7 @@ class Checkpoints:
             self.say(f"{problem}: there is no older checkpoint to go back to: move it away to begin anew")
             return
         try:
-            aside = ", ".join(path.name for path in set_aside(fine[-1], "nonfinite"))
+            aside = ", ".join(path.name for path in set_aside(fine[-1], self.look, "nonfinite"))
             self.say(f"{problem}: it is set aside as {aside}, and {fine[-1]} is the newest")
         except OSError as error:
             self.say(f"{problem}, and it cannot be set aside: {error.strerror}")
@@ -154,6 +155,7 @@ class Checkpoints:
         """On one rank, the weights as they were saved last, in the format that was computed in."""
         config = self.config
         try:
+            self.look()
             export_weights(
                 find_checkpoint(self.folder),
                 self.folder / "hf",
@@ -163,7 +165,7 @@ class Checkpoints:
                 base=self.folder / KEPT,
             )
             self.say(f"exported {self.folder / 'hf'}")
-        except DtlayoutError as error:  # the run is done all the same
+        except (DtlayoutError, OSError) as error:  # the run is done all the same
             self.say(f"not exported: {error}; dtlayout convert {self.folder} FOLDER tries again")
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from dtlayout.process import is_gone, is_stopped
 
-_FORM = struct.Struct("<qqqd?10s80s160s")
+_FORM = struct.Struct("<qqqd?10s80s160s64s")
 """Rank, process, step, since when it does what it does or has ended, whether that is to wait for others, how it ended,
-what it does, and why it ended."""
+what it does, why it ended, and with whom it lost a connection."""
 _HEAD = struct.Struct("<q")
 """1 + the rank that was found to be at fault; 0 until then."""
 _SIZE = 512
@@ -40,6 +40,8 @@ class Record:
     """Why it ends."""
     waits: bool = False
     """Whether what it does is to wait for other ranks."""
+    peer: str = ""
+    """Address of the host with which it lost a connection, where that is known."""
 
     @property
     def where(self) -> str:
@@ -70,28 +72,28 @@ class Board:
         self._doing, self._waits = doing.encode()[:80], waits
         self._write(os.getpid())
 
-    def fail(self, state: str, reason: str) -> None:
-        """Note how this rank ends, and why; what it did stays."""
+    def fail(self, state: str, reason: str, peer: str = "") -> None:
+        """Note how this rank ends, why, and with whom it lost a connection; what it did stays."""
         self.since = time.monotonic()
-        self._write(os.getpid(), state, reason)
+        self._write(os.getpid(), state, reason, peer)
 
     def leave(self) -> None:
         """Note that this rank ends well: nobody misses it."""
         self._write(0)
 
-    def _write(self, pid: int, state: str = "", reason: str = "") -> None:
+    def _write(self, pid: int, state: str = "", reason: str = "", peer: str = "") -> None:
         how = self.since, self._waits, state.encode()
-        values = self.rank, pid, self.step, *how, self._doing, reason.encode()[:160]
+        values = self.rank, pid, self.step, *how, self._doing, reason.encode()[:160], peer.encode()[:64]
         # In one go: `pack_into` would empty the record first, and who is killed then would be missed by nobody.
         self._memory[self._own : self._own + _FORM.size] = _FORM.pack(*values)
 
     def read(self) -> list[Record]:
         """The records of all ranks of the node that have begun and have not ended well."""
         now, records = time.monotonic(), []
-        for rank, pid, step, since, waits, state, doing, reason in self._unpack():
+        for rank, pid, step, since, waits, state, doing, reason, peer in self._unpack():
             found = _text(state) or ("gone" if is_gone(pid) else "stopped" if is_stopped(pid) else "running")
             values = {"rank": rank, "step": step, "doing": _text(doing), "state": found, "reason": _text(reason)}
-            records.append(Record(**values, waits=waits, age_s=now - since))
+            records.append(Record(**values, waits=waits, age_s=now - since, peer=_text(peer)))
         return records
 
     def find_process(self, rank: int) -> int | None:

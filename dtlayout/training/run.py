@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from dtlayout.errors import (
 from dtlayout.files import expand
 from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
+from dtlayout.lease import TRUSTED_S, Lease, is_of_another
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
 from dtlayout.ops.attention import attention_implementation
@@ -60,8 +61,11 @@ MAX_SKIPPED = 10
 """Steps in a row that are left out as not finite: after so many it is not the data, and the run ends."""
 
 
-def train(config: Config, layout: Layout, stop: StopRequest) -> int:
-    """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank."""
+def train(config: Config, layout: Layout, stop: StopRequest, lease: Lease | None = None) -> int:
+    """Train until `train.steps`, a signal or a non-finite loss; the exit code of this rank.
+
+    `lease` is that of the run folder, on the rank that writes there.
+    """
     if config.train.deterministic:
         repeat_bits(config.train.device)
     device = open_device(config.train.device, config.cluster.known_gpu)
@@ -78,13 +82,23 @@ def train(config: Config, layout: Layout, stop: StopRequest) -> int:
     samples = _open_samples(config, config.data, store, "tokens", seed=config.train.seed)
     held_out = _open_held_out(config, store)
     folder = Path(config.train.run_folder)
+    if os.environ["RANK"] == "0":
+        store.set("lease", lease.text if lease else "")
     meet(store, stop, config.train.timeout_s)
+    lease_text = store.get("lease").decode()
+
+    def note(line: str, is_refusal: bool) -> None:
+        if not lease_text or not is_of_another(folder, lease_text):
+            note_crash(folder, line, is_refusal)
+
     patience_s = max(config.train.timeout_s, config.checkpoint.timeout_s)
-    watch = Watch(store, config.train.timeout_s, patience_s, note=partial(note_crash, folder), flight=folder / "flight")
+    watch = Watch(store, config.train.timeout_s, patience_s, note=note, flight=folder / "flight")
+    if lease:
+        lease.before_end = watch.note_refusal
     with watch, attention_implementation(kernels.attention):
         watch.at("joining the other ranks", waits=True)
         join_ranks(device, config.train.timeout_s + SPARE_S, store)
-        run = _Run(config, layout, chosen, device, samples, held_out, stop, watch)
+        run = _Run(config, layout, chosen, device, samples, held_out, stop, watch, lease)
         try:
             exit_code = run.execute()
         except DtlayoutError as error:
@@ -102,9 +116,10 @@ class _Run:
 
     def __init__(
         self, config: Config, layout: Layout, chosen: Chosen, device: Device, samples: Samples,
-        held_out: Samples | None, stop: StopRequest, watch: Watch,
+        held_out: Samples | None, stop: StopRequest, watch: Watch, lease: Lease | None,
     ):  # fmt: skip
         """`chosen` are the config's kernels without an auto, `held_out` the samples of [validation]."""
+        self.lease = lease
         kernels = chosen.kernels
         self.config = config
         self.layout = layout
@@ -124,7 +139,7 @@ class _Run:
         model = config.model
         values = model, config.batch, layout, kernels, config.precision
         self.display = self.records.display
-        self.checkpoints = Checkpoints(config, self.display.say, watch)
+        self.checkpoints = Checkpoints(config, self.display.say, watch, lease.check if lease else lambda: None)
         self.host = self.checkpoints.host
         watch.at("building the model", is_long=True)
         is_loaded = config.train.init_from and self.checkpoints.newest is None
@@ -165,6 +180,7 @@ class _Run:
         self.records.say_what_starts(first_step, self.assembly.slices, microbatches, is_loaded=is_loaded)
         if self.is_writer:
             self._say_what_is_read()
+        self._look()
         self.records.open(self._resolve(), first_step)
         if self.is_writer:
             keep(self.config, is_new=self.checkpoints.newest is None)
@@ -179,6 +195,7 @@ class _Run:
                     self.checkpoints.go_back(done, {*self.skipped, *self.spikes.found})
         finally:
             self.records.close(is_fine=exit_code in (EXIT_DONE, EXIT_STOPPED))
+        self._look()
         self.records.report(
             exit_code, done, self.memory.peaks_by_pp_rank, skipped=self.skipped, spikes=self.spikes.found,
             executed=self.recorder.executed, num_slow=max(2, self.num_drawn),
@@ -194,6 +211,12 @@ class _Run:
             lines += describe_held_out(self.held_out.samples, self.config.validation.batches)
         for line in lines:
             self.display.say(line)
+
+    def _look(self) -> None:
+        """Return if what is written next goes into a folder that is still this run's."""
+        if self.lease:
+            with suppress(OSError):  # a filesystem that is away for a while ends no run
+                self.lease.check(TRUSTED_S)
 
     def _before_action(self, action: Action | None) -> None:
         self.watch.at_action(action)
@@ -264,6 +287,7 @@ class _Run:
             self.watch.at("waiting for its numbers", waits=True)
             result = launched.wait()
             self.watch.at("noting its numbers")
+            self._look()
             if index == first_step:
                 self._check_attention()
             is_broken = not result.is_finite and not self._skip(index + 1, result)

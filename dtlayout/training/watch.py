@@ -7,8 +7,9 @@ something wrong, or has lost a connection, has all nodes say what their ranks do
 [Note: who is at fault]
 A rank that waits for others is as still as the one for which they wait. So the first to blame is one whose process is
 gone, then one that failed by itself, a node of which nothing is heard, a process that is stopped, a rank that lost a
-connection. If there is none of these, it is one that stands still by itself rather than one that does nothing but wait
-for others, and of those the rank that stood still first: all others went on until they needed it.
+connection, or rather the link at whose end it is (`links`). If there is none of these, it is one that stands still by
+itself rather than one that does nothing but wait for others, and of those the rank that stood still first: all others
+went on until they needed it. A node that hears of no other one blames a rank of its own only for what it sees of it.
 On a GPU that is seen of hosts, which launch ahead of their devices: ranks that all wait for numbers stood still alike,
 and only NCCL's flight records tell more.
 """
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -34,6 +35,7 @@ import torch.distributed as dist
 
 from dtlayout.errors import EXIT_CRASHED, DtlayoutError
 from dtlayout.pipelining.actions import Action
+from dtlayout.training.links import Node, describe_cut, describe_isolation, find_addresses, find_peer
 from dtlayout.training.progress import Board, Record, new_path
 
 POLL_S = 1.0
@@ -55,26 +57,6 @@ _PLAIN = ("gone", "failed")
 """States that leave no doubt."""
 _LOST = ("connection", "broken pipe", "timed out", "nccl", "gloo")
 """What messages of RuntimeErrors have, in small letters, that are about another rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """What a node says of its ranks."""
-
-    host: str
-    records: Sequence[Record]
-    is_silent: bool = False
-    """Whether it said so earlier, and nothing now."""
-
-    def to_json(self) -> str:
-        """As it goes into the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: bytes, *, is_silent: bool) -> "Node":
-        """What a node has left there."""
-        value = json.loads(text)
-        return cls(host=value["host"], records=[Record(**each) for each in value["records"]], is_silent=is_silent)
 
 
 class Verdict(NamedTuple):
@@ -108,7 +90,33 @@ def judge(nodes: Sequence[Node]) -> Verdict:
         "cut off": f"lost a connection in {found.where}: {found.reason}",
         "running": f"stood still first, for {found.age_s:.0f} s, in {found.where}",
     }
-    return Verdict(found.rank, found.state, f"rank {found.rank} on {node.host} {what[found.state]}")
+    line = f"rank {found.rank} on {node.host} {what[found.state]}"
+    link = describe_cut(nodes) if found.state == "cut off" else ""
+    link = describe_isolation(nodes) if found.state == "silent" else link
+    return Verdict(found.rank, found.state, f"{link}: {line}" if link else line)
+
+
+def judge_alone(own: Node, waited_s: float) -> Verdict:
+    """What is at fault where a node hears of no other one: a rank of its own that shows it, else its link."""
+    verdict = judge([own])
+    unheard = f"nothing was heard of other nodes within {waited_s:.0f} s"
+    if verdict.state not in ("cut off", "running") or not own.records:
+        return verdict._replace(line=f"{verdict.line}; {unheard}")
+    found = next(record for record in own.records if record.rank == verdict.rank)
+    return verdict._replace(
+        line=f"the link of {own.host}, or that of the host of rank 0, is cut: {unheard}; rank {found.rank} was in "
+        f"{found.where}"
+    )
+
+
+def _to_json(node: Node) -> str:
+    return json.dumps(asdict(node))
+
+
+def _parse(text: bytes, *, is_silent: bool) -> Node:
+    """What a node has left in the store."""
+    value = json.loads(text)
+    return Node(**{**value, "records": [Record(**each) for each in value["records"]], "is_silent": is_silent})
 
 
 def _name_others(node: Node, found: Record) -> str:
@@ -142,6 +150,7 @@ class Watch:
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._limit_s = timeout_s
         self._note, self._flight = note, flight
+        self._addresses = find_addresses()  # now: a link that goes down takes its own away
         self._board = self._open_board(rank, local_rank, num_local)
         self._is_over = threading.Event()
         self._ending = threading.Lock()
@@ -171,6 +180,10 @@ class Watch:
         """From now on this rank does an action of its schedule, or after the last one what follows it."""
         self.at("the update" if action is None else action.describe())
 
+    def note_refusal(self, reason: str) -> None:
+        """This process is about to end, and for this reason."""
+        self._board.fail("refused", reason)
+
     def __enter__(self) -> "Watch":
         self._thread.start()
         return self
@@ -183,7 +196,8 @@ class Watch:
                 self._end()
         elif isinstance(error, Exception):
             name, (first, *_) = type(error).__name__, str(error).splitlines() or [""]
-            self._board.fail("cut off" if _is_about_another(error) else "failed", f"{name}: {first}")
+            state, peer = ("cut off", find_peer(str(error))) if _is_about_another(error) else ("failed", "")
+            self._board.fail(state, f"{name}: {first}", peer)
             if not self._is_alone:
                 self._end(error)
             self._note(judge([self._read_node()]).line, False)
@@ -219,11 +233,11 @@ class Watch:
 
     def _beat(self) -> bool:
         """Leave a word of this node; whether another one has asked what is wrong."""
-        self._store.set(f"node/{self._node}", self._read_node().to_json())
+        self._store.set(f"node/{self._node}", _to_json(self._read_node()))
         return bool(self._store.check(["asked"]))
 
     def _read_node(self) -> Node:
-        return Node(host=socket.gethostname(), records=self._board.read())
+        return Node(host=socket.gethostname(), records=self._board.read(), addresses=self._addresses)
 
     def _end(self, error: Exception | None = None) -> None:
         """Say whose fault it is, once a node, and end this process; its error is shown if it is its own."""
@@ -256,8 +270,7 @@ class Watch:
         if self._num_nodes > 1:
             heard = _within(limit_s, lambda: self._hear(own))
             if heard is None:
-                line = f"{verdict.line}; nothing was heard of other nodes within {limit_s:.0f} s"
-                verdict, is_judge = verdict._replace(line=line), False
+                verdict, is_judge = judge_alone(own, limit_s), False
             else:
                 verdict, is_judge = heard
         print(verdict.line, file=sys.stderr, flush=True)
@@ -272,7 +285,7 @@ class Watch:
 
     def _hear(self, own: Node) -> tuple[Verdict, bool]:
         """What the first node that asks has judged, after all have said what their ranks do; whether it is this one."""
-        self._store.set(f"said/{self._node}", own.to_json())
+        self._store.set(f"said/{self._node}", _to_json(own))
         self._store.set("asked", "1")
         is_judge = self._store.add("judges", 1) == 1
         if is_judge:
@@ -282,7 +295,7 @@ class Watch:
             for node in range(self._num_nodes):
                 for key, is_silent in ((f"said/{node}", False), (f"node/{node}", True)):
                     if self._store.check([key]):
-                        nodes.append(Node.parse(self._store.get(key), is_silent=is_silent))
+                        nodes.append(_parse(self._store.get(key), is_silent=is_silent))
                         break
             self._store.set("verdict", json.dumps(judge(nodes)))
         return Verdict(*json.loads(self._store.get("verdict"))), is_judge

@@ -14,8 +14,10 @@ from tiny import SHAPE
 from watched_disk import watched_disk
 
 from dtlayout.checkpoint.agreement import RepeatedPlanner
+from dtlayout.checkpoint.folder import name_partial
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
 from dtlayout.layout import Layout
+from dtlayout.process import name_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -88,7 +90,7 @@ def test_all_is_on_the_disk_before_the_manifest_and_the_manifest_before_the_name
     operations: list[tuple[str, Path]] = []
     with watched_disk(lambda operation, path: operations.append((operation, path))):
         path = save(tmp_path, 1, *updated, SHAPE, keep=1)
-    unfinished = tmp_path / "partial-00000001"
+    unfinished = name_partial(tmp_path, 1, name_process())
     renamed = operations.index(("replace", path))
     began = operations.index(("open", unfinished / MANIFEST_NAME))
     for name in read_manifest(path)["files"]:

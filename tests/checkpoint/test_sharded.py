@@ -391,7 +391,7 @@ def test_ranks_go_on_from_the_newest_that_is_intact(ranks4, tmp_path):
         assert "step-00000002 is damaged, an older one is tried: tensors/.metadata is missing" in said[1]
     for message in ranks4.run(find_newest, tmp_path, False):
         assert "step-00000003 is damaged: tensors/__1_0" in message and 'fallback="previous"' in message
-    set_aside(tmp_path / names[0])
+    set_aside(tmp_path / names[0], lambda: None)
     assert [path.name for path in list_checkpoints(tmp_path)] == names[:1]
     assert len(list(tmp_path.glob("damaged-step-*"))) == 2
     (tmp_path / names[0] / MANIFEST_NAME).write_text("{}")
@@ -403,10 +403,10 @@ def test_ranks_go_on_from_the_newest_that_is_intact(ranks4, tmp_path):
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_kills_have_left_is_taken_away(tmp_path):
-    for name in ("partial-00000007", "removed-step-00000003", "step-00000001", "damaged-step-00000005"):
+    for name in ("partial-00000007-node7.12.ab", "removed-step-00000003", "step-00000001", "damaged-step-00000005"):
         (tmp_path / name / "tensors").mkdir(parents=True)
         (tmp_path / name / "tensors" / "__0_0.distcp").write_bytes(b"x")
-    clean(tmp_path)
+    clean(tmp_path, lambda: None)
     assert names_in(tmp_path) == ["damaged-step-00000005", "step-00000001"]
 
 

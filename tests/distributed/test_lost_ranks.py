@@ -41,6 +41,19 @@ The last one may while it loads: then the others find what they read unreadable,
 """
 
 
+ABORTS = """
+import os, sys
+
+class Aborts:
+    def __del__(self, abort=os.abort):
+        abort()
+
+if "RANK" in os.environ:
+    sys.aborts = Aborts()
+"""
+"""A sitecustomize: a rank whose interpreter is taken down dies of SIGABRT, as some do of collectives' threads."""
+
+
 def read(path: Path) -> str:
     """A command line; empty of a process that has just ended."""
     try:
@@ -50,8 +63,9 @@ def read(path: Path) -> str:
 
 
 def plant(folder: Path, *faults: str) -> dict[str, str]:
-    """The environment in which ranks have these faults, a start each."""
+    """The environment in which ranks have these faults, a start each, and no interpreter that ends in Python's way."""
     (folder / "faults.py").write_text(FAULTS)
+    (folder / "sitecustomize.py").write_text(ABORTS)
     return {"DTLAYOUT_PLUGINS": "faults", "PYTHONPATH": f"{ROOT}:{folder}", "FAULTS": " ".join(faults)}
 
 

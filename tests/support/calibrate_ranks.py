@@ -5,6 +5,7 @@ from itertools import islice
 
 from dtlayout.calibrate import clock, measures, probes, ranks
 from dtlayout.mesh import build
+from dtlayout.process import leave
 
 
 def main() -> int:
@@ -25,4 +26,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    ranks.end(main())
+    leave(main())

@@ -15,14 +15,15 @@ from waiting import wait_until
 
 from dtlayout.errors import CheckpointError
 from dtlayout.training import watch as module
+from dtlayout.training.links import Node
 from dtlayout.training.progress import Board, Record
-from dtlayout.training.watch import Node, Watch, judge
+from dtlayout.training.watch import Watch, judge
 
 WAITS = Record(rank=0, step=17, doing="backward of stage 0, microbatch 1", age_s=61.0, state="running")
 
 
 def node(host: str, *records: Record, is_silent: bool = False) -> Node:
-    return Node.parse(Node(host=host, records=records).to_json().encode(), is_silent=is_silent)
+    return module._parse(module._to_json(Node(host=host, records=records)).encode(), is_silent=is_silent)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Memory that Linux's control groups leave to this process: those of a container, a Slurm job, a systemd unit.
+
+Such a group lies inside others, each of which may have a limit; the least of them counts. /proc says which group the
+process is in, and where groups are to be seen as folders, in version 1 (a hierarchy for memory alone) and in version 2.
+In a container either path may begin above what is mounted there: then its mount is the group itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+_LIMITS = {"cgroup": "memory.limit_in_bytes", "cgroup2": "memory.max"}
+"""Filesystem of a version → the file with the limit of a group."""
+_INHERITED = "hierarchical_memory_limit"
+"""In memory.stat of version 1: the least limit of a group and of those around it, also of those not to be seen."""
+
+
+def find_memory_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
+    """The least limit of all groups around this process, bytes; None where none has one.
+
+    `proc` is the process's folder, `root` what the places that it names lie below.
+    """
+    limits = [limit for folder, name in _list_groups(proc, root) for limit in _read_limits(folder, name)]
+    return min(limits, default=None)
+
+
+def _list_groups(proc: Path, root: Path) -> Iterator[tuple[Path, str]]:
+    """The folders of all groups around a process, the innermost first, and the file in which their limit is."""
+    try:
+        groups = dict(_parse_groups((proc / "cgroup").read_text(encoding="utf-8")))
+        mounts = (proc / "mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), (*after.split(), "", "", "")[:3]
+        if len(fields) < 5 or kind not in groups or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        top = root / _unescape(fields[4]).lstrip("/")
+        inside = _find_below(groups[kind], _unescape(fields[3]))
+        for depth in range(len(inside), -1, -1):
+            yield top.joinpath(*inside[:depth]), _LIMITS[kind]
+
+
+def _parse_groups(text: str) -> Iterator[tuple[str, str]]:
+    """Filesystem of a version → the path of the group there that limits memory."""
+    for line in text.splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if "memory" in controllers.split(","):
+            yield "cgroup", path
+        elif number == "0" and not controllers:
+            yield "cgroup2", path
+
+
+def _find_below(path: str, mounted: str) -> tuple[str, ...]:
+    """The names from what is mounted down to a group; none if the group does not lie below it."""
+    try:
+        inside = PurePosixPath(path).relative_to(mounted).parts
+    except ValueError:
+        return ()
+    return () if ".." in inside else inside
+
+
+def _unescape(field: str) -> str:
+    """A path of mountinfo, in which blanks are octal numbers."""
+    return field.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+
+
+def _read_limits(folder: Path, name: str) -> Iterator[int]:
+    with suppress(OSError, ValueError):  # no such group, or one without a limit: "max"
+        yield int((folder / name).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{_INHERITED} "):
+                yield int(line.split()[1])
