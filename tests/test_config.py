@@ -347,7 +347,7 @@ def test_a_config_that_was_written_whole_takes_nothing_from_what_its_name_names_
 
 @pytest.mark.parametrize(
     ("section", "key"),
-    [("data", "source"), ("data", "folder"), ("data", "tokenizer"), ("train", "run_folder")],
+    [("data", "source"), ("data", "split"), ("data", "folder"), ("data", "tokenizer"), ("train", "run_folder")],
 )
 @pytest.mark.parametrize("path", ["", " ", "a\0b"])
 def test_a_path_that_is_none_is_refused(section, key, path):
@@ -624,10 +624,10 @@ configs = st.builds(
     data=st.builds(
         DataConfig,
         source=paths,
-        split=texts,
+        split=paths,
         text_field=texts,
         messages_field=texts,
-        mixture=st.lists(st.builds(Source, source=paths, weight=st.floats(1e-6, 1e6), split=texts), max_size=2).map(
+        mixture=st.lists(st.builds(Source, source=paths, weight=st.floats(1e-6, 1e6), split=paths), max_size=2).map(
             tuple
         ),
         samples=st.sampled_from(["packed", "padded"]),

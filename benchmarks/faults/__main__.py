@@ -160,7 +160,7 @@ def describe_breaks(own: Sequence[Event]) -> list[str]:
 def describe_clocks(own: Sequence[Event]) -> list[str]:
     """For how long each lease was looked at."""
     rows = [f"| {event.what} | {event.facts['waited_s']:.0f} |" for event in own]
-    return ["## Clocks\n", "| the lease's clock | looked for, s |", "|---|--:|", *rows]
+    return ["## Clocks\n", "| the lease's clock | until it was refused or taken over, s |", "|---|--:|", *rows]
 
 
 DETAILS = {"kills": describe_kills, "signals": describe_signals, "breaks": describe_breaks, "clocks": describe_clocks}

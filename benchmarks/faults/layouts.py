@@ -15,6 +15,7 @@ from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
 from dtlayout.optimizers import SGD, AdamW
+from dtlayout.pipelining.schedules import SCHEDULES
 from tests.support.checkpoint_ranks import BATCH, State, load_each, merge, train_and_save
 from tests.support.ranks import RankFailure, Ranks
 
@@ -28,7 +29,7 @@ ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 def find_layouts(num_ranks: int) -> list[Layout]:
     """All that are legal and differ in where parameters or their state lie."""
     degrees = [each for each in product((1, 2, 4), repeat=4) if np.prod(each) == num_ranks]
-    schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2))
+    schedules = [(schedule.name, 1 if schedule.takes(2, 1) else 2) for schedule in SCHEDULES.values()]
     layouts = [
         Layout(pp=pp, tp=tp, dp_replicate=replicate, dp_shard=shard, zero=zero, schedule=name, virtual_stages=stages)
         for (pp, tp, replicate, shard), zero, (name, stages) in product(degrees, ZERO, schedules)

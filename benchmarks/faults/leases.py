@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.faults.events import Amounts, Event, Kind
@@ -53,12 +54,12 @@ def attack(run: Path) -> Event:
 
     options, began = (*OPTIONS, f"--train.steps={ENDLESS}"), count_steps(run)
     logs = [run.with_name(f"{which}.log") for which in ("first", "second")]
-    how = {"num_ranks": 1, "restarts": RESTARTS}
+    launch = partial(started, run, *options, num_ranks=1, restarts=RESTARTS)
     try:
-        with started(run, *options, log=logs[0], meeting=name(), **how) as first:
+        with launch(log=logs[0], meeting=name()) as first:
             wait_until(lambda: count_steps(run) > began or first.is_over, "step")
             (owner,) = first.ranks
-            with started(run, *options, log=logs[1], meeting=name(), **how) as second:
+            with launch(log=logs[1], meeting=name()) as second:
                 codes = second.wait()
                 said = second.said
             problem = say(
@@ -108,12 +109,12 @@ def take_over(run: Path, moment: str, what: str, *, is_whole: bool) -> Event:
         (*OPTIONS, f"--train.steps={ENDLESS}"),
         [run.with_name(f"{which}.log") for which in ("first", "second")],
     )
-    how = {"num_ranks": 1, "apart": True}
+    launch = partial(started, run, *options, num_ranks=1, apart=True)
     try:
-        with started(run, *options, log=logs[0], environment=first_of, **how) as first:
+        with launch(log=logs[0], environment=first_of) as first:
             pid = first.processes[0].pid
             wait_until(lambda: is_stopped(pid) or first.is_over, "standstill")
-            with started(run, *options, log=logs[1], environment=second_of, **how) as second:
+            with launch(log=logs[1], environment=second_of) as second:
                 wait_until(lambda: (signs / "saving").exists() or second.is_over, "save of the second run")
                 partials = list((run / CHECKPOINTS).glob("partial-*"))
                 if is_whole:

@@ -13,7 +13,7 @@ LARGE = 9223372036854771712
 JOB = "slurm/uid_1000/job_42/step_0/task_0"
 V1 = ("4:memory:/{group}\n", "36 31 0:32 {mounted} /memory rw - cgroup cgroup rw,memory\n")
 V2 = ("0::/{group}\n", "26 23 0:24 {mounted} /memory rw - cgroup2 cgroup2 rw\n")
-CASES = {
+CASES: dict[str, tuple[tuple[str, str], str, str, dict[str, object]]] = {
     "version 1, the group itself": (V1, JOB, "/", {f"{JOB}/memory.limit_in_bytes": LIMIT}),
     "version 1, the job around it": (
         V1, JOB, "/", {f"{JOB}/memory.limit_in_bytes": LARGE, "slurm/uid_1000/job_42/memory.limit_in_bytes": LIMIT},

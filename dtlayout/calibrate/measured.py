@@ -12,6 +12,7 @@ from statistics import median_high
 from dtlayout import toml
 from dtlayout.batch import Batch
 from dtlayout.errors import InvalidConfig
+from dtlayout.files import parse_json
 from dtlayout.kernels import Kernels
 from dtlayout.layout import Layout
 from dtlayout.model_shape import ModelShape
@@ -115,7 +116,7 @@ class Measured:
         """Read a file that `write` wrote; InvalidConfig if it is something else."""
         try:
             with toml.problems_of(f"{path} holds no measurements of dtlayout calibrate"):
-                return toml.parse(json.loads(path.read_text(encoding="utf-8")), Measured)
+                return toml.parse(parse_json(path.read_text(encoding="utf-8")), Measured)
         except OSError as error:
             raise InvalidConfig(f"measurements {path} cannot be read: {error.strerror}") from None
         except ValueError as error:

@@ -98,14 +98,14 @@ class Answer:
         self.result, self.options, self.verified, self.budget = result, options, verified, budget
         self.scenario, self.best = search.space.scenario, result.ranked[0]
         pairs = enumerate(pairwise(result.ranked), start=2)
-        self.alike = find_alike([estimate.step_time_s for estimate in best], self.scenario.engine.name)
+        self.alike = find_alike([estimate.step_time_s for estimate in result.ranked], self.scenario.engine.name)
         self.leads = [reasons.describe_lead(own, following, place) for place, (own, following) in pairs]
 
         def verdict(layout: Layout, kernels: Kernels) -> reasons.Verdict:
             return reasons.judge(search, layout, kernels, self.best)
 
         self.against = list(reasons.judge_others(search, self.best))
-        near = self._describe_near()
+        near = self._describe_near(find_alike([estimate.step_time_s for estimate in best], self.scenario.engine.name))
         self.remarks = [near] * bool(near) + list(list_remarks(search, best))
         self.emitted: Emitted | None = None
         self.why_not: reasons.Verdict | None = None
@@ -121,16 +121,16 @@ class Answer:
         if options.baseline:
             self.baseline = BASELINES[options.baseline](Search(Space(self.scenario), options.max_memory))
 
-    def _describe_near(self) -> str:
+    def _describe_near(self, alike: Alike | None) -> str:
         """Which other choices are as near to a first place that stands apart as layouts whose order may be chance."""
-        if self.alike is None or self.alike.places > 1:
+        if alike is None or alike.places > 1:
             return ""
-        longest_s = (1 + self.alike.least) * self.best.step_time_s
+        longest_s = (1 + alike.least) * self.best.step_time_s
         fitting = [(name, each.estimate) for name, each in self.against if each.outcome != "does not fit"]
         near = [name for name, estimate in fitting if estimate and estimate.step_time_s < longest_s]
         if not near:
             return ""
-        names, least = reasons.name_together(near), f"{self.alike.least:.1%}"
+        names, least = reasons.name_together(near), f"{alike.least:.1%}"
         return f"Variants of 1 are nearer: with {names} instead, as below, a step is less than {least} longer."
 
     def to_document(self) -> dict[str, Any]:

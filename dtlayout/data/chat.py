@@ -22,7 +22,7 @@ from typing import Any, cast
 from dtlayout.data.template import Message, Spans
 from dtlayout.data.tokenizer import find_file
 from dtlayout.errors import DataError
-from dtlayout.files import expand
+from dtlayout.files import expand, parse_json
 from dtlayout.interpreter import run_module
 from dtlayout.models.beside import TEMPLATE_NAME
 
@@ -152,7 +152,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path))
+        found = parse_json(_read(path))
     except ValueError as error:
         raise DataError(f"{str(path)!r} is not JSON: {error}") from error
     return found if isinstance(found, dict) else {}

@@ -19,6 +19,9 @@ from typing import Any, BinaryIO
 from dtlayout.data.template import Spans, Template
 from dtlayout.errors import DataError
 
+_MOST_OF_A_PROBLEM = 2000
+"""Characters of what a template says is wrong."""
+
 
 def main() -> None:
     """Answer what stdin asks."""
@@ -44,7 +47,7 @@ def main() -> None:
         except MemoryError:
             line = json.dumps({"problem": _describe(f"it takes more than {start['memory_bytes'] >> 20} MiB")})
         except DataError as error:
-            line = json.dumps({"problem": str(error)})
+            line = json.dumps({"problem": str(error)[:_MOST_OF_A_PROBLEM]})
         answers.write(line.encode() + b"\n")
         answers.flush()
         del line

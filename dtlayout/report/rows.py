@@ -7,13 +7,13 @@
 | a run's folder, its summary.json, or what `dtlayout dryrun --json` printed | one run |
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtlayout.errors import DtlayoutError, InvalidConfig
+from dtlayout.files import parse_json
 from dtlayout.planner.runs import UNTRIED, Run
 from dtlayout.planner.tables import Unpredicted, read_tables
 from dtlayout.sweep.results import keep_longest, read_results
@@ -95,7 +95,7 @@ def _read_sweep(journal: Path, given: Path) -> list[tuple[Run | None, str]]:
 def _read_run(path: Path) -> tuple[Run | None, str]:
     """The run of a document that has one, or why it has none."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
         run = document["run"]
         reason = f"{document['outcome']}: {'; '.join(document['problems'])}" if run is None else ""
         return run and Run.from_dict(run), reason.removesuffix(": ")

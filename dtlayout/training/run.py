@@ -85,12 +85,7 @@ def train(config: Config, layout: Layout, stop: StopRequest, lease: Lease | None
     if os.environ["RANK"] == "0":
         store.set("lease", lease.text if lease else "")
     meet(store, stop, config.train.timeout_s)
-    lease_text = store.get("lease").decode()
-
-    def note(line: str, is_refusal: bool) -> None:
-        if not lease_text or not is_of_another(folder, lease_text):
-            note_crash(folder, line, is_refusal)
-
+    note = partial(_note_crash, folder, store.get("lease").decode())
     patience_s = max(config.train.timeout_s, config.checkpoint.timeout_s)
     watch = Watch(store, config.train.timeout_s, patience_s, note=note, flight=folder / "flight")
     if lease:
@@ -413,6 +408,18 @@ class _Run:
         self.checkpoints.save(
             done, folder, resolved=self._resolve(), samples=seen.samples, origin=origin, is_last=is_last
         )
+
+
+def _note_crash(folder: Path, lease_text: str, line: str, is_refusal: bool) -> None:
+    """Note why a rank has ended all of them, unless the folder has become another run's; no lease has an empty text."""
+    if not lease_text or not is_of_another(folder, lease_text):
+        note_crash(folder, line, is_refusal)
+
+
+def _note_crash(folder: Path, lease_text: str, line: str, is_refusal: bool) -> None:
+    """Note why a rank has ended all of them, unless the folder has become another run's; no lease has an empty text."""
+    if not lease_text or not is_of_another(folder, lease_text):
+        note_crash(folder, line, is_refusal)
 
 
 def _is_due(every: int, done: int) -> bool:

@@ -9,7 +9,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity import note_equal
 from safetensors import safe_open
 from torch import Tensor
 
@@ -73,6 +72,12 @@ def whole_state(assembly: Assembly, optimizer: torch.optim.Optimizer, model: Mod
             for kept, tensor in optimizer.state[parameter].items():
                 note_equal(found, f"{kept} {name}", tensor if kept == "step" else tensor.full_tensor())
     return found
+
+
+def note_equal(found: dict[str, np.ndarray], name: str, tensor: Tensor) -> None:
+    """Add a whole tensor, of which two stages of a rank may have a copy each, to the bit the same."""
+    array = tensor.detach().clone().numpy()
+    assert np.array_equal(found.setdefault(name, array), array), f"{name} differs between two stages of a rank"
 
 
 def train_and_save(

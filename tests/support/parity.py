@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from checkpoint_ranks import note_equal
 from outside import V_GPIPE, registered
 from torch import Tensor
 from torch.distributed import _symmetric_memory
@@ -144,12 +145,6 @@ def run_layout(case: Case) -> Outcome | None:
     if any(assembly.mesh.get_coordinate()[1:]):
         return None
     return Outcome(result.loss, result.grad_norm, gradients, parameters)
-
-
-def note_equal(found: dict[str, np.ndarray], name: str, tensor: Tensor) -> None:
-    """Add a whole tensor, of which two stages of a rank may have a copy each, to the bit the same."""
-    array = tensor.detach().clone().numpy()
-    assert np.array_equal(found.setdefault(name, array), array), f"{name} differs between two stages of a rank"
 
 
 def evaluate_around_steps(case: Case) -> list[float]:

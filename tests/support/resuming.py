@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parity import SMOOTH, TIED, Case, Outcome, build_step, local_rows, note_equal
+from checkpoint_ranks import note_equal
+from parity import SMOOTH, TIED, Case, Outcome, build_step, local_rows
 
 from dtlayout.batch import Batch
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint

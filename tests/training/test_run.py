@@ -16,11 +16,13 @@ from dtlayout.device import Device
 from dtlayout.errors import CheckpointError, InvalidConfig, KernelError
 from dtlayout.kernel import find_packages
 from dtlayout.layout import Layout
+from dtlayout.lease import LEASE_NAME
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.signals import StopRequest
 from dtlayout.training import run
 from dtlayout.training.checkpoints import Checkpoints, check_steps_left
 from dtlayout.training.kernels import find_other_attention, first_forward
+from dtlayout.training.metrics import Summary, read_summary, write_summary
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import StepResult
 from dtlayout.training.watch import Watch
@@ -98,6 +100,19 @@ def test_determinism_is_asked_for_before_the_device_is_opened_and_cudnn_refused(
     ):
         run.train(config, Layout(), StopRequest())
     assert done == (["auto", "device"] if deterministic else ["device"])
+
+
+@pytest.mark.parametrize(
+    ("owner", "outcome"), [("mine", "crashed"), ("", "crashed"), ("theirs", "running"), (None, "crashed")]
+)
+def test_a_crash_is_noted_in_a_folder_that_is_not_another_runs_by_now(tmp_path, owner, outcome):
+    write_summary(Summary(outcome="running").to_dict(), tmp_path)
+    if owner is not None:
+        (tmp_path / LEASE_NAME).write_text(owner)
+    run._note_crash(tmp_path, "mine", "rank 3 is gone", False)
+    assert read_summary(tmp_path)["outcome"] == outcome
+    run._note_crash(tmp_path, "", "rank 3 is gone", False)  # a run without a lease
+    assert read_summary(tmp_path)["outcome"] == "crashed"
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused():
@@ -182,6 +197,7 @@ def play(
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,
         _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, checkpoints=mock.Mock(spec=Checkpoints),
+        _look=lambda: None,
     )  # fmt: skip
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now_s)
     return clock, run._Run._loop(loop, 0), times_s

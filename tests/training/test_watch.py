@@ -162,6 +162,14 @@ def test_a_refusal_is_raised_for_whoever_says_it(alone):
     assert watch._board.read()[0].state == "refused"
 
 
+def test_a_process_that_has_lost_its_folder_says_why_it_ends(alone):
+    watch, _, _ = alone
+    watch.begin_step(4)
+    watch.note_refusal("RUN was taken over")
+    (found,) = watch._board.read()
+    assert judge([node("a", found)]).line == "rank 0 on a ended in step 4, beginning: RUN was taken over"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_under_nccl_a_rank_that_ends_leaves_its_flight_record(alone, monkeypatch, tmp_path):
     watch, _, ended = alone
