@@ -68,7 +68,7 @@ class Features:
     reduce_bytes: int = 4
     """Bytes of a gradient on the data-parallel links."""
     other_reduces: tuple[str, ...] = ()
-    """Formats beside that of `reduce_bytes` in which it can be told to accumulate and reduce gradients (fsdp2: any)."""
+    """Other formats in which it can be told to accumulate and reduce gradients (fsdp2: any)."""
     reduction: Literal["all-reduce", "reduce-scatter"] = "reduce-scatter"
     """How gradients are summed over the data-parallel ranks."""
     bucket_bytes: int = 0
@@ -162,7 +162,7 @@ class Features:
         """
         if self.sharding == "fsdp2":
             return {}
-        usual = next(name for name, size in BYTES.items() if size == self.reduce_bytes)
+        usual = next(name for name, size in BYTES.items() if size == self.gradient_bytes)
         return {"params": ("float32",), "compute": ("bfloat16",), "reduce": (usual, *self.other_reduces)}
 
     @property

@@ -240,6 +240,20 @@ def test_a_format_that_is_asked_for_counts_for_megatron_too(capsys):
     assert own["peak_memory_bytes"] == peaks[0] < peaks[1]
 
 
+def test_the_studys_own_config_is_explained_for_the_studys_program(capsys):
+    arguments = (LLAMA, "--gpus", "64", "--layout.pp=4", "--engine", "aa-scaling", "--json")
+    kept = json.loads(explain(capsys, *arguments))  # it keeps gradients in bf16, as its config says
+    assert (
+        kept["peak_memory_bytes"]
+        == json.loads(explain(capsys, *arguments, "--precision.reduce=bfloat16"))["peak_memory_bytes"]
+    )
+    assert main(["explain", *map(str, arguments), "--precision.reduce=float32"]) == 2
+    assert (
+        "precision.reduce=float32 is nothing that aa-scaling has; use precision.reduce=bfloat16"
+        in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("verb", ["explain", "compare", "timeline", "check", "dryrun"])
 def test_two_numbers_of_ranks_are_refused(files, capsys, verb):
     others = ["tp=2"] * (verb == "compare")
