@@ -1,4 +1,4 @@
-"""Memory that Linux's control groups leave to this process: those of a container, a Slurm job, a systemd unit.
+"""The memory limit that Linux's control groups set for this process: a container, a Slurm job, a systemd unit.
 
 Such a group lies inside others, each of which may have a limit; the least of them counts. /proc says which group the
 process is in, and where groups are to be seen as folders, in version 1 (a hierarchy for memory alone) and in version 2.
@@ -16,9 +16,12 @@ _INHERITED = "hierarchical_memory_limit"
 
 
 def find_memory_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
-    """The least limit of all groups around this process, bytes; None where none has one.
+    """The memory limit of this process in bytes: the smallest limit of the control groups around it.
 
-    `proc` is the process's folder, `root` what the places that it names lie below.
+    None if no limit can be read, for instance without /proc. A group of version 1 that has no limit counts as one of
+    about 2^63 bytes, so compare the result with the host's memory. Memory in use is not subtracted.
+
+    `proc` is the folder of the process in /proc. Mount points that it names are looked up below `root`.
     """
     limits = [limit for folder, name in _list_groups(proc, root) for limit in _read_limits(folder, name)]
     return min(limits, default=None)

@@ -44,9 +44,11 @@ def torchrun(options: Sequence[str], module: str, *arguments: str) -> list[str]:
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """A block in another working directory, for those Pythons that multiprocessing starts with `python -c`.
+    """A block in which this process, with all its threads, has "/" as its working directory.
 
-    Its workers go back to where their parent is; the servers that it starts them from stay there.
+    Start multiprocessing's workers inside: they are `python -c`, which imports from the working directory first. Each
+    worker then returns to the parent's directory by itself; the servers that start workers stay in "/". Relative paths
+    do not work in the block. FileNotFoundError if the working directory was removed.
     """
     here = os.getcwd()
     os.chdir(os.sep)

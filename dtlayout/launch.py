@@ -106,7 +106,7 @@ def _run(config: Config, stop: StopRequest) -> int:
     try:
         layout = check_layout(config, _count("WORLD_SIZE") or 1)
     except DtlayoutError as error:
-        # An earlier run's summary is worth more, and one that goes on has it in use, or has just begun.
+        # Keep the summary of an earlier run. Where there is a lease, a run is going on or has just begun.
         if is_writer and not summary and not (folder / LEASE_NAME).exists():
             _write_refusal(error, folder, {})
         raise

@@ -7,9 +7,9 @@ seconds, its heartbeat. Nothing is locked, for file locks fail or hang on some s
 A crash leaves the file behind. A process of this machine is seen: if it lives, the folder is its own, whatever a
 launcher says; if it is gone, the file is taken over at once. Of another machine nothing is seen but heartbeats. Without
 one for `EXPIRES_S` the file is taken over too, or for `LOOKED_S` by a later start of the same run, as torchrun and
-Slurm number them. How old the last heartbeat is says a file that is written beside it, so that only one clock counts,
-the filesystem's. That clock may have been set: it can make the wait shorter, not longer, and never shorter than
-`LOOKED_S`, which is measured by this process.
+Slurm number them. The age of the last heartbeat is measured against a file that is written beside it, so that only the
+filesystem's clock counts. If that clock was set, the wait can become shorter, but never longer, and never shorter than
+`LOOKED_S`, which this process measures itself.
 
 [Note: writers that come back]
 A process that was seen to be silent may only have stood still, and go on. It looks at its lease before it publishes or
@@ -179,11 +179,12 @@ class Lease:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[Lease]:
-    """A block in which a run folder, made if there is none, belongs to this process.
+    """A block in which the run folder belongs to this process. The folder is made if it does not exist.
 
-    InvalidConfig, with who has it, if another run does; torchrun's next starts then end at once. Should one take the
-    folder over during the block, after this process stood still for longer than a lease lasts, or should it be moved or
-    deleted, the process ends with a line.
+    The start may wait, for up to some 130 s, to see whether a run on another host still lives.
+    InvalidConfig names the run that holds the folder; torchrun's next starts then end at once. DtlayoutError if the
+    folder cannot be written. If another run takes the folder over during the block, or the folder is moved or deleted,
+    this process prints a line and ends.
     """
     here = Holder.here()
     text = json.dumps(asdict(here), indent=2) + "\n"

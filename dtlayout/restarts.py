@@ -17,7 +17,11 @@ def is_restart() -> bool:
 
 
 def refuse_restarts(reason: str) -> None:
-    """Have every further start by the same agent end at once, for this reason."""
+    """Tell torchrun's agent of this node, by a file, that each later start shall end at once and print `reason`.
+
+    Call it before an error that another start cannot cure, such as a run folder that another run holds. Nothing happens
+    without torchrun. A file that cannot be written raises nothing: the next start then finds the error again by itself.
+    """
     if path := _find_path():
         with suppress(OSError):  # then each start finds the reason again by itself
             path.write_text(reason, encoding="utf-8")

@@ -25,7 +25,7 @@ def is_hub_name(source: str) -> bool:
 
 
 def find_held_out_split(source: str) -> str:
-    """The split of a source of [validation] where none is named."""
+    """The split that [validation] reads if its `split` is empty: "validation" of a hub dataset, else "train"."""
     return HELD_OUT_SPLIT if source != STDLIB and is_hub_name(source) else LOCAL_SPLIT
 
 

@@ -137,9 +137,11 @@ def is_terminal(stream: TextIO) -> bool:
 
 @contextmanager
 def guarded(*, is_answer: bool) -> Iterator[None]:
-    """A block in which stdout and stderr show what is no text, and take every letter.
+    """A block in which stdout and stderr show control characters as text, and replace letters that an encoding lacks.
 
-    With `is_answer` what stdout cannot take raises `Unwritten`, or BrokenPipeError; otherwise it is lost, as on stderr.
+    With `is_answer` a write that fails on stdout raises `Unwritten`, or BrokenPipeError if nobody reads it any more.
+    Then call `finish_answer`, which flushes, before the block ends. Without `is_answer` text that cannot be written is
+    lost without an error; on stderr it always is. In the block `isatty()` is False for both; ask `is_terminal` instead.
     """
     before = sys.stdout, sys.stderr
     streams = [stream or open(os.devnull, "w", encoding="utf-8") for stream in before]  # noqa: SIM115, closed at the end

@@ -31,10 +31,13 @@ Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 def check_equal_parts(
     named: Iterable[tuple[str, Tensor]], tied: Collection[str], source: Path, group: dist.ProcessGroup | None
 ) -> None:
-    """CheckpointError on every rank, with the names, if parts that must be equal are not; asked by all ranks at once.
+    """Compare all copies of each part after a load; CheckpointError on every rank if some copies differ.
 
-    `named` has this rank's tensors, tied ones once for each stage that holds them, and `tied` their names. `source` is
-    what was loaded.
+    The error names the first 5 such tensors and counts the others. All ranks of `group` call this together; None is the
+    default group. Without torch.distributed only the copies that this process holds are compared.
+
+    `named` gives each tensor of this rank with its name, and a tied tensor once for each pipeline stage that holds it.
+    `tied` has the names of the tied tensors. `source` is the checkpoint or folder that was loaded.
     """
     digests = [(part, digest) for name, tensor in named for part, digest in _digest(name, tensor, name in tied)]
     differing: list[list[str]] = [[]]

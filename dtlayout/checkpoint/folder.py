@@ -30,7 +30,7 @@ def name_checkpoint(folder: Path, step: int) -> Path:
 
 
 def name_partial(folder: Path, step: int, writer: str) -> Path:
-    """Of that checkpoint while it is written, by whom `process.name_process` calls so."""
+    """The path of that checkpoint while it is written; `writer` is the writing process's `process.name_process()`."""
     return folder / f"partial-{step:08d}-{writer}"
 
 

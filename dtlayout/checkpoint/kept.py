@@ -63,13 +63,18 @@ def find_base(config: Config, *, is_new: bool) -> Path | None:
 
 
 def write_beside(folder: Path, base: Path | None, data: DataConfig | None) -> None:
-    """Write what goes along with weights to a folder that is there.
+    """Copy the files that belong to exported weights into an existing folder: configs, tokenizer, chat templates.
 
-    All of the base's files stay as they are, byte for byte, where `data`, which says how the model's texts become ids,
-    says nothing else; None says nothing. Another tokenizer stands in the place of the base's, and so does another chat
-    template. The ids with which texts end are the base's, and besides them an end of document that `data` names, and
-    after conversations the end of an answer; of a base that knows none, or has another tokenizer, both ends of the
-    tokenizer. OSError if a file cannot be copied.
+    `base` is the folder that they come from, None if there is none. `data` says how texts become ids; with None the
+    base's files are copied byte for byte. If `data` names another tokenizer, its files replace those of the base. The
+    chat template of `data`, if it has one, replaces that of the base.
+
+    The ids that end texts are written too. They are those that the configs beside the tokenizer name, then the end of
+    document if `data` names one, then the end of an answer if `data` has conversations. If the configs name no id, both
+    ends of the tokenizer are taken. Without `base` and `data` a generation_config.json without ids is written.
+
+    OSError if a file cannot be copied, DataError if the tokenizer of `data` cannot be used, InvalidConfig if a link
+    leads out of its folder.
     """
     known = load_tokenizer(data.tokenizer, data.end_of_document) if data else None
     own = find_file(data.tokenizer) if data else None

@@ -45,7 +45,7 @@ def parse_metadata(content: bytes) -> Metadata:
 def _size(arguments: tuple[Any, ...]) -> torch.Size:
     (sizes,) = arguments if len(arguments) == 1 else (None,)
     if type(sizes) is not tuple or len(sizes) > _MOST_DIMS or not all(_is_count(size) for size in sizes):
-        raise RefusedPickle("has a size that is no few whole numbers")
+        raise RefusedPickle(f"has a size that is not a tuple of up to {_MOST_DIMS} whole numbers")
     return torch.Size(sizes)
 
 

@@ -49,9 +49,13 @@ class Tables:
 
 
 def parse(content: bytes, tables: Tables) -> Any:
-    """The value that a pickle describes; RefusedPickle if it asks for anything else.
+    """The value that a pickle of protocol 4 or 5 describes. Nothing that the file names is imported or called.
 
-    `content` may be whatever is indexed and sliced like bytes, such as a mapped file.
+    `content` may be bytes, or anything that is indexed and sliced like them, such as a mapped file. `tables` has every
+    name that the file may use, with our value or function for it. Bytes after the pickle's end are not read.
+
+    RefusedPickle if the file uses another name or instruction, is cut, or is damaged. Its message begins with a verb
+    ("asks for os.system, which is refused"): the caller writes the file's name before it.
     """
     try:
         return _Machine(content, tables).run()
@@ -95,7 +99,7 @@ class _Machine:
                 raise RefusedPickle(f"has the instruction {bytes([code])!r}, which is refused")
             operation(self)
         if len(self._stack) != 1 or self._marks:
-            raise RefusedPickle("describes other than one thing")
+            raise RefusedPickle("does not describe exactly one value")
         return self._use(self._stack[0])
 
     # --- instructions that put something on the stack

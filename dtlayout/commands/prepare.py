@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Tokenize, and say where the tokens lie."""
     from dtlayout.data.check import check_data  # only now: they import numpy
-    from dtlayout.data.extent import describe_cut
+    from dtlayout.data.extent import describe_cut_documents
 
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             f"{plural(tokens.num_tokens, 'token', ',')}, {plural(cut.num_samples, 'sample', ',')} of "
             f"{config.batch.seq_len} in {tokens.folder}"
         )
-        lines += [f"note: {line}" for line in describe_cut(cut)]
+        lines += [f"note: {line}" for line in describe_cut_documents(cut)]
         if num_untaught:
             untaught = plural(num_untaught, "sample", ",")
             lines.append(f"note: nothing is learnt from {untaught} of {cut.source}: no token in there is a target")

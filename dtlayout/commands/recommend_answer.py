@@ -369,7 +369,7 @@ def _describe_scenario(scenario: Scenario, sizes: Sequence[int] = ()) -> list[st
         f"{cluster.gpu.name}{nodes}; {plural(batch.global_batch, 'sequence')} of {plural(batch.seq_len, 'token')} "
         f"a step{updated}",
         f"engine {engine.name}{known}",
-        *[f"{NO_TIME}; the seconds below compare layouts, and are those of no machine"] * (not scenario.knows_time),
+        *[f"{NO_TIME}; use the seconds below only to compare layouts with each other"] * (not scenario.knows_time),
         *_describe_intervals(intervals),
         *map(str, cluster.records),
     ]

@@ -4,7 +4,7 @@ from dtlayout.data.samples import Cut, Samples
 from dtlayout.text import plural
 
 
-def describe_cut(cut: Cut) -> list[str]:
+def describe_cut_documents(cut: Cut) -> list[str]:
     """A line about the documents that are longer than a sample, if some are."""
     if not cut.num_cut:
         return []
@@ -24,11 +24,14 @@ def describe_training(samples: Samples, num_steps: int) -> list[str]:
         for cut, share in pairs
     ]
     line = f"{plural(num_steps, 'step', ',')} read {plural(num_read, 'sample', ',')}: {', '.join(epochs)}"
-    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut(cut))]
+    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut_documents(cut))]
 
 
 def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
-    """Which part of [validation] is measured, where so many batches are asked for; what is cut, too."""
+    """A line that says how many samples of [validation] are measured and why not all, then notes on documents cut.
+
+    `num_batches` is `validation.batches`; no more batches are measured than the samples fill.
+    """
     size, measured = samples.sizes.global_batch, min(num_batches, samples.num_batches)
     line = f"validation measures {plural(measured * size, 'sample', ',')} of {samples.num_samples:,}"
     tail = samples.num_samples - samples.num_batches * size
@@ -36,4 +39,4 @@ def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
         line += f", {plural(measured, 'batch')} of {samples.num_batches:,}: validation.batches={num_batches}"
     elif tail:
         line += f"; the other {tail:,} do not fill a batch of {size:,}"
-    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut(cut))]
+    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut_documents(cut))]

@@ -1,7 +1,8 @@
 """A chat template as a program: conversations to text by Jinja, in its sandbox, and where the answers are in it.
 
 This runs in a process of its own that has limits (`dtlayout.data.template_process`), since nobody can tell beforehand
-how much time and memory a template takes. Legend of spans: (first, end) characters of an answer, its end token in.
+how much time and memory a template takes. Legend of spans: an answer is text[first:end], with its end token. Where the
+template marks answers, that token is in only if the marks enclose it.
 
 [Note: where answers are]
 A template that marks them with {% generation %} … {% endgeneration %} says so itself. For any other, an answer is what

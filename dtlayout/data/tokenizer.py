@@ -87,7 +87,7 @@ def find_other_tokenizer(spec: str, init_from: str) -> list[str]:
     own, other = find_file(spec), expand(init_from) / TOKENIZER
     if not init_from or not other.is_file() or (own and own.is_file() and own.read_bytes() == other.read_bytes()):
         return []
-    return [f"data.tokenizer is {spec}, not that of {init_from}: its weights know other texts by the same ids"]
+    return [f"data.tokenizer is {spec}, not that of {init_from}: its weights learned other texts for these ids"]
 
 
 def load_tokenizer(spec: str, end_of_document: str = "") -> Tokenizer:

@@ -30,8 +30,8 @@ class Family:
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ModelShape that its config.json does not say, because all models of the family have them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key of config.json → what `transformers` takes where a file leaves it out; a size that is not here must be there,
-    and of all other keys `COMMON_DEFAULTS` holds."""
+    """Key of config.json → the value that `transformers` takes if a file lacks the key. Keys that are not here have
+    that of `COMMON_DEFAULTS`; a size that is in neither must be in the file."""
     heads_divide_width: bool = False
     """Whether `transformers` opens only files whose heads divide hidden_size, whatever their head_dim says."""
     ignored_keys: Collection[str] = ()

@@ -20,7 +20,7 @@ from dtlayout.models.presets import PRESETS
 from dtlayout.text import shorten
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
-"""Fields that a config has which was written whole; TOML has no null."""
+"""Fields that dtlayout always writes into a config; those that may be None are left out, since TOML has no null."""
 
 
 def find_model(text: str) -> ModelShape:

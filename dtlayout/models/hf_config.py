@@ -61,7 +61,12 @@ _USUAL = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)}
 
 
 def parse_hf(config: Any, name: str = "") -> ModelShape:
-    """The sizes of a parsed config.json; InvalidConfig with all that it says and dtlayout does not know."""
+    """The sizes of a model, from its parsed config.json; missing keys get the family's defaults in `transformers`.
+
+    `name` becomes the model's name, and an empty one becomes "own"; `name_model` finds a better one. InvalidConfig if
+    the model is of another family or architecture, or else with one line for each size that is missing and each key
+    that may change the model in a way that dtlayout does not compute.
+    """
     if not isinstance(config, dict):
         raise InvalidConfig("it is no table of sizes")
     family = _find_family(config)
@@ -131,13 +136,13 @@ def _find_family(config: dict[str, Any]) -> Family:
     family = FAMILIES[kind]
     if strange := [each for each in architectures if each.lower() != family.architecture.lower()]:
         raise InvalidConfig(
-            f"architectures names {', '.join(strange)}, and of model_type={kind!r} {family.architecture} alone is "
-            f"known; a draft model, another head or no head have other weights"
+            f"architectures names {', '.join(strange)}, and model_type={kind!r} is only known as "
+            f"{family.architecture}; draft models and models with another head or none have other weights"
         )
     by_task = config.get("auto_map")
     own_code = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
     if isinstance(own_code, str) and own_code.rpartition(".")[2].lower() != family.architecture.lower():
-        raise InvalidConfig(f"auto_map names {own_code}, code of its own, where {family.architecture} alone is known")
+        raise InvalidConfig(f"auto_map names {own_code}, the model's own code; only {family.architecture} is known")
     return family
 
 

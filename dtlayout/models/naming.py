@@ -16,10 +16,12 @@ _IN_CACHE = re.compile(r"models--(?:.+?--)?(.+)")
 
 
 def name_model(model: ModelShape, config: Mapping[str, Any], path: Path) -> ModelShape:
-    """The model of the config.json at `path`, with its name.
+    """`model` with a name; `config` is its parsed config.json and `path` that file. The first of these is taken:
 
-    That is the one that it says itself, or that of its repository in the Hugging Face cache, both without an owner; or
-    else that of the preset with its sizes, or of its folder.
+    1. `_name_or_path` in `config`, without the owner, if it reads `name` or `owner/name`
+    2. the name of the repository, without the owner, if the file lies in the Hugging Face cache
+    3. the name of the preset that is equal in all but the name
+    4. the name of the file's folder
     """
     own, folder = config.get(NAME_KEY), path.absolute().parent
     said = _PUBLISHED.fullmatch(own) if isinstance(own, str) else None

@@ -39,10 +39,14 @@ class StoredTensor:
 
 
 def find_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of all files of a folder, from their headers.
+    """Name → where the tensor is stored, from the headers of a folder's safetensors files; no values are read.
 
-    Where an index says which file a tensor is in, that file counts, whatever others hold. InvalidConfig if there are
-    no files, or not all, if they contradict their index, or if a file lies elsewhere.
+    The files are those that the index names, or model.safetensors if there is no index. If two files hold a tensor, the
+    one that the index names counts.
+
+    InvalidConfig if a file is missing, cannot be read, or lies outside the folder; if it lacks a tensor that the index
+    says it holds; if two files hold a tensor that the index does not list; or if model.safetensors lies beside an index
+    of other files.
     """
     mapping = _read_index(folder)
     names = sorted(set(mapping.values())) or [SINGLE_FILE]
@@ -107,9 +111,10 @@ def shorten(problems: list[str]) -> list[str]:
 
 
 def are_equal(stored: Mapping[str, StoredTensor], first: str, second: str) -> bool:
-    """Whether two tensors of `find_weights` have the same shape and values, whatever their formats.
+    """Whether two tensors have the same shape and values; NaN equals NaN. `stored` comes from `find_weights`.
 
-    Both are read, up to the first values that differ. InvalidConfig if they cannot be.
+    Their formats may differ, but must be BF16, F16, F32 or F64: False for any other. Both are read from disk up to the
+    first difference. InvalidConfig if a file cannot be read.
     """
     pair = stored[first], stored[second]
     if pair[0].shape != pair[1].shape or not all(tensor.format in _BITS for tensor in pair):

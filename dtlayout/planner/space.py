@@ -61,7 +61,7 @@ Order = tuple[str, int]
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
 _OFF = Layout()
 _CONSTANT = ("ep_overlap", "ep_dispatcher", "stage_layers", "offload")
-"""Fields of Layout that are what is fixed, or off."""
+"""Fields of Layout that are not searched: each has the value that is fixed, or else is off."""
 MOST_VIRTUAL_STAGES = 64
 """Virtual stages of a rank: with v the bubble is 1/v of 1F1B's, and more than these have nothing left to win."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]

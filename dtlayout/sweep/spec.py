@@ -40,7 +40,7 @@ from dtlayout.sweep.halving import Halving
 from dtlayout.sweep.results import AnyTrial
 
 _OWN_MODULE = re.compile(r"(^|\s)-m\s*dtlayout\.")
-"""In a command, that Python looks for this package as a module, and in the working directory first."""
+"""Finds `-m dtlayout.…` in a command, with which Python would import from the working directory first."""
 
 
 @dataclass(frozen=True, kw_only=True)

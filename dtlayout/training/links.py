@@ -52,10 +52,11 @@ def find_addresses(net: Path = Path("/proc/net")) -> list[str]:
     return [each for each in dict.fromkeys(found) if not each.startswith("127.") and each != "::1"]
 
 
-def describe_cut(nodes: Sequence[Node]) -> str:
-    """Which links are cut, of nodes whose ranks have lost connections; empty if none can tell.
+def describe_cut_links(nodes: Sequence[Node]) -> str:
+    """The cut links as a part of a sentence, such as "the link between a and b is cut"; empty if nobody can tell.
 
-    [Note: which link is cut]
+    `nodes` are all nodes of the run. Only ranks in state "cut off" count. If no address tells whom they lost, and
+    several nodes have such ranks, those nodes are named: [Note: which link is cut].
     """
     names = _name(nodes)
     torn = [i for i, node in enumerate(nodes) if any(record.state == "cut off" for record in node.records)]
@@ -72,7 +73,10 @@ def describe_cut(nodes: Sequence[Node]) -> str:
 
 
 def describe_isolation(nodes: Sequence[Node]) -> str:
-    """That a node hears of none of several others; empty if it hears of one, or there is one alone."""
+    """A part of a sentence: one node hears nothing from two or more others. Empty in any other case.
+
+    With a single other node nobody can tell which of the two has lost its link.
+    """
     heard = [i for i, node in enumerate(nodes) if not node.is_silent]
     if len(heard) != 1 or len(nodes) < 3:
         return ""

@@ -18,12 +18,16 @@ def note_seen(seen: Seen) -> dict[str, Any]:
 
 
 def find_seen(origin: Mapping[str, Any], done: int, batch: Batch, checkpoint: Path) -> tuple[Seen, list[str]]:
-    """What the `done` steps of a checkpoint have seen, from its origin, and lines for who goes on from there.
+    """The samples and tokens that the first `done` steps have read, and notes for the user of the resumed run.
 
-    A checkpoint of a version that kept no count has seen `done` batches of the size that it was saved with, or of
-    `batch`, the run's own now, where it does not tell that either. CheckpointError if the count is no count.
+    `origin` is the table that `read_origin` gives for the checkpoint, and `batch` that of the resumed run. An `origin`
+    without counts is of an older version: then `done` batches of the size that it names are counted, or of `batch` if
+    it names none. CheckpointError, with the path `checkpoint`, if a size or a count is no whole number that it can be.
     """
     sizes = {name: origin.get(name, getattr(batch, name)) for name in ("global_batch", "seq_len")}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise CheckpointError(f"{checkpoint} cannot be read: its {name} is {size!r}; use an older one")
     lines = []
     if _KEY in origin:
         kept = origin[_KEY] if isinstance(origin[_KEY], Mapping) else {}

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from dtlayout.errors import EXIT_CRASHED, DtlayoutError
 from dtlayout.pipelining.actions import Action
-from dtlayout.training.links import Node, describe_cut, describe_isolation, find_addresses, find_peer
+from dtlayout.training.links import Node, describe_cut_links, describe_isolation, find_addresses, find_peer
 from dtlayout.training.progress import Board, Record, new_path
 
 POLL_S = 1.0
@@ -91,7 +91,7 @@ def judge(nodes: Sequence[Node]) -> Verdict:
         "running": f"stood still first, for {found.age_s:.0f} s, in {found.where}",
     }
     line = f"rank {found.rank} on {node.host} {what[found.state]}"
-    link = describe_cut(nodes) if found.state == "cut off" else ""
+    link = describe_cut_links(nodes) if found.state == "cut off" else ""
     link = describe_isolation(nodes) if found.state == "silent" else link
     return Verdict(found.rank, found.state, f"{link}: {line}" if link else line)
 

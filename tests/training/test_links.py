@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtlayout.training.links import Node, describe_cut, describe_isolation, find_addresses, find_peer
+from dtlayout.training.links import Node, describe_cut_links, describe_isolation, find_addresses, find_peer
 from dtlayout.training.progress import Board, Record
 from dtlayout.training.watch import judge, judge_alone
 
@@ -44,13 +44,13 @@ def test_a_node_that_has_lost_links_to_others_which_reach_each_other_is_named(lo
     others = [i for i in range(num_nodes) if i != lost][:num_cut]
     nodes = nodes_of({(other, lost) for other in others}, num_nodes, both=both)
     names = [HOSTS[i] for i in others]
-    assert describe_cut(nodes) == f"{HOSTS[lost]} has lost its links to {', '.join(names[:-1])} and {names[-1]}"
+    assert describe_cut_links(nodes) == f"{HOSTS[lost]} has lost its links to {', '.join(names[:-1])} and {names[-1]}"
     assert judge(nodes).line.startswith(f"{HOSTS[lost]} has lost its links to ")
 
 
 @given(pairs=st.sets(st.sampled_from(list(combinations(range(6), 2))), min_size=1))
 def test_every_cut_is_told_and_no_node_is_named_that_has_all_its_links(pairs):
-    said = describe_cut(nodes_of(pairs, 6))
+    said = describe_cut_links(nodes_of(pairs, 6))
     torn = {i for pair in pairs for i in pair}
     words = said.replace(",", " ").split()
     assert {host for host in HOSTS if host in words} - {"a"} == {HOSTS[i] for i in torn} - {"a"}
@@ -59,27 +59,27 @@ def test_every_cut_is_told_and_no_node_is_named_that_has_all_its_links(pairs):
 
 
 def test_links_that_have_no_node_in_common_are_listed():
-    assert describe_cut(nodes_of({(0, 1), (2, 3)})) == "the link between a and b, and that between c and d is cut"
+    assert describe_cut_links(nodes_of({(0, 1), (2, 3)})) == "the link between a and b, and that between c and d is cut"
 
 
 def test_connections_of_which_nobody_knows_the_other_end_tear_a_link_between_those_that_lost_them():
     nodes = [Node(host=host, records=[cut_off(i)]) for i, host in enumerate("ab")]
-    assert describe_cut(nodes) == "a link between a and b is cut"
-    assert describe_cut(nodes[:1]) == ""
+    assert describe_cut_links(nodes) == "a link between a and b is cut"
+    assert describe_cut_links(nodes[:1]) == ""
     assert judge(nodes[:1]).line == "rank 0 on a lost a connection in step 5, the update: lost"
 
 
 def test_a_connection_inside_a_node_and_an_address_that_all_nodes_have_tell_of_no_link():
     inside = Node(host="a", records=[cut_off(0, "10.0.0.1")], addresses=["10.0.0.1", "172.17.0.1"])
     other = Node(host="b", records=[cut_off(1, "172.17.0.1")], addresses=["10.0.0.2", "172.17.0.1"])
-    assert describe_cut([inside]) == ""
-    assert describe_cut([inside, other]) == "a link between a and b is cut"
+    assert describe_cut_links([inside]) == ""
+    assert describe_cut_links([inside, other]) == "a link between a and b is cut"
 
 
 def test_hosts_of_one_name_are_told_by_their_addresses():
     one = Node(host="vm", records=[cut_off(0, "10.0.0.2")], addresses=["10.0.0.1"])
     other = Node(host="vm", records=[], addresses=["10.0.0.2"])
-    assert describe_cut([one, other]) == "the link between vm (10.0.0.1) and vm (10.0.0.2) is cut"
+    assert describe_cut_links([one, other]) == "the link between vm (10.0.0.1) and vm (10.0.0.2) is cut"
 
 
 def test_what_is_gone_or_failed_is_to_blame_before_any_link():

@@ -104,3 +104,10 @@ def test_what_was_seen_is_what_was_kept_or_follows_from_steps():
 def test_a_count_that_is_none_is_refused(kept):
     with pytest.raises(CheckpointError, match=r"run/step-5 cannot be read: its count of (samples|tokens) is"):
         find_seen({"seen": kept}, 5, BATCH, HERE)
+
+
+@pytest.mark.parametrize("key", ["global_batch", "seq_len"])
+@pytest.mark.parametrize("size", [None, 0, -4, 4.0, True, "4"])
+def test_a_size_that_is_none_is_refused(key, size):
+    with pytest.raises(CheckpointError, match=f"run/step-5 cannot be read: its {key} is {size!r}; use an older one"):
+        find_seen({key: size, "seen": {"samples": 8, "tokens": 64}}, 5, BATCH, HERE)
