@@ -280,7 +280,7 @@ class Config:
             return None
         v, data = self.validation, self.data
         return replace(
-            data, source=v.source, split=v.split or find_held_out_split(v.source), mixture=(), max_tokens=0,
+            data, source=v.source, split=find_held_out_split(v.source, v.split), mixture=(), max_tokens=0,
             text_field=v.text_field or data.text_field,
             messages_field=v.messages_field or ("" if v.text_field else data.messages_field),
         )  # fmt: skip
@@ -447,32 +447,33 @@ def _name_source(train: Any) -> dict[str, Any]:
 def _has_begun(run_folder: str) -> bool:
     """Whether a run has a checkpoint, with which it goes on."""
     try:
-        return any(Path(run_folder, "checkpoints").glob("step-*"))
-    except (OSError, ValueError):  # no path at all
+        return any((expand(run_folder) / "checkpoints").glob("step-*"))
+    except (OSError, ValueError, InvalidConfig):  # no path at all
         return False
 
 
 def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
     """The tables with a `data.tokenizer`, where they name none and the model comes with one.
 
-    A run that has begun goes on with its own, a new one has that of `train.init_from`. InvalidConfig if that is of
-    another form than tokenizer.json: the model's ids would mean other texts.
+    It is that of `train.init_from`, and where this has none the one that a run which has begun has kept. InvalidConfig
+    if the model comes with one of another form than tokenizer.json alone: its ids would mean other texts.
     """
     data, train = tables.get("data", {}), tables.get("train", {})
     if not isinstance(data, dict) or not isinstance(train, dict) or "tokenizer" in data:
         return tables
     init_from, run_folder = str(train.get("init_from", "")), str(train.get("run_folder", TrainConfig.run_folder))
-    if _has_begun(run_folder):
-        source = str(Path(run_folder, KEPT))
-    elif init_from and has_other_tokenizer(expand(init_from)):
-        raise InvalidConfig(
-            f"train.init_from={init_from!r} has a tokenizer, but no {TOKENIZER}; save it with AutoTokenizer."
-            f"from_pretrained(FOLDER).save_pretrained(FOLDER), or name another one as data.tokenizer"
-        )
-    else:
-        source = init_from
-    is_there = source and os.path.isfile(expand(source) / TOKENIZER)
-    return {**tables, "data": {**data, "tokenizer": source}} if is_there else tables
+    sources = [init_from] * bool(init_from) + [str(Path(run_folder, KEPT))] * _has_begun(run_folder)
+    for source in sources:
+        if os.path.isfile(expand(source) / TOKENIZER):
+            return {**tables, "data": {**data, "tokenizer": source}}
+    for source in sources:
+        if has_other_tokenizer(expand(source)):
+            where = f"train.init_from={source!r}" if source == init_from else source
+            raise InvalidConfig(
+                f"{where} has a tokenizer, but no {TOKENIZER}; save it with AutoTokenizer.from_pretrained(FOLDER)."
+                f"save_pretrained(FOLDER), or name another one as data.tokenizer"
+            )
+    return tables
 
 
 def _find_sizes(table: Any) -> Any:

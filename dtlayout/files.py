@@ -70,15 +70,19 @@ def check_depth(value: Any) -> None:
 def find_inside(folder: Path, name: str, *others: Path) -> Path:
     """The file of that name below a folder that somebody else made, be it there or not.
 
-    InvalidConfig if the name or a link leads out of the folder and of the `others`, which count as inside. So do the
-    blobs of the Hugging Face hub's cache, to which a snapshot there is links.
+    InvalidConfig if the name or a link leads out of the folder and of the `others`, which count as inside. A link in
+    the folder may lead to a file that is called as the link is, wherever that lies, and to a blob of the Hugging Face
+    hub's cache: people link the files of a model. It may not lead to a file of another name, such as a key.
     """
     try:
         home, file = folder.resolve(), (folder / name).resolve()
+        place = (folder / name).parent.resolve()
+        blobs = [(parent.parent / "blobs").resolve() for parent in home.parents if parent.name == "snapshots"]
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a loop of links
         raise InvalidConfig(f"{name!r} is no file of {folder}: {error}") from None
-    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
-    if not any(file.is_relative_to(root) for root in (home, *blobs, *others)):
+    is_blob = file.parent.name == "blobs" and file.parent.parent.name.startswith("models--")
+    is_link = place.is_relative_to(home) and (is_blob or file.name == Path(name).name)
+    if not (is_link or any(file.is_relative_to(root) for root in (home, *blobs, *others))):
         raise InvalidConfig(f"{name!r} leads out of {folder}, to {str(file)!r}; copy that file into the folder")
     return folder / name
 

@@ -205,7 +205,8 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
     if not config.optimizer.decay_steps:  # what it was when the run began
         ended = replace(ended, optimizer=replace(ended.optimizer, decay_steps=0))
     sections = ("model", "batch", "data", "optimizer")
-    differing = [name for name in sections if getattr(ended, name) != getattr(config, name)]
+    pair = [_without_names(each) for each in (ended, config)]
+    differing = [name for name in sections if getattr(pair[0], name) != getattr(pair[1], name)]
     values = ("seed", "init_from")
     differing += [f"train.{name}" for name in values if getattr(ended.train, name) != getattr(config.train, name)]
     if differing:
@@ -213,6 +214,13 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
             f"train.run_folder={str(folder)!r} holds a finished run with another {', '.join(differing)}; "
             f"use another folder"
         )
+
+
+def _without_names(config: Config) -> Config:
+    """The config without what the model is called, and with the tokenizer's place however it is written."""
+    tokenizer = config.data.tokenizer
+    place = tokenizer if tokenizer == "bytes" else os.path.realpath(tokenizer)
+    return replace(config, model=replace(config.model, name="any"), data=replace(config.data, tokenizer=place))
 
 
 def _write_refusal(error: DtlayoutError, folder: Path, reached: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from dtlayout import toml
 from dtlayout.errors import EXIT_REFUSED, DtlayoutError, InvalidConfig
+from dtlayout.files import parse_json
 from dtlayout.process import find_birth, lives, name_process
 from dtlayout.restarts import refuse_restarts
 
@@ -188,6 +189,8 @@ def hold(folder: Path) -> Iterator[Lease]:
     """
     here = Holder.here()
     text = json.dumps(asdict(here), indent=2) + "\n"
+    if folder.is_symlink() and not folder.exists():
+        raise DtlayoutError(f"train.run_folder={str(folder)!r} is a link to {os.readlink(folder)!r}, which is not there")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _take(folder / LEASE_NAME, here, text)
@@ -277,7 +280,7 @@ def _read_text(path: Path) -> str:
 def _read(path: Path) -> Holder | None:
     """Who holds a lease; None if a kill, or another version, left one that does not say."""
     try:
-        return toml.parse(json.loads(_read_text(path)), Holder)
+        return toml.parse(parse_json(_read_text(path)), Holder)
     except (ValueError, InvalidConfig):
         return None
 

@@ -24,9 +24,15 @@ def is_hub_name(source: str) -> bool:
     return not path.exists() and path.suffix not in BUILDERS and _HUB_NAME.fullmatch(source) is not None
 
 
-def find_held_out_split(source: str) -> str:
-    """The split that [validation] reads if its `split` is empty: "validation" of a hub dataset, else "train"."""
-    return HELD_OUT_SPLIT if source != STDLIB and is_hub_name(source) else LOCAL_SPLIT
+def find_held_out_split(source: str, asked: str) -> str:
+    """The split that [validation] reads where its `split` is `asked`; if that is empty the hub's "validation".
+
+    Local files are "train" then, and also where "validation" is asked for: configs of older runs have that written.
+    """
+    is_local = source == STDLIB or not is_hub_name(source)
+    if is_local:
+        return LOCAL_SPLIT if asked in ("", HELD_OUT_SPLIT) else asked
+    return asked or HELD_OUT_SPLIT
 
 
 def describe_missing_split(source: object, split: str) -> str:
@@ -44,9 +50,15 @@ def describe_missing_split(source: object, split: str) -> str:
 
 
 def is_unread_data(path: Path) -> bool:
-    """Whether a file that is not read looks like documents all the same: packed, of another kind, or in capitals."""
-    suffixes = {suffix.lower() for suffix in path.suffixes}
-    return path.suffix not in BUILDERS and bool(suffixes & _DATA_SUFFIXES)
+    """Whether a file that is not read looks like documents all the same: packed, of another kind, or in capitals.
+
+    >>> [is_unread_data(Path(name)) for name in ("a.jsonl.gz", "a.JSONL", "a.arrow", "a.jsonl.md5", "a.jsonl")]
+    [True, True, True, False, False]
+    """
+    if path.suffix in BUILDERS:
+        return False
+    *before, last = ["", *(suffix.lower() for suffix in path.suffixes)]
+    return last in _DATA_SUFFIXES or (last in _PACKED and before[-1] in _DATA_SUFFIXES | {""})
 
 
 _PACKED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".br", ".zip", ".tar", ".tgz", ".7z", ".rar"}
@@ -54,4 +66,4 @@ _OTHER_KINDS = {
     ".csv", ".tsv", ".ndjson", ".jsonlines", ".jl", ".json5", ".arrow", ".feather", ".orc", ".avro", ".pq", ".text",
     ".tfrecord", ".msgpack", ".h5", ".hdf5", ".sqlite", ".xlsx",
 }  # fmt: skip
-_DATA_SUFFIXES = _PACKED | _OTHER_KINDS | set(BUILDERS)
+_DATA_SUFFIXES = _OTHER_KINDS | set(BUILDERS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import CheckpointError
-from dtlayout.files import hash_file
+from dtlayout.files import hash_file, parse_json
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
@@ -94,9 +94,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
     """The manifest; None of a checkpoint that was saved before there were any, CheckpointError if it is damaged."""
     path = checkpoint / MANIFEST_NAME
     try:
-        if not path.exists() and json.loads((checkpoint / STATE_NAME).read_text("utf-8")).get("format", 1) < FORMAT:
+        if not path.exists() and parse_json((checkpoint / STATE_NAME).read_text("utf-8")).get("format", 1) < FORMAT:
             return None
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         written = document.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} cannot be read: {type(error).__name__} {error}") from None

@@ -40,6 +40,7 @@ from dtlayout.checkpoint.manifest import (
 )
 from dtlayout.checkpoint.reader import Reader
 from dtlayout.errors import CheckpointError, InvalidConfig
+from dtlayout.files import parse_json
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
 from dtlayout.optimizers import Optimizer
@@ -249,10 +250,10 @@ def read_origin(path: Path) -> dict[str, Any]:
 def _read_state(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself; CheckpointError if that cannot be read."""
     try:
-        state: dict[str, Any] = json.loads((path / STATE_NAME).read_text(encoding="utf-8"))
+        state: dict[str, Any] = parse_json((path / STATE_NAME).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or type(step := state.get("step")) is not int or step < 0:
             raise ValueError(f"{STATE_NAME} does not say after how many steps it was saved")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
     return state
 

@@ -32,7 +32,7 @@ class Limits:
     """What a template may take for one conversation."""
 
     cpu_s: int = 10
-    """Seconds of a processor."""
+    """Seconds of a processor, for up to 500 messages; more have more, by the square of their number."""
     memory_bytes: int = 1 << 30
     """Memory beside what its process begins with."""
     characters: int = 1 << 24
@@ -101,7 +101,7 @@ class ChatTemplate:
         exit_code = self._stop()
         what = "the chat template cannot write this conversation: "
         if exit_code == -signal.SIGXCPU:
-            return f"{what}it takes more than {self.limits.cpu_s} s"
+            return f"{what}it takes more than {self.limits.cpu_s} s, or what as many messages may take"
         return f"{what}its process ended with exit code {exit_code}"
 
     def _stop(self) -> int:

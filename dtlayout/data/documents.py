@@ -4,7 +4,6 @@ Vocabulary: an id is *taught* if it counts as a target. Of plain text all are; o
 the token that ends each, unless `loss_on` says "all".
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -19,6 +18,7 @@ from dtlayout.data.sources import Corpus, Row
 from dtlayout.data.template import Spans
 from dtlayout.data.tokenizer import Ids, Tokenizer
 from dtlayout.errors import DataError
+from dtlayout.files import parse_json
 
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
 
@@ -143,7 +143,7 @@ def _read_tools(tools: Any) -> Any:
     """The tools of a row, a list or its JSON; DataError for anything else."""
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError:
             raise DataError("field 'tools' is neither a list of tools nor the JSON of one") from None
     if tools is not None and not isinstance(tools, list):

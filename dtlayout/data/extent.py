@@ -12,11 +12,11 @@ def describe_cut_documents(cut: Cut) -> list[str]:
 
 
 def describe_training(samples: Samples, num_steps: int) -> list[str]:
-    """How often so many steps read each source, and what is cut in there; a line that begins with "note" needs a look.
+    """How often a run of `num_steps` reads each source, and what is cut in there; a line with "note" needs a look.
 
-    Of several sources each is read by its share.
+    Steps before a resume count with the batches that they had. Of several sources each is read by its share.
     """
-    num_read = num_steps * samples.sizes.global_batch
+    num_read = samples.seen.count_samples(max(num_steps, samples.seen.step), samples.sizes.global_batch)
     pairs = zip(samples.cuts, samples.shares, strict=True)
     epochs = [
         f"{num_read * share / cut.num_samples:.3g} epochs of {plural(cut.num_samples, 'sample', ',')}"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dtlayout.errors import DataError
-from dtlayout.files import expand
+from dtlayout.files import expand, parse_json
 from dtlayout.source_names import (
     BUILDERS,
     LOCAL_SPLIT,
@@ -203,7 +203,7 @@ def _find_bad_line(file: Path) -> int:
         texts = [lines.read()] if lines.peek(1)[:1] == b"[" else lines
         for number, text in enumerate(texts, start=1):
             try:
-                json.loads(text.rstrip() or "0")  # an end of line is no part of what is wrong with it
+                parse_json(text.rstrip() or "0")  # an end of line is no part of what is wrong with it
             except json.JSONDecodeError as error:
                 return number - 1 + error.lineno
             except ValueError:  # not UTF-8

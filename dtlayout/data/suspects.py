@@ -13,7 +13,7 @@ from typing import Literal
 from dtlayout import toml
 from dtlayout.data.samples import Samples
 from dtlayout.errors import DataError, InvalidConfig
-from dtlayout.files import write_whole
+from dtlayout.files import parse_json, write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Suspects:
     def read(cls, path: Path) -> "Suspects":
         """Read such a file; DataError if it is none."""
         try:
-            return toml.parse(json.loads(path.read_text(encoding="utf-8")), cls)
+            return toml.parse(parse_json(path.read_text(encoding="utf-8")), cls)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, InvalidConfig) as error:

@@ -1,6 +1,5 @@
 """Prepared tokens, mapped from disk."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import numpy.typing as npt
 
 from dtlayout.data.prepare import DOCUMENTS_NAME, HASH_KEYS, INFO_NAME, TAUGHT_NAME, TOKENS_NAME
 from dtlayout.errors import DataError
-from dtlayout.files import hash_file
+from dtlayout.files import hash_file, parse_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +134,7 @@ def _read_info(path: Path) -> dict[str, Any]:
         )
     needed = {"dtype", "num_tokens", "num_documents", "vocab_size", "end_of_document", "sha256"}
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
+        info = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{str(path)!r} is not JSON ({error}); delete that folder and prepare again") from error
     if not isinstance(info, dict) or needed - info.keys() or info["dtype"] not in ("uint16", "uint32"):

@@ -3,9 +3,8 @@
 A run is a folder with metrics.jsonl, done or going on. What is noisy is drawn pale, with its exponential mean over it.
 """
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dtlayout.config import load_config
 from dtlayout.errors import DtlayoutError
+from dtlayout.files import parse_json
 from dtlayout.report import html
 from dtlayout.text import choose_unit
 from dtlayout.training.metrics import Validation, read_summary, time_steps
@@ -89,7 +89,7 @@ def _read_run(folder: Path, name: str) -> RunCurves:
         raise DtlayoutError(f"{metrics} cannot be read: {error.strerror}") from None
     for raw in text.splitlines():
         try:
-            line = json.loads(raw)
+            line = parse_json(raw)
             is_step = line["step"] >= 1
         except (ValueError, KeyError, TypeError):
             is_step = False
@@ -281,12 +281,23 @@ def _end(figure: Figure) -> Figure:
     return figure
 
 
+def count_tokens_per_step(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Tokens of a step, as between the first two lines, for batches before them may have been of another size.
+
+    >>> count_tokens_per_step([{"step": 5, "tokens": 80}, {"step": 6, "tokens": 112}])
+    32.0
+    """
+    (first, *others) = ((line["step"], line.get("tokens", 0)) for line in lines[:2])
+    steps, tokens = (b - a for a, b in zip(first, others[0], strict=True)) if others else first
+    return tokens / steps if steps > 0 else first[1] / first[0]
+
+
 def _describe(run: RunCurves, is_part: bool) -> dict[str, str]:
     """Column → cell; a part of a run says its first step too."""
     losses, mfu, peaks = (run.read(key)[1] for key in ("loss", "mfu", "peak_memory_bytes"))
     validation = Validation.of(run.lines)
     step_time_s, _ = time_steps(run.read("step_time_s")[1])
-    tokens = run.lines[0].get("tokens", 0) / run.lines[0]["step"]
+    tokens = count_tokens_per_step(run.lines)
     steps = f"{run.lines[0]['step']:,} to " * is_part + f"{run.lines[-1]['step']:,}"
     unit, size = choose_unit(max(peaks, default=0))
 

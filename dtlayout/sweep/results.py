@@ -13,6 +13,7 @@ from typing import Any
 
 from dtlayout.batch import Batch
 from dtlayout.errors import DtlayoutError
+from dtlayout.files import parse_json
 from dtlayout.planner.runs import Outcome, Performance, Run
 from dtlayout.text import plural
 from dtlayout.training.metrics import MetricsFile, read_summary, time_steps
@@ -124,7 +125,7 @@ def read_results(path: Path) -> dict[str, TrialResult]:
 
 
 def _parse(line: str) -> TrialResult:
-    values = json.loads(line)
+    values = parse_json(line)
     run, _ = values.pop("run"), values.pop("outcome")  # which the run says
     values["run"] = run and Run.from_dict(run)
     return TrialResult(**values | {"overrides": tuple(values["overrides"])})

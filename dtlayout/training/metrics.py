@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dtlayout.batch import Batch
 from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
 from dtlayout.errors import EXIT_REFUSED, DtlayoutError
-from dtlayout.files import write_whole
+from dtlayout.files import parse_json, write_whole
 from dtlayout.measure.ledger import Highest
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
@@ -208,7 +208,7 @@ class RecordedTimelines:
 def _read_own(path: Path, option: str, parse: Callable[[Any], _T]) -> _T:
     """What a run has written there with an option; DtlayoutError if there is none, or none of ours."""
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
+        return parse(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise DtlayoutError(f"{path} cannot be read: {error.strerror}; a run writes it with {option}") from None
     except (DtlayoutError, ValueError, KeyError, TypeError) as error:
@@ -274,7 +274,7 @@ class MetricsFile:
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [parse_json(line) for line in lines if line.endswith("\n")]
 
 
 def write_summary(document: Mapping[str, Any], folder: Path) -> None:
@@ -286,7 +286,7 @@ def write_summary(document: Mapping[str, Any], folder: Path) -> None:
 def read_summary(folder: Path) -> dict[str, Any]:
     """How the last run in a folder ended; empty if nobody knows."""
     try:
-        summary = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
+        summary = parse_json((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}

@@ -416,12 +416,6 @@ def _note_crash(folder: Path, lease_text: str, line: str, is_refusal: bool) -> N
         note_crash(folder, line, is_refusal)
 
 
-def _note_crash(folder: Path, lease_text: str, line: str, is_refusal: bool) -> None:
-    """Note why a rank has ended all of them, unless the folder has become another run's; no lease has an empty text."""
-    if not lease_text or not is_of_another(folder, lease_text):
-        note_crash(folder, line, is_refusal)
-
-
 def _is_due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
