@@ -455,16 +455,18 @@ def _has_begun(run_folder: str) -> bool:
 def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
     """The tables with a `data.tokenizer`, where they name none and the model comes with one.
 
-    It is that of `train.init_from`, and where this has none the one that a run which has begun has kept. InvalidConfig
-    if the model comes with one of another form than tokenizer.json alone: its ids would mean other texts.
+    A new run has that of `train.init_from`. One that has begun goes on with what its own config names, or has kept, or
+    else with that of `train.init_from`. InvalidConfig if there is one of another form than tokenizer.json alone: the
+    model's ids would mean other texts.
     """
     data, train = tables.get("data", {}), tables.get("train", {})
     if not isinstance(data, dict) or not isinstance(train, dict) or "tokenizer" in data:
         return tables
     init_from, run_folder = str(train.get("init_from", "")), str(train.get("run_folder", TrainConfig.run_folder))
-    sources = [init_from] * bool(init_from) + [str(Path(run_folder, KEPT))] * _has_begun(run_folder)
+    sources = _find_own_tokenizers(run_folder) if _has_begun(run_folder) else []
+    sources += [init_from] * bool(init_from)
     for source in sources:
-        if os.path.isfile(expand(source) / TOKENIZER):
+        if source == "bytes" or os.path.isfile(expand(source)) or os.path.isfile(expand(source) / TOKENIZER):
             return {**tables, "data": {**data, "tokenizer": source}}
     for source in sources:
         if has_other_tokenizer(expand(source)):
@@ -474,6 +476,16 @@ def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
                 f"save_pretrained(FOLDER), or name another one as data.tokenizer"
             )
     return tables
+
+
+def _find_own_tokenizers(run_folder: str) -> list[str]:
+    """Where a run's tokenizer may be: the place that its own config names, and what it has kept."""
+    kept = str(Path(run_folder, KEPT))
+    try:
+        said = toml.read(expand(run_folder) / "config.toml", "config")["data"]["tokenizer"]
+    except (InvalidConfig, KeyError, TypeError):  # a run that was converted has none
+        return [kept]
+    return [str(said), kept]
 
 
 def _find_sizes(table: Any) -> Any:

@@ -190,7 +190,9 @@ def hold(folder: Path) -> Iterator[Lease]:
     here = Holder.here()
     text = json.dumps(asdict(here), indent=2) + "\n"
     if folder.is_symlink() and not folder.exists():
-        raise DtlayoutError(f"train.run_folder={str(folder)!r} is a link to {os.readlink(folder)!r}, which is not there")
+        raise DtlayoutError(
+            f"train.run_folder={str(folder)!r} is a link to {os.readlink(folder)!r}, which is not there"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _take(folder / LEASE_NAME, here, text)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -339,6 +340,15 @@ def test_a_finished_folder_refuses_another_experiment(files, capsys):
     assert main([str(files.config), "--train.steps=3"]) == 0
     assert main([str(files.config), "--train.seed=3", "--optimizer.lr=0.5"]) == 2
     assert "holds a finished run with another optimizer, train.seed; use another folder" in capsys.readouterr().err
+
+
+def test_a_finished_folder_knows_its_run_by_another_name_and_another_way_to_its_tokenizer(files, capsys):
+    end_run(files, '{"outcome": "done", "exit_code": 0, "steps": 1000}')
+    config = load_config(files.config, [f"--data.tokenizer={files.run.parent}/words/tokenizer.json"])
+    (files.run / "config.toml").write_text(replace(config, model=replace(config.model, name="folder")).to_toml())
+    way = os.path.relpath(files.run.parent / "words" / "tokenizer.json")
+    assert main([str(files.config), f"--data.tokenizer={way}"]) == 0, capsys.readouterr().err
+    assert "has done its 1000 steps" in capsys.readouterr().out
 
 
 def test_a_rank_that_says_nothing_leaves_last(files, monkeypatch):

@@ -484,3 +484,12 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(DtlayoutError, match=f"train.run_folder='{tmp_path / 'run'}' cannot be written: "):
         hold(tmp_path / "run").__enter__()
+
+
+def test_a_link_to_where_nothing_is_mounted_is_named(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    with pytest.raises(DtlayoutError, match=r"is a link to '.*scratch', which is not there"), hold(tmp_path / "run"):
+        pass
+    (tmp_path / "scratch").mkdir()
+    with hold(tmp_path / "run"):
+        assert (tmp_path / "scratch" / LEASE_NAME).exists()

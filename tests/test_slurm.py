@@ -26,13 +26,22 @@ def slurm(tmp_path: Path) -> Slurm:
 
 def end_as(files: TinyFiles, outcome: str) -> str:
     """What a task does to end like that."""
-    summary = "{" if outcome == "torn" else json.dumps({"outcome": outcome})
+    kept = {"outcome": "stopped", "refused": ["no file matches"]}  # by an earlier start, and refused by this one
+    summary = "{" if outcome == "torn" else json.dumps(kept if outcome == "refused late" else {"outcome": outcome})
     return f"echo '{summary}' > {files.run}/summary.json; exit {int(outcome != 'done')}"
 
 
 @pytest.mark.parametrize(
     ("outcome", "exit_code", "num_requeued"),
-    [("done", 0, 0), ("stopped", 0, 1), ("refused", 2, 0), ("non_finite", 4, 0), ("running", 0, 1), ("torn", 0, 1)],
+    [
+        ("done", 0, 0),
+        ("stopped", 0, 1),
+        ("refused", 2, 0),
+        ("refused late", 2, 0),
+        ("non_finite", 4, 0),
+        ("running", 0, 1),
+        ("torn", 0, 1),
+    ],
 )
 def test_what_was_stopped_or_has_crashed_comes_again(slurm, files, outcome, exit_code, num_requeued):
     assert slurm.submit(files.config, step=end_as(files, outcome)) == exit_code, slurm.log.read_text()

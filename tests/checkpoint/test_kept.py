@@ -1,6 +1,7 @@
 """What lies beside a folder's weights: it comes out of a run as it came in, wherever the export is made."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,10 +153,18 @@ def test_a_run_reads_texts_as_its_weights_do_unless_another_tokenizer_is_named(t
     save_words(folder, ["<s>", "</s>", *(f"<{i}>" for i in range(300))])  # more than the model has rows
     assert main(["check", str(config), "--data"]) == 2
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert parse(folder, run).data.tokenizer == str(folder)  # of the run only checkpoints were copied here
+    (run / "config.toml").write_text(parse(folder, run, data={"tokenizer": "bytes"}).to_toml())
     assert parse(folder, run).data.tokenizer == "bytes"  # it has begun so, before it kept any
+    (run / "config.toml").write_text(parse(folder, run, data={"tokenizer": str(folder)}).to_toml())
+    assert parse(folder, run).data.tokenizer == str(folder)
     (run / "kept").mkdir()
     (folder / "tokenizer.json").rename(run / "kept" / "tokenizer.json")
     assert parse(folder, run).data.tokenizer == str(run / "kept")
+    (run / "kept" / "tokenizer.json").rename(run / "kept" / "tokenizer.model")
+    shutil.rmtree(folder)
+    with pytest.raises(InvalidConfig, match=r"kept has a tokenizer, but no tokenizer\.json"):
+        parse(folder, run)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "tokenizer_config.json"])

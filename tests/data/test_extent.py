@@ -1,6 +1,7 @@
 """How much of its data a run reads: epochs, documents that are cut, and what is held out and never measured."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from dtlayout.batch import Batch
 from dtlayout.config import DataConfig
 from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.prepare import prepare_tokens
-from dtlayout.data.samples import open_samples
+from dtlayout.data.samples import Seen, open_samples
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -31,6 +32,13 @@ def read(tmp_path, texts_by_source, *, samples="packed", global_batch=4, weights
 def test_steps_are_so_many_epochs(tmp_path):
     (line,) = describe_training(read(tmp_path, [["x" * 159]]), 100)  # 160 tokens with the end
     assert line == "100 steps read 400 samples: 44.4 epochs of 9 samples"
+
+
+def test_after_a_resume_with_another_batch_samples_count_that_were_read(tmp_path):
+    samples = replace(read(tmp_path, [["x" * 159]]), seen=Seen(step=10, samples=90, tokens=1440))
+    (line,) = describe_training(samples, 12)
+    assert line.startswith("12 steps read 98 samples: ")
+    assert describe_training(samples, 5)[0].startswith("5 steps read 90 samples: ")  # it has gone further than that
 
 
 def test_of_several_sources_each_has_its_epochs(tmp_path):

@@ -106,6 +106,22 @@ def test_weights_outside_the_folder_are_refused_however_they_are_named(tmp_path)
         assert find_weights(way).keys() == {"a"}
 
 
+def test_a_link_leads_to_a_file_of_its_name_or_to_a_blob(tmp_path):
+    shared, blobs, folder = tmp_path / "shared", tmp_path / "models--a--b" / "blobs", tmp_path / "model"
+    for each in (shared, blobs, folder):
+        each.mkdir(parents=True)
+    for file in (shared / SINGLE_FILE, blobs / "f00d"):
+        save_file({"a": torch.zeros(1)}, file)
+        (folder / SINGLE_FILE).symlink_to(file)
+        assert find_weights(folder).keys() == {"a"}
+        (folder / SINGLE_FILE).unlink()
+    (tmp_path / "blobs").mkdir()
+    (blobs / "f00d").rename(tmp_path / "blobs" / "f00d")
+    (folder / SINGLE_FILE).symlink_to(tmp_path / "blobs" / "f00d")  # of nobody's cache
+    with pytest.raises(InvalidConfig, match="leads out of"):
+        find_weights(folder)
+
+
 def test_a_snapshot_in_the_hubs_cache_is_links_to_its_blobs(tmp_path):
     repository = tmp_path / "models--someone--Small-1B"
     snapshot, blobs = repository / "snapshots" / "0123abc", repository / "blobs"
