@@ -16,7 +16,7 @@ from dtlayout.batch import Batch
 from dtlayout.cluster import Gpu, find_gpu, known_gpus, load_cluster
 from dtlayout.device import Device, expect_device
 from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.files import expand
+from dtlayout.files import expand, find_path_problem
 from dtlayout.kernel import Need
 from dtlayout.kernels import Chosen, OpenKernels
 from dtlayout.layout import Layout, OpenLayout
@@ -464,7 +464,7 @@ def _choose_tokenizer(tables: dict[str, Any]) -> dict[str, Any]:
         return tables
     init_from, run_folder = str(train.get("init_from", "")), str(train.get("run_folder", TrainConfig.run_folder))
     sources = _find_own_tokenizers(run_folder) if _has_begun(run_folder) else []
-    sources += [init_from] * bool(init_from)
+    sources = [source for source in [*sources, init_from] if source and not find_path_problem(source)]
     for source in sources:
         if source == "bytes" or os.path.isfile(expand(source)) or os.path.isfile(expand(source) / TOKENIZER):
             return {**tables, "data": {**data, "tokenizer": source}}

@@ -8,7 +8,7 @@ from dtlayout.calibrate.measured import Measured
 from dtlayout.data.chat import load_template
 from dtlayout.errors import DataError, InvalidConfig
 from dtlayout.files import check_writable, expand, find_path_problem, parse_json, write_whole
-from dtlayout.models.weights import INDEX, find_weights
+from dtlayout.models.stored import INDEX, find_weights
 from dtlayout.report.rows import read_rows
 
 

@@ -65,12 +65,13 @@ def test_the_command_that_is_installed_ends_in_this_way():
 
 
 def test_every_module_that_is_a_program_leaves_in_the_same_way():
-    """But one that becomes another program."""
+    """But one that becomes another program, and one that starts no collective."""
     sources = {path: path.read_text() for path in [*(ROOT / "dtlayout").rglob("*.py"), ROOT / "train.py"]}
     ends = {
         str(path.relative_to(ROOT)): text.partition('if __name__ == "__main__":')[2] for path, text in sources.items()
     }
-    found = {name: end for name, end in ends.items() if end and name != "dtlayout/sweep/processes.py"}
+    others = {"dtlayout/sweep/processes.py", "dtlayout/data/template_process.py"}
+    found = {name: end for name, end in ends.items() if end and name not in others}
     assert set(found) == {"train.py", "dtlayout/launch.py", "dtlayout/cli.py", "dtlayout/calibrate/ranks.py"}
     assert all("leave(main(" in end or end.strip() == "run()" for end in found.values())
 
@@ -104,7 +105,7 @@ def test_a_command_whose_output_is_lost_has_failed():
         ended = subprocess.run(
             command, cwd=ROOT, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
         )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "No space left on device" in ended.stderr and "Traceback" not in ended.stderr
 
 

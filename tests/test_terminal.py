@@ -181,7 +181,7 @@ def test_ctrl_c_is_a_line_and_130_whatever_the_command(command, monkeypatch, cap
 
 
 def test_ctrl_c_at_any_moment_of_a_search_is_a_line():
-    arguments = ["recommend", "--model", "llama3-405b", "--gpu", "h100-80g-sxm", "--gpus", "16384", *SIZES]
+    arguments = ["recommend", "--model", "llama3.1-405b", "--gpu", "h100-80g-sxm", "--gpus", "16384", *SIZES]
     code = "from dtlayout.cli import main; print('ready', file=sys.stderr, flush=True); sys.exit(main(sys.argv[1:]))"
     codes = []
     for delay_s in (0.0, 0.2, 0.5):

@@ -4,6 +4,7 @@ from typing import Any
 
 from dtlayout.errors import InvalidConfig, InvalidLayout
 from dtlayout.models.files import to_hf
+from dtlayout.models.naming import NAME_KEY
 from dtlayout.optimizers import SGD, AdamW
 from dtlayout.programs.program import TORCH_SCHEDULES, Arguments, Job, Program, choose, name_stages
 from dtlayout.programs.yaml import dump
@@ -61,8 +62,8 @@ def _model(job: Job) -> dict[str, Any]:
     """`model`: its sizes as transformers' config of its family takes them, and its SDPA kernel."""
     config = to_hf(job.model, job.scenario.precision.params, job.scenario.batch.seq_len)
     (architecture,) = config.pop("architectures")
-    for name in ("model_type", "torch_dtype"):
-        del config[name]  # the class says the one, from_config takes the other
+    for name in ("model_type", "torch_dtype", NAME_KEY):
+        del config[name]  # the class says the first, from_config takes the second, and nobody needs the third
     method = _ATTENTION.get(job.estimate.kernels.attention)
     return {
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",

@@ -140,7 +140,8 @@ def test_the_slow_stage_is_named_beside_the_prediction(recorded, capsys, tmp_pat
     assert main(["timeline", str(recorded), "--step", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 3 and [each["stage"] for each in found["slow_stages"]] == [2]
-    assert 0 < found["measured"]["bubble"] < 1 and found["measured"]["pipeline_s"] > found["pipeline_s"]
+    assert 0 < found["measured"]["bubble"] < 1 and found["measured"]["pipeline_s"] > 0
+    assert found["pipeline_s"] is None, "nobody has calibrated this CPU"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dtlayout.planner.runs import Run
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
-    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike",
+    "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "validation_loss", "data_wait_s", "spike", "layout",
 ]  # fmt: skip
 
 

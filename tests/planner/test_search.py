@@ -325,7 +325,7 @@ def test_more_is_searched_in_a_second_than_ten_thousand_layouts_without_building
 
 @pytest.mark.parametrize(("hidden_size", "fits"), [(2048, False), (64, True)])
 def test_ten_times_the_layers_are_not_ten_times_the_work(hidden_size, fits):
-    """40,000 layers are searched in seconds: calls are counted, of functions of ours and of others."""
+    """The most layers are searched in seconds: calls are counted, of functions of ours and of others."""
     fixed = {"tp": 1, "pp": 2, "micro_batch": 1, "recompute": "full", "attention": "sdpa-flash", "norm": "fused"}
 
     def count_calls(num_layers: int) -> int:
@@ -337,7 +337,7 @@ def test_ten_times_the_layers_are_not_ten_times_the_work(hidden_size, fits):
         assert bool(found.ranked) == fits
         return sum(entry.callcount for entry in calls.getstats())
 
-    assert count_calls(40_000) < 4 * count_calls(4_000)
+    assert count_calls(10_000) < 4 * count_calls(1_000)
 
 
 def test_kernels_are_only_left_out_for_others_that_are_no_slower_and_no_larger():

@@ -229,9 +229,10 @@ def refusals_of_unequal(
         for name, tensor in reversed(named):
             spoil(name, tensor)
 
-    def fill_and_spoil(parameter: Tensor, stored: Any, name: str, files: Any) -> None:
-        fill(parameter, stored, name, files)
+    def fill_and_spoil(parameter: Tensor, stored: Any, name: str, files: Any) -> int:
+        num_broken: int = fill(parameter, stored, name, files)
         spoil(name, parameter)
+        return num_broken
 
     results = []
     for layout, name in cases:

@@ -84,7 +84,7 @@ def test_predictions_are_for_the_named_gpu_or_the_one_that_is_there(monkeypatch,
 
 
 def test_a_search_that_finds_nothing_is_refused(tmp_path):
-    text = 'from = "recommend:3"\noverrides = ["--cluster.gpu=a100-80g-sxm", "--model.vocab_size=100_000_000_000"]'
+    text = 'from = "recommend:3"\noverrides = ["--cluster.gpu=a100-80g-sxm", "--model.vocab_size=1_000_000_000"]'
     with pytest.raises(InvalidConfig, match="no layout of tiny is legal and fits on 4 x a100-80g-sxm"):
         trials_of(tmp_path, text)
 
