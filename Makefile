@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train sweep test test-all test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-peaks bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-schedules bench-convert bench-saving bench-context bench-faults docs-config docs-choosing clean
+.PHONY: train sweep test test-all test-torch check format bench bench-gpu bench-host bench-recompute bench-dryrun bench-peaks bench-validate bench-halving bench-calibrate bench-two-hosts bench-bubbles bench-findings bench-questions bench-schedules bench-convert bench-saving bench-context bench-faults bench-answers docs-config docs-choosing clean
 
 train: .venv/.installed
 	scripts/train_debug.sh $(BIN)
@@ -101,6 +101,10 @@ bench-context: .venv/.installed
 # Kills, changed bytes, failing writes, a full disk, signals: an hour of nothing else, and again, it goes on.
 bench-faults: .venv/.installed-test
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --page benchmarks/faults.md $(ARGS)
+
+# What random questions are answered, kept and compared: make bench-answers ARGS="keep FILE", then "compare FILE".
+bench-answers: .venv/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.answers $(ARGS)
 
 # What docs/config.md says of each key, out of the sentences below the fields of the sections.
 docs-config: .venv/.installed

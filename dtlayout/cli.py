@@ -148,8 +148,7 @@ def _run(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments[1:])
     options.overrides = list(filter(_is_override, rest)) if "config" in options else []
     if unknown := [text for text in rest if text not in options.overrides]:
-        hint = "; an override is written --section.key=value" if "config" in options else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_find_hint(parser, unknown, options)}")
     if "config" in options and getattr(options, "model", None):
         options.overrides.insert(0, f"--model={options.model}")
     try:
@@ -160,6 +159,16 @@ def _run(arguments: list[str]) -> int:
     except DtlayoutError as error:
         _refuse(str(error).splitlines(), is_json=options.json)
         return error.exit_code
+
+
+def _find_hint(parser: argparse.ArgumentParser, unknown: Sequence[str], options: argparse.Namespace) -> str:
+    """The option that was meant instead of the first unknown one, or how to override a config; empty for neither."""
+    import difflib  # only now: most command lines are right
+
+    names = parser._option_string_actions  # argparse tells its options in no other way
+    if near := difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1):
+        return f"; did you mean {near[0]}?"
+    return "; an override is written --section.key=value" if "config" in options else ""
 
 
 def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:

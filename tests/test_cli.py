@@ -255,6 +255,9 @@ def test_an_unknown_argument_is_refused_by_name(files, capsys, arguments):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "unrecognized arguments: " in printed.err and arguments[-1] in printed.err
+    is_near = arguments[0].startswith("--wrold")
+    assert ("did you mean --world?" in printed.err) == is_near
+    assert ("an override is written --section.key=value" in printed.err) == (not is_near)
 
 
 def test_a_second_config_is_no_override(files, capsys):

@@ -35,10 +35,13 @@ class Emitted(NamedTuple):
     """The program that takes it, with its version."""
     gaps: Sequence[str] = ()
     """What the file cannot say, a sentence each."""
+    is_script: bool = False
+    """Whether the file is a shell script."""
 
     def to_lines(self, path: Path) -> list[str]:
         """What people are told of it."""
-        return [f"1 is written to {path}, for {self.program}", *(f"  {gap}" for gap in self.gaps)]
+        form = ", as a shell script" * self.is_script
+        return [f"1 is written to {path}, for {self.program}{form}", *(f"  {gap}" for gap in self.gaps)]
 
 
 def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
@@ -53,7 +56,7 @@ def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[s
     comments = [_name_scenario(scenario), *_describe_program(program, arguments, path), *reasons]
     first = [program.first_line] if program.first_line else []
     write(path, "\n".join([*first, *map(_comment, comments), "", *arguments.lines]) + "\n", "arguments")
-    return Emitted(f"{program.title} {program.version}", arguments.gaps)
+    return Emitted(f"{program.title} {program.version}", arguments.gaps, program.first_line.startswith("#!"))
 
 
 def _describe_program(program: Program, arguments: Arguments, path: Path) -> list[str]:

@@ -52,8 +52,9 @@ def test_what_is_emitted_is_for_the_program_that_the_engine_predicts_for(capsys,
 
 def test_a_script_begins_with_its_shell(capsys, tmp_path):
     path = tmp_path / "job.sh"
-    ask(capsys, *LLAMA, "--engine", "megatron", "--emit", str(path))
+    assert main(["recommend", *LLAMA, "--engine", "megatron", "--emit", str(path), "--top", "1"]) == 0
     assert path.read_text().startswith("#!/usr/bin/env bash\n# llama-7b on 16 x")
+    assert f"1 is written to {path}, for Megatron-LM commit 000c4ac24f, as a shell script\n" in capsys.readouterr().out
 
 
 def test_an_emitted_config_for_the_cpu_needs_no_gpu_and_no_file(capsys, tmp_path):
