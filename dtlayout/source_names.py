@@ -50,15 +50,16 @@ def describe_missing_split(source: object, split: str) -> str:
 
 
 def is_unread_data(path: Path) -> bool:
-    """Whether a file that is not read looks like documents all the same: packed, of another kind, or in capitals.
+    """Whether a file that is not read looks like documents all the same: packed, of another kind, or half there.
+
+    What only goes along with documents, such as a checksum, is none.
 
     >>> [is_unread_data(Path(name)) for name in ("a.jsonl.gz", "a.JSONL", "a.arrow", "a.jsonl.md5", "a.jsonl")]
     [True, True, True, False, False]
     """
-    if path.suffix in BUILDERS:
-        return False
-    *before, last = ["", *(suffix.lower() for suffix in path.suffixes)]
-    return last in _DATA_SUFFIXES or (last in _PACKED and before[-1] in _DATA_SUFFIXES | {""})
+    suffixes = {suffix.lower() for suffix in path.suffixes}
+    is_other = path.suffix not in BUILDERS and path.suffix.lower() not in _COMPANIONS
+    return is_other and bool(suffixes & _DATA_SUFFIXES)
 
 
 _PACKED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".br", ".zip", ".tar", ".tgz", ".7z", ".rar"}
@@ -66,4 +67,9 @@ _OTHER_KINDS = {
     ".csv", ".tsv", ".ndjson", ".jsonlines", ".jl", ".json5", ".arrow", ".feather", ".orc", ".avro", ".pq", ".text",
     ".tfrecord", ".msgpack", ".h5", ".hdf5", ".sqlite", ".xlsx",
 }  # fmt: skip
-_DATA_SUFFIXES = _OTHER_KINDS | set(BUILDERS)
+_DATA_SUFFIXES = _PACKED | _OTHER_KINDS | set(BUILDERS)
+_COMPANIONS = {
+    ".md5", ".sha1", ".sha256", ".sha512", ".crc", ".asc", ".sig", ".idx", ".index", ".meta", ".metadata", ".lock",
+    ".bak", ".orig", ".license",
+}  # fmt: skip
+"""Suffixes of files that go along with documents, and hold none."""

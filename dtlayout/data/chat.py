@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dtlayout.data.template import Message, Spans
+from dtlayout.data.template import Message, Spans, scale_limit
 from dtlayout.data.tokenizer import find_file
 from dtlayout.errors import DataError
 from dtlayout.files import expand, parse_json
@@ -91,17 +91,17 @@ class ChatTemplate:
         except (OSError, ValueError):
             answer = None
         if not isinstance(answer, dict):
-            raise DataError(self._describe_end())
+            raise DataError(self._describe_end(question))
         if "problem" in answer:
             raise DataError(str(answer["problem"]))
         return cast(dict[str, Any], answer)
 
-    def _describe_end(self) -> str:
+    def _describe_end(self, question: object) -> str:
         """Why there is no answer; another process begins with the next question."""
         exit_code = self._stop()
         what = "the chat template cannot write this conversation: "
         if exit_code == -signal.SIGXCPU:
-            return f"{what}it takes more than {self.limits.cpu_s} s, or what as many messages may take"
+            return f"{what}it takes more than {self.limits.cpu_s * scale_limit(question)} s"
         return f"{what}its process ended with exit code {exit_code}"
 
     def _stop(self) -> int:

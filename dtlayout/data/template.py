@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """What the template reads: "role" and "content", and more where it knows more."""
 Spans = list[tuple[int, int]]
+_USUAL_MESSAGES = 500
+"""Messages of the longest conversation that has no more time than the limit says."""
 
 # Where an answer begins and ends; drawn at random, so that no text holds them.
 _OPEN, _CLOSE = (f"<{secrets.token_hex(16)}>" for _ in range(2))
@@ -131,3 +133,12 @@ def _compile(source: str) -> "jinja2.Template":
         return environment.from_string(source)
     except (TemplateError, RecursionError, SyntaxError, ValueError) as error:  # Python compiles what Jinja writes
         raise DataError(f"the chat template is not Jinja: {error}") from error
+
+
+def scale_limit(question: object) -> int:
+    """How many times the limit of time a question has: conversations of more than 500 messages have more.
+
+    Finding its answers writes a conversation twice for each answer, so the time grows with the square of its length.
+    """
+    num_messages = len(question[1]) if isinstance(question, tuple) else 0
+    return max(1, round((num_messages / _USUAL_MESSAGES) ** 2))

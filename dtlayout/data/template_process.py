@@ -16,11 +16,9 @@ import time
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from dtlayout.data.template import Spans, Template
+from dtlayout.data.template import Spans, Template, scale_limit
 from dtlayout.errors import DataError
 
-_USUAL_MESSAGES = 500
-"""Messages of the longest conversation that has no more than the limit of time says."""
 _MOST_OF_A_PROBLEM = 2000
 """Characters of what a template says is wrong."""
 
@@ -38,7 +36,7 @@ def main() -> None:
     question: Any = start
     while question is not None:
         # One second more, since it counts whole ones.
-        _limit(resource.RLIMIT_CPU, int(time.process_time() + start["cpu_s"] * _count_parts(question)) + 1)
+        _limit(resource.RLIMIT_CPU, int(time.process_time() + start["cpu_s"] * scale_limit(question)) + 1)
         try:
             if template is None:
                 template = Template(start["source"], start["special_tokens"])
@@ -54,12 +52,6 @@ def main() -> None:
         answers.flush()
         del line
         question = _read(questions)
-
-
-def _count_parts(question: Any) -> float:
-    """How many conversations of a usual length one counts as: finding answers writes it once for each answer."""
-    num_messages = len(question[1]) if isinstance(question, tuple) else 0
-    return max(1.0, (num_messages / _USUAL_MESSAGES) ** 2)
 
 
 def _answer(template: Template, question: tuple[Any, ...], most_characters: int) -> dict[str, Any]:

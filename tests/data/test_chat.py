@@ -14,6 +14,7 @@ from waiting import wait_until
 from dtlayout.config import DataConfig
 from dtlayout.data.chat import ChatTemplate, Limits, load_template
 from dtlayout.data.prepare import prepare_tokens
+from dtlayout.data.template import scale_limit
 from dtlayout.data.tokens import TokenFile
 from dtlayout.errors import DataError
 from dtlayout.interpreter import run_code
@@ -242,3 +243,9 @@ def test_what_decides_the_text_of_conversations_decides_the_folder(tmp_path, off
 def test_conversations_that_teach_nothing_are_refused(tmp_path, offline, messages, said):
     with pytest.raises(DataError, match=said):
         prepare(tmp_path, CHATML, [messages])
+
+
+def test_the_limit_of_time_grows_with_the_square_of_a_long_conversation():
+    sizes = {1: 1, 500: 1, 1000: 4, 4000: 64}
+    assert {size: scale_limit(("find_answers", [{}] * size, None)) for size in sizes} == sizes
+    assert scale_limit({"source": ""}) == 1  # what starts a process

@@ -104,6 +104,13 @@ def test_a_folder_with_data_that_would_be_left_out_is_refused_by_name(tmp_path, 
     assert read(str(tmp_path / "*.jsonl")) == ["x"]
 
 
+@pytest.mark.parametrize("name", ["README.md", ".gitattributes", "a.jsonl.md5", "a.jsonl.idx", "a.json.lock"])
+def test_what_goes_along_with_documents_is_passed_over(tmp_path, name):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    (tmp_path / name).write_bytes(b"whatever")
+    assert list_files(str(tmp_path)) == [tmp_path / "a.jsonl"]
+
+
 def test_a_linked_folder_is_read_and_one_that_leads_back_once(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "b.txt").write_text("linked")
