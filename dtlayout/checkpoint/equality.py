@@ -3,7 +3,7 @@
 A part is a block of a tensor, told by the tensor's name, the block's first indices and its shape. Copies of one are
 there along dims of the mesh that shard nothing, and of tied embeddings on both ends of a pipeline. A part's digest
 
-    sum_i (2 i + 1) · bits_i     modulo 2^64
+    sum_i mix(bits_i + (i + 1) · step)     modulo 2^64
 
 tells two of them apart whatever their numbers are, NaN included, unless they were made to agree. Only digests are sent.
 """
@@ -23,6 +23,9 @@ from dtlayout.text import plural
 
 _LISTED = 5
 """Tensors that are named; the others are counted."""
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+"""Those of splitmix64, as signed numbers."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, first indices, shape."""
@@ -79,9 +82,19 @@ def digest(tensor: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].to(torch.int64)
-        places = torch.arange(start, start + part.numel(), device=tensor.device)
-        total += (part * (2 * places + 1)).sum()
+        places = torch.arange(start + 1, start + part.numel() + 1, device=tensor.device)
+        total += _mix(part + places * _STEP).sum()
     return int(total)
+
+
+def _mix(values: Tensor) -> Tensor:
+    """Spread each 64-bit value over all bits, no two to one: the end of splitmix64 (doi:10.1145/2714064.2660195).
+
+    Without it the highest bits of a weighted sum would be lost, in which floating-point numbers differ.
+    """
+    for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1]), (31, 1)):
+        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor  # the sign is a bit like others
+    return values
 
 
 def _find_differing(digests: Iterable[tuple[Part, int]]) -> list[str]:

@@ -158,6 +158,11 @@ def test_a_digest_tells_any_bit_and_any_place_apart(dtype, size, data):
     assert size == 1 or digest(ordered) != digest(ordered.flip(0)) or torch.equal(ordered, ordered.flip(0))
 
 
+def test_a_digest_tells_numbers_apart_that_differ_in_their_highest_bits():
+    ordered = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    assert digest(ordered) != digest(ordered.flip(0))
+
+
 def assert_equal(loaded: State, saved: State, where: str, settings: Optimizer) -> None:
     assert loaded.keys() == saved.keys(), where
     kinds = ["parameter", *settings.state, *(["step"] if settings.step_bytes else [])]

@@ -418,6 +418,9 @@ def test_a_format_of_gradients_is_priced_and_written_for_megatron(capsys, tmp_pa
 
 def test_a_cpu_that_nobody_calibrated_is_told_apart(capsys):
     assert main(["recommend", *DEBUG, "--top", "1"]) == 0
-    assert "no step time: dtlayout calibrate has not measured this CPU; the seconds" in capsys.readouterr().out
+    assert (
+        "no step time: dtlayout calibrate has not measured this CPU; use the seconds below only to"
+        in capsys.readouterr().out
+    )
     assert ask(capsys, *DEBUG, "--top", "1")["scenario"]["knows_time"] is False
     assert ask(capsys, *QWEN, "--top", "1")["scenario"]["knows_time"] is True
