@@ -38,12 +38,12 @@ MOST_REFUSED = 0.5
 
 
 class Answer(NamedTuple):
-    """What a command left behind."""
+    """The exit code and the output of a command."""
 
     exit_code: int
     out: str
     problems: str
-    """What it wrote to stderr, if it failed; else that is progress, with times in it."""
+    """Text of stderr if the command failed; empty otherwise, since progress holds times."""
 
 
 def draw_layout(random: Random) -> list[str]:
@@ -79,7 +79,7 @@ def draw_explain(random: Random) -> list[str]:
 
 
 def draw_check(random: Random) -> list[str]:
-    """What is wrong with a layout, for people."""
+    """A check of a layout, whose refusals are lines for people."""
     return ["check", LARGE, f"--world={random.choice([8, 16, 64])}", *draw_layout(random)]
 
 
@@ -127,7 +127,7 @@ KINDS: dict[str, tuple[int, Callable[[Random], list[str]]]] = {
 
 
 def ask(line: Sequence[str]) -> Answer:
-    """What a command line answers."""
+    """Run a command line; its exit code and output."""
     if line[0] == "train":
         return train(line[1:])
     out, problems = io.StringIO(), io.StringIO()

@@ -14,7 +14,6 @@ from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import NoReturn
 
-from dtlayout.commands.arguments import check_options
 from dtlayout.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, DtlayoutError
 from dtlayout.terminal import Unwritten, finish_answer, guarded
 from dtlayout.text import find_version
@@ -139,6 +138,8 @@ def _run(arguments: list[str]) -> int:
             return EXIT_REFUSED
         _show_overview(arguments, is_json=is_json)
     command = import_module(f"dtlayout.commands.{name}")
+    from dtlayout.commands.arguments import check_options  # only now: the overview needs none
+
     parser = _Parser(
         prog=f"dtlayout {name}", description=COMMANDS[name], epilog=f"example: {command.EXAMPLE}", allow_abbrev=False
     )

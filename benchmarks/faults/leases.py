@@ -34,7 +34,7 @@ from dtlayout.training.metrics import MetricsFile
 
 OPTIONS = (*ALONE, "--checkpoint.every=3")
 RESTARTS = 20
-"""What docs/cluster.md recommends beside a fixed --rdzv-id."""
+"""The --max-restarts that docs/cluster.md recommends beside a fixed --rdzv-id."""
 
 
 def provoke_theft(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[Event]:

@@ -9,7 +9,7 @@ HEAD = "| fault | provoked | wanted | survived | which means | on |"
 
 @dataclass(frozen=True)
 class Page:
-    """What a page has."""
+    """The rows and sections of a page of faults."""
 
     rows: dict[str, str] = field(default_factory=dict)
     """Title of a kind → its line of the table."""
@@ -18,7 +18,7 @@ class Page:
 
     @classmethod
     def read(cls, path: Path | None) -> "Page":
-        """Of a file; nothing where there is none."""
+        """Read a page from a file; one without rows if there is no file."""
         if path is None or not path.exists():
             return cls()
         page, date, section = cls(), "", list[str]()

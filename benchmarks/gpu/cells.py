@@ -104,7 +104,7 @@ class Training:
     micro_batch: int
     recompute: str = "none"
     offload: Offload = "none"
-    """What lies in the host's memory; of whole models alone."""
+    """`layout.offload`: what is kept in the host's memory. Blocks alone have none."""
     kernels: Kernels = BASE
 
     @property

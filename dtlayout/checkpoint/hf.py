@@ -28,7 +28,7 @@ from dtlayout.errors import CheckpointError, InvalidConfig
 from dtlayout.model_shape import ModelShape
 from dtlayout.models.beside import CONFIG, GENERATION, KEPT, read_table, update_config
 from dtlayout.models.files import find_model, to_hf
-from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights, shorten
+from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights, name_first
 from dtlayout.models.weights import FILE_BYTES, find_weight_problems, list_weights, make_index, plan_files
 from dtlayout.plans.init import CHUNK, allocate, find_place
 from dtlayout.text import plural
@@ -124,7 +124,7 @@ def _refuse_broken(broken: dict[str, int], where: str) -> None:
     """InvalidConfig if tensors have values that are NaN or infinite; `broken` counts them by tensor."""
     counted = [f"{name} is NaN or infinite in {plural(count, 'place', ',')}" for name, count in broken.items()]
     if counted:
-        raise InvalidConfig([f"{where}: {line}" for line in shorten(counted)])
+        raise InvalidConfig([f"{where}: {line}" for line in name_first(counted)])
 
 
 def _find_copies(parameter: Tensor) -> list[dist.ProcessGroup]:

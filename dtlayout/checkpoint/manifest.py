@@ -98,7 +98,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
             return None
         document: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         written = document.pop("sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} cannot be read: {type(error).__name__} {error}") from None
     if written != _hash_document(document):
         raise CheckpointError(f"{MANIFEST_NAME} is not what was written")

@@ -3,18 +3,16 @@
 import argparse
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtlayout.cluster import Gpu, find_gpu, known_gpus
 from dtlayout.errors import InvalidConfig
 from dtlayout.files import expand
-from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER
 from dtlayout.text import plural, shorten
 
 if TYPE_CHECKING:
-    from dtlayout.config import Config, DataConfig
+    from dtlayout.config import Config
 
 
 MODELS = "a preset, an HF config.json or its folder, or a TOML file with [model]"
@@ -119,54 +117,3 @@ def find_assumed_world(config: "Config", asked: int | None) -> list[str]:
         return []
     fewest = plural(config.layout.smallest_world_size, "rank")
     return [f"this is for {fewest}, the fewest that the layout needs: --world says how many there are"]
-
-
-def find_config(source: Path) -> "Config | None":
-    """The config of a run folder, or of the run that a checkpoint is of; None where there is none that can be read.
-
-    Its [cluster] is left out: it may name a file of the machine, or of the working directory, that trained.
-    """
-    from dtlayout import toml  # only now: most commands are given a config or need none
-    from dtlayout.config import parse_config
-
-    try:
-        tables = toml.read(_find_run(source) / "config.toml", "config")
-        tables.pop("cluster", None)
-        return parse_config(tables)
-    except InvalidConfig:  # a checkpoint that lies alone
-        return None
-
-
-def _find_run(source: Path) -> Path:
-    """The folder of a run, or of the run that a checkpoint is of."""
-    folder = source.resolve()
-    parent = folder.parent.parent
-    is_run = any((folder / name).exists() for name in ("config.toml", KEPT, "checkpoints"))
-    return folder if is_run else parent
-
-
-def find_kept(source: Path, config: "Config | None") -> Path | None:
-    """What the run of a source has kept of where its model came from, or the folder itself that it came from.
-
-    None where neither is there.
-    """
-    kept, came_from = _find_run(source) / KEPT, config.train.init_from if config else ""
-    if kept.is_dir():
-        return kept
-    return expand(came_from) if came_from and (expand(came_from) / CONFIG).is_file() else None
-
-
-def find_data(source: Path, config: "Config | None", asked: str | None) -> "DataConfig | None":
-    """How the texts of a run or a checkpoint become ids; None where that is not known.
-
-    The tokenizer is the one that is asked for, or the one that the run has kept, wherever its config's path leads.
-    """
-    from dtlayout.config import DataConfig
-
-    data, kept = config.data if config else None, _find_run(source) / KEPT
-    if (kept / TOKENIZER).is_file():
-        data = replace(data or DataConfig(), tokenizer=str(kept / TOKENIZER))
-    if kept.is_dir() and data is not None:
-        template = kept / TEMPLATE_NAME
-        data = replace(data, chat_template=str(template) if template.is_file() else "")
-    return data if asked is None else replace(data or DataConfig(), tokenizer=asked, end_of_document="")

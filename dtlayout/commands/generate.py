@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtlayout.commands.arguments import find_config, find_data, find_kept, show
+from dtlayout.commands.arguments import show
+from dtlayout.commands.source import find_config, find_data, find_kept
 from dtlayout.config import DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.errors import InvalidConfig

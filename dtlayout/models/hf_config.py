@@ -14,6 +14,7 @@ from dtlayout import toml
 from dtlayout.errors import InvalidConfig
 from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES, Family
+from dtlayout.text import shorten
 
 HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
     "num_layers": "num_hidden_layers",
@@ -161,8 +162,9 @@ def _find_unknown(config: dict[str, Any], family: Family) -> Iterator[str]:
 
 
 def _shorten(value: Any) -> str:
+    """A value as JSON writes it, where that is short."""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return shorten(text, 60)
 
 
 def _find_windows(config: dict[str, Any], defaults: Mapping[str, Any], num_layers: Any) -> Iterator[str]:

@@ -65,7 +65,7 @@ def find_weights(folder: Path) -> dict[str, StoredTensor]:
                 problems.append(f"{name} is in {found[name].file.name} and in {file}, and {INDEX} names neither")
             found[name] = tensors[name]
     if problems:
-        raise InvalidConfig([f"{folder}: {problem}" for problem in shorten(problems)])
+        raise InvalidConfig([f"{folder}: {problem}" for problem in name_first(problems)])
     return found
 
 
@@ -105,7 +105,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         raise InvalidConfig(f"{file} cannot be read: {error}") from None
 
 
-def shorten(problems: list[str]) -> list[str]:
+def name_first(problems: list[str]) -> list[str]:
     """The first few problems, and how many more there are."""
     return problems if len(problems) <= _LISTED else [*problems[:_LISTED], f"and {len(problems) - _LISTED} more"]
 

@@ -17,7 +17,7 @@ from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_file
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe
 from dtlayout.models.files import find_model
-from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, shorten
+from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
 
 FILE_BYTES = 2 << 30
 """Largest file that is written, and about what writing it takes of the host's memory."""
@@ -61,7 +61,7 @@ def find_weight_problems(stored: Mapping[str, StoredTensor], model: ModelShape) 
         for second, first in model.aliases.items()
         if second in stored and first in stored and not are_equal(stored, first, second)
     ]
-    return shorten(problems)
+    return name_first(problems)
 
 
 def check_init_from(text: str, model: ModelShape) -> list[str]:
