@@ -36,10 +36,8 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
     """The case of a config file, on the machines of `add_machines`; refused if the engine does not have the layout."""
     config = load_plan(path, overrides)
     gpu = choose_gpu(config, options.gpu)
-    scenario, engine = (
-        own_scenario(config, choose_world(config, options.world), gpu),
-        find_engine_on(options.engine, gpu),
-    )
+    engine = find_engine_on(options.engine, gpu)
+    scenario = replace(own_scenario(config, choose_world(config, options.world), gpu), engine=engine)
     if engine.name != OWN_ENGINE:
         engine, precision = engine.told_formats(load_formats(path, overrides))
         scenario = replace(scenario, engine=engine, precision=precision)

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             f"{plural(tokens.num_tokens, 'token', ',')}, {plural(cut.num_samples, 'sample', ',')} of "
             f"{config.batch.seq_len} in {tokens.folder}"
         )
-        lines += [f"note: {line}" for line in describe_cut_documents(cut)]
+        lines += describe_cut_documents([cut])
         if num_untaught:
             untaught = plural(num_untaught, "sample", ",")
             lines.append(f"note: nothing is learnt from {untaught} of {cut.source}: no token in there is a target")

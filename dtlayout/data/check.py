@@ -29,13 +29,19 @@ def check_data(config: Config) -> None:
     validation = config.validation_data
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)  # of all sources
     refuse_larger(tokenizer.vocab_size, config.model.vocab_size)
-    for data in (*config.data.sources, *((validation,) if validation else ())):
-        list_files(data.source, data.split)
-        if data.messages_field:
-            load_template(data.chat_template, data.tokenizer).check()
+    listed = [(data, _list_checked(data)) for data in config.data.sources]
     if validation:
-        for data in config.data.sources:
-            _refuse_trained_on(validation, data)
+        ours = _list_checked(validation)
+        for data, theirs in listed:
+            _refuse_trained_on(validation, ours, data, theirs)
+
+
+def _list_checked(data: DataConfig) -> list[Path]:
+    """The local files of a source, whose chat template is one if it needs one."""
+    files = list_files(data.source, data.split)
+    if data.messages_field:
+        load_template(data.chat_template, data.tokenizer).check()
+    return files
 
 
 def check_beginnings(config: Config) -> None:
@@ -60,9 +66,8 @@ def _check_beginnings(
         check_held_out(samples, str(data.source))
 
 
-def _refuse_trained_on(validation: DataConfig, data: DataConfig) -> None:
-    """DataError if both read the same."""
-    ours, theirs = (list_files(each.source, each.split) for each in (validation, data))
+def _refuse_trained_on(validation: DataConfig, ours: list[Path], data: DataConfig, theirs: list[Path]) -> None:
+    """DataError if both read the same, local files or a split of the hub."""
     shared = {file.resolve() for file in ours} & {file.resolve() for file in theirs}
     if shared:
         what = f"{len(shared)} of its {len(ours)} files, such as {str(min(shared))!r}"

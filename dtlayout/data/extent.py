@@ -1,14 +1,18 @@
 """How much of its data a run reads, in lines for people: epochs, what is cut, what is held out and never measured."""
 
+from collections.abc import Iterable
+
 from dtlayout.data.samples import Cut, Samples
 from dtlayout.text import plural
 
 
-def describe_cut_documents(cut: Cut) -> list[str]:
-    """A line about the documents that are longer than a sample, if some are."""
-    if not cut.num_cut:
-        return []
-    return [f"{plural(cut.num_cut, 'document', ',')} of {cut.source} cut: longer than a sample"]
+def describe_cut_documents(cuts: Iterable[Cut]) -> list[str]:
+    """A note for each source of which documents are longer than a sample."""
+    return [
+        f"note: {plural(cut.num_cut, 'document', ',')} of {cut.source} cut: longer than a sample"
+        for cut in cuts
+        if cut.num_cut
+    ]
 
 
 def describe_training(samples: Samples, num_steps: int) -> list[str]:
@@ -24,7 +28,7 @@ def describe_training(samples: Samples, num_steps: int) -> list[str]:
         for cut, share in pairs
     ]
     line = f"{plural(num_steps, 'step', ',')} read {plural(num_read, 'sample', ',')}: {', '.join(epochs)}"
-    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut_documents(cut))]
+    return [line, *describe_cut_documents(samples.cuts)]
 
 
 def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
@@ -39,4 +43,4 @@ def describe_held_out(samples: Samples, num_batches: int) -> list[str]:
         line += f", {plural(measured, 'batch')} of {samples.num_batches:,}: validation.batches={num_batches}"
     elif tail:
         line += f"; the other {tail:,} do not fill a batch of {size:,}"
-    return [line, *(f"note: {each}" for cut in samples.cuts for each in describe_cut_documents(cut))]
+    return [line, *describe_cut_documents(samples.cuts)]
