@@ -33,7 +33,7 @@ from pathlib import Path
 from dtlayout import toml
 from dtlayout.errors import EXIT_REFUSED, DtlayoutError, InvalidConfig
 from dtlayout.files import parse_json
-from dtlayout.process import find_birth, lives, name_process
+from dtlayout.process import RENAMING, find_birth, lives, name_process
 from dtlayout.restarts import refuse_restarts
 
 LEASE_NAME = "running.json"
@@ -122,7 +122,8 @@ class Lease:
                 print(reason, file=sys.stderr, flush=True)
                 refuse_restarts(reason)
                 self.before_end(reason)
-                os._exit(EXIT_REFUSED)
+                with RENAMING:  # another run's checkpoint may just have lost its name
+                    os._exit(EXIT_REFUSED)
 
     def release(self) -> None:
         """Give the folder back: the next run has it at once."""

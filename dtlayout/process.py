@@ -14,6 +14,9 @@ HAS_PROC = Path("/proc/self/stat").exists()
 _GONE = "ZX"
 """Dead, and not yet waited for."""
 
+RENAMING = threading.RLock()
+"""Held by a thread between two renames that belong together; whoever ends this process from another thread waits."""
+
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, as far as can be seen."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints, sync
 from dtlayout.errors import CheckpointError
+from dtlayout.process import RENAMING
 
 _LATEST = "latest"
 
@@ -67,17 +68,18 @@ def publish(partial: Path, path: Path, keep: int, look: Callable[[], None]) -> N
     folder, doomed = path.parent, _name_doomed(path)
     look()
     check_own(folder)
-    is_again = os.path.lexists(path)  # the same step, after a resume from an older checkpoint
-    if is_again:
+    if is_again := os.path.lexists(path):  # the same step, or by now that of a run which has taken over
         _take_away(doomed)
-        os.replace(path, doomed)
-    try:
-        os.replace(partial, path)
-    except OSError:
+    with RENAMING:
         if is_again:
-            with suppress(OSError):
-                os.replace(doomed, path)
-        raise
+            os.replace(path, doomed)
+        try:
+            os.replace(partial, path)
+        except OSError:
+            if is_again:
+                with suppress(OSError):
+                    os.replace(doomed, path)
+            raise
     sync(folder)
     if is_again:
         _take_away(doomed)
