@@ -9,8 +9,8 @@ import sys
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which PYTHONSAFEPATH leaves out
 
+from dtlayout.base.process import leave
 from dtlayout.launch import main
-from dtlayout.process import leave
 
 if __name__ == "__main__":
     leave(main(sys.argv[1:]))

@@ -23,10 +23,10 @@ from random import Random
 from typing import Any, NamedTuple
 
 from dtlayout import cli
+from dtlayout.base.files import write_whole
 from dtlayout.costmodel.engine import known_engines
-from dtlayout.files import write_whole
 from dtlayout.models.presets import PRESETS
-from dtlayout.pipelining.schedules import SCHEDULES
+from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.training.metrics import MetricsFile
 
 ROOT = Path(__file__).parents[1]

@@ -19,16 +19,16 @@ from torch import Tensor, multiprocessing, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtlayout.batch import Batch
-from dtlayout.layout import Layout
+from dtlayout.base.formatting import plural
 from dtlayout.mesh.build import build_mesh
 from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import make_schedule
-from dtlayout.pipelining.schedules import SCHEDULES, find_schedule
 from dtlayout.pipelining.stage import Boundary
 from dtlayout.pipelining.timing import time_pipeline
-from dtlayout.pipelining.waves import StageTimes
-from dtlayout.text import plural
+from dtlayout.schedules.fast_timing import StageTimes
+from dtlayout.schedules.schedules import SCHEDULES, find_schedule
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
 from dtlayout.training.timeline import TimelineRecorder
 
 RANKS = 4

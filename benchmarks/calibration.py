@@ -22,10 +22,10 @@ from statistics import median
 
 import torch
 
-from dtlayout.calibrate.clock import Busy
+from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.cli import main as dtlayout
 from dtlayout.sweep.results import Journal, TrialResult, sort_by_time
-from dtlayout.sweep.run import Watch, run_sweep
+from dtlayout.sweep.run import SweepObserver, run_sweep
 from dtlayout.sweep.spec import Sweep, make_trials, read_sweep
 
 RANKS, REPEATS = 4, 3
@@ -41,7 +41,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        lab, busy = folder / "lab.toml", Busy()
+        lab, busy = folder / "lab.toml", ProcessorWatch()
         probes_error = calibrate(lab)
         sweep = replace(read_sweep(SWEEP), overrides=(f"--cluster.file={lab}",))
         repeats = [run_trials(sweep, folder / f"sweep-{i + 1}") for i in range(REPEATS)]
@@ -63,7 +63,7 @@ def calibrate(lab: Path) -> float:
 def run_trials(sweep: Sweep, folder: Path) -> list[TrialResult]:
     """Those of its trials that ran, the fastest first; what the folder has is not run again."""
     folder.mkdir(exist_ok=True)
-    tell = Watch(on_result=lambda result: print(result.outcome, *result.overrides, file=sys.stderr))
+    tell = SweepObserver(on_result=lambda result: print(result.outcome, *result.overrides, file=sys.stderr))
     run_sweep(sweep, make_trials(sweep, folder), folder, tell)
     return sort_by_time(list(Journal(folder).read().values()))
 

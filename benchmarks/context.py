@@ -25,24 +25,24 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlayout.batch import Batch
+from dtlayout.base.process import leave
 from dtlayout.cli import main as dtlayout
-from dtlayout.cluster import load_cluster
-from dtlayout.context_parallel import CONTEXT_METHODS, chunk_length, own_parts
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.dryrun.collectives import observe_collective
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.measure.storages import any_wraps
-from dtlayout.model_shape import ModelShape
 from dtlayout.ops.attention import causal_attention
 from dtlayout.ops.composite import call_seen
 from dtlayout.ops.documents import count_scores, share_positions
-from dtlayout.optimizers import AdamW
-from dtlayout.precision import Precision
-from dtlayout.process import leave
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import load_cluster
+from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length, own_parts
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import Precision
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep

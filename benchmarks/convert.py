@@ -30,11 +30,11 @@ from torch.distributed.checkpoint import filesystem
 
 from dtlayout.checkpoint import hf, sharded
 from dtlayout.checkpoint.manifest import find_checkpoint
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.presets import find_preset
 from dtlayout.models.stored import INDEX
 from dtlayout.models.weights import FILE_BYTES, list_weights, make_index, plan_files
+from dtlayout.spec.model_shape import ModelShape
 
 SHARD_BYTES = 5_000_000_000
 """What `transformers` makes the files of a folder at most."""

@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import find_gpu
-from dtlayout.config import Config, parse_config
+from dtlayout.config.config import Config, parse_config
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.prediction import own_scenario, predict
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import find_gpu
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
 
 _GIB = 2**30
 

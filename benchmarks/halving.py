@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from dtlayout.planner.left_out import leave_models_out
-from dtlayout.planner.scores import Prediction, by_table
-from dtlayout.planner.tables import read_tables
 from dtlayout.sweep.halving import Halving, halve
+from dtlayout.validation.cross_validation import leave_models_out
+from dtlayout.validation.scores import Prediction, by_table
+from dtlayout.validation.tables import read_tables
 
 FULL_STEPS = 20
 """Of every trial of a whole sweep."""

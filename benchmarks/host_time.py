@@ -28,14 +28,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from dtlayout.batch import Batch
 from dtlayout.dryrun.world import fake_world
-from dtlayout.kernels import Compile, Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.plans.plan import TensorStyle
 from dtlayout.plans.styles import STYLES
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Compile, Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
 from dtlayout.training.build import assemble
 
 SHAPE = ModelShape(

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dtlayout.cluster import gpu_named
-from dtlayout.planner.tables import read_tables
-from dtlayout.planner.validate import predict
 from dtlayout.report.findings import find_pairs
 from dtlayout.report.questions import Question
+from dtlayout.spec.cluster import gpu_named
+from dtlayout.validation.predict import predict
+from dtlayout.validation.tables import read_tables
 
 Row = dict[str, str]
 """A line of a table, column → cell; empty where the source does not say."""

@@ -16,16 +16,16 @@ from random import Random
 from typing import NamedTuple
 
 from benchmarks.dryrun import Subject as Rehearsal
-from dtlayout.cluster import find_gpu
-from dtlayout.config import Config
+from dtlayout.base.formatting import GIB, plural
+from dtlayout.config.config import Config
 from dtlayout.costmodel.scenario import find_refusals
 from dtlayout.dryrun.ranks import Subject, find_peaks
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.pipelining.schedules import SCHEDULES
 from dtlayout.planner.prediction import own_scenario, predict
-from dtlayout.precision import Precision
-from dtlayout.text import GIB, plural
+from dtlayout.schedules.schedules import SCHEDULES
+from dtlayout.spec.cluster import find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
 
 _GPU, _MODEL = "h100-80g-sxm", "llama3.1-8b"
 _CLOSE = 0.005

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.predict import predict
 from benchmarks.gpu.training import measure_training
-from dtlayout.cluster import find_gpu
+from dtlayout.spec.cluster import find_gpu
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
 

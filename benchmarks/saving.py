@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from dtlayout.text import plural
+from dtlayout.base.formatting import plural
 
 EVERY, STEPS = 10, 41
 RANKS = (1, 2)

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, gpu_named
+from dtlayout.base.formatting import GIB
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.planner.columns import COLUMNS, WHERE_NO_COLUMN, Cells
-from dtlayout.planner.row_parts import to_kernels, to_layout, to_model
-from dtlayout.text import GIB
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, gpu_named
+from dtlayout.validation.columns import COLUMNS, WHERE_NO_COLUMN, Cells
+from dtlayout.validation.row_parsing import to_kernels, to_layout, to_model
 
 ASSUMED = {"micro_batch": "1", "recompute": "none", "kernel": "flash2+rmsnorm", "zero": "1"}
 """What rows have that do not say so, by column."""

@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtlayout.batch import Batch
-from dtlayout.device import Device
-from dtlayout.kernel import Need
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.optimizers import AdamW
-from dtlayout.precision import Format, Precision
-from dtlayout.process import leave
+from dtlayout.base.process import leave
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import Format, Precision
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
 
@@ -63,7 +63,7 @@ Step = Callable[[Tensor, Tensor], float]
 
 def choose_kernels(precision: Precision, mode: str, attention: str = "auto") -> Kernels:
     """The fastest on a CPU, but for what is asked for."""
-    need = Need(device=Device("cpu"), compute=precision.compute, head_width=MODEL.head_width)
+    need = KernelRequest(device=Device("cpu"), compute=precision.compute, head_width=MODEL.head_width)
     asked = OpenKernels(attention=attention, compile="blocks" if mode == "compiled" else "none")
     return asked.resolve(need).kernels
 

@@ -18,16 +18,23 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.formatting import find_version
 from dtlayout.costmodel.engine import ANY_GPU
-from dtlayout.planner.fit import list_parameters
-from dtlayout.planner.intervals import describe_scenario
-from dtlayout.planner.left_out import WAYS, AllLeftOut, LeftOut, count_orders, leave_out, to_errors
-from dtlayout.planner.runs import Run
-from dtlayout.planner.scores import Errors, Prediction, Scores, by_table, score, score_group
-from dtlayout.planner.tables import Tables, read_tables
-from dtlayout.planner.validate import ablate, describe_group, find_engines, fit_group, group_for_fit, predict
-from dtlayout.text import find_version
+from dtlayout.records.intervals import describe_scenario
+from dtlayout.records.run import Run
+from dtlayout.validation.cross_validation import (
+    HOLD_OUT_BY,
+    AllLeftOut,
+    HeldOutErrors,
+    count_orders,
+    leave_out,
+    to_errors,
+)
+from dtlayout.validation.fit import list_parameters
+from dtlayout.validation.predict import ablate, describe_group, find_engines, fit_group, group_for_fit, predict
+from dtlayout.validation.scores import Errors, Prediction, Scores, by_table, score, score_group
+from dtlayout.validation.tables import Tables, read_tables
 
 REFERENCES = {  # of the study's five main sweeps, and of the Playbook's 1B and 8B
     "aa_scaling_a100.csv": {"fit": 0.986, "mape": 0.033, "median_ape": 0.017, "tau": 0.90, "top1": 0.95},
@@ -60,7 +67,7 @@ class Rows(NamedTuple):
     left_out: AllLeftOut
 
     @property
-    def models(self) -> LeftOut:
+    def models(self) -> HeldOutErrors:
         """Those whose model was left out."""
         return self.left_out.ways["model"]
 
@@ -86,7 +93,7 @@ def main() -> int:
     started_s = time.monotonic()
     files = {path.name: read_tables([path]) for path in paths}
     runs = read_tables(paths).runs
-    rows = Rows(predict(runs), leave_out(runs, WAYS, tell))
+    rows = Rows(predict(runs), leave_out(runs, HOLD_OUT_BY, tell))
     lines = list(report(files, rows))
     if options.ablate:
         lines += report_ablations([p.run for p in rows.shipped])
@@ -181,7 +188,7 @@ def _group(predictions: Iterable[Prediction]) -> dict[tuple[str, ...], list[Pred
     return groups
 
 
-def _report_kept(models: LeftOut) -> Iterator[str]:
+def _report_kept(models: HeldOutErrors) -> Iterator[str]:
     for group, found in models.kept.items():
         yield f"{len(found)} rows of {group} are all of one model, which cannot be left out.\n"
 

@@ -12,16 +12,18 @@ from typing import Any
 os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 _PUBLIC = {
-    "batch": ["Batch"], "kernels": ["Kernels"], "layout": ["Layout"], "model_shape": ["ModelShape"],
-    "precision": ["Precision"], "recompute": ["Recompute"], "optimizers": ["Optimizer", "register_optimizer"],
-    "models.presets": ["find_preset"], "models.families": ["Family", "register_family"], "config": ["load_config"],
-    "kernel": ["register_kernel"], "cluster": ["register_gpu"], "costmodel.engine": ["register_engine"],
-    "plans.plan": ["Plan", "make_plan"], "pipelining.schedule": ["make_schedule"],
-    "pipelining.schedules": ["PipelineSchedule", "register_schedule"], "pipelining.schedule_file": ["write_schedule"],
-    "pipelining.partition": ["layer_costs", "partition"], "models.llama": ["Llama"], "mesh.build": ["build_mesh"],
-    "plans.apply": ["apply_plan"], "plans.fsdp": ["share_context"], "plans.init": ["initialize"],
+    "spec.batch": ["Batch"], "spec.kernels": ["Kernels"], "spec.layout": ["Layout"],
+    "spec.model_shape": ["ModelShape"], "spec.precision": ["Precision"], "spec.recompute": ["Recompute"],
+    "spec.optimizers": ["Optimizer", "register_optimizer"], "models.presets": ["find_preset"],
+    "models.families": ["Family", "register_family"], "config.config": ["load_config"],
+    "spec.kernel_table": ["register_kernel"], "spec.cluster": ["register_gpu"],
+    "costmodel.engine": ["register_engine"], "plans.plan": ["Plan", "make_plan"],
+    "pipelining.schedule": ["make_schedule"], "schedules.schedules": ["PipelineSchedule", "register_schedule"],
+    "schedules.schedule_file": ["write_schedule"], "pipelining.partition": ["layer_costs", "partition"],
+    "models.llama": ["Llama"], "mesh.build": ["build_mesh"], "plans.apply": ["apply_plan"],
+    "plans.fsdp": ["share_context"], "plans.init": ["initialize"],
     "pipelining.stage": ["Boundary", "build_stage", "stage_boundary"], "pipelining.runtime": ["build_runtime"],
-    "trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],
+    "spec.trackers": ["Tracker", "register_tracker"], "training.step": ["TrainStep"],
 }  # fmt: skip
 """Module → what it makes public."""
 _HOMES = {name: f"dtlayout.{module}" for module, names in _PUBLIC.items() for name in names}

@@ -14,10 +14,10 @@ from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import NoReturn
 
-from dtlayout.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, DtlayoutError
-from dtlayout.terminal import Unwritten, finish_answer, guarded
-from dtlayout.text import find_version
-from dtlayout.toml import describe_unknown_key
+from dtlayout.base.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, DtlayoutError
+from dtlayout.base.formatting import find_version
+from dtlayout.base.terminal import Unwritten, finish_answer, guarded
+from dtlayout.base.toml import describe_unknown_key
 
 STAGES = {
     "What do I have?": {
@@ -188,7 +188,7 @@ def _show_overview(arguments: list[str], *, is_json: bool) -> NoReturn:
 
 def run() -> NoReturn:
     """The command line as a process of its own, also as ranks of torchrun."""
-    from dtlayout.process import leave  # only now: most of what ends before needs nothing of it
+    from dtlayout.base.process import leave  # only now: most of what ends before needs nothing of it
 
     leave(main())
 

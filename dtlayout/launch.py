@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtlayout.config import Config, check_layout, load_config
-from dtlayout.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig, LostRanks
-from dtlayout.lease import LEASE_NAME, Lease, hold
-from dtlayout.process import leave
-from dtlayout.restarts import find_refusal, is_restart
-from dtlayout.signals import Stopped, StopRequest, note_signals
-from dtlayout.terminal import guarded
-from dtlayout.text import plural
+from dtlayout.base.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, DtlayoutError, InvalidConfig, LostRanks
+from dtlayout.base.formatting import plural
+from dtlayout.base.lease import LEASE_NAME, Lease, hold
+from dtlayout.base.process import leave
+from dtlayout.base.restarts import find_refusal, is_restart
+from dtlayout.base.signals import Stopped, StopRequest, note_signals
+from dtlayout.base.terminal import guarded
+from dtlayout.config.config import Config, check_layout, load_config
 from dtlayout.training.metrics import Summary, note_crash, read_summary, write_summary
 
 SECONDS_TO_SAY_WHY = 5.0

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import dtlayout as dl
-from dtlayout.kernels import Compile
-from dtlayout.layout import OpenLayout
 from dtlayout.mesh.axes import dp_rank
+from dtlayout.spec.kernels import Compile
+from dtlayout.spec.layout import OpenLayout
 from dtlayout.training.build import assemble
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks

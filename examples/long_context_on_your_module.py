@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtlayout import Layout, build_mesh
-from dtlayout.context_parallel import CONTEXT_METHODS, own_parts
 from dtlayout.ops.attention import causal_attention
 from dtlayout.plans.context import apply_context
+from dtlayout.spec.context_parallel import CONTEXT_METHODS, own_parts
 
 KERNEL = "sdpa-math"
 

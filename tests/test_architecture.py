@@ -1,6 +1,7 @@
-"""Imports point down only, and everything up to the configuration works without torch."""
+"""Imports point down only, and what plans, predicts and refuses works without torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -13,43 +14,20 @@ import dtlayout
 
 ROOT = Path(dtlayout.__file__).parent
 
-LAYERS = {  # lowest first; a module may import its own layer and those above it in this table
-    "errors": ["errors"],
-    "values": [
-        "model_shape", "batch", "device", "kernel", "kernels", "precision", "recompute", "context_parallel", "layout",
-        "layout_names",
-        "toml", "cluster", "signals", "files", "process", "ranges", "optimizers", "text", "trackers",
-        "source_names", "interpreter", "terminal",
-        "cgroups", "restarts", "lease",
-        "pipelining.actions", "pipelining.placement", "pipelining.waves", "pipelining.orders",
-        "pipelining.split_orders", "pipelining.record", "pipelining.schedule_file", "pipelining.schedules",
-    ],
-    "models": [
-        "models.presets", "models.description", "models.families", "models.counting", "models.files",
-        "models.hf_config", "models.operations", "models.weights", "models.stored", "models.beside", "models.naming",
-    ],
-    "planning": [
-        "mesh.axes", "plans.plan", "pipelining.partition", "pipelining.schedule",
-        "pipelining.timing", "pipelining.timeline", "pipelining.drawing",
-    ],
-    "configuration": ["config", "keys"],
-    "cost model": ["costmodel.*"],
-    "planner": ["planner.*", "programs.*"],
-    "one device": ["ops.*", "models.llama", "measure.*"],
-    "many devices": [
-        "mesh.build", "plans.apply", "plans.collectives", "plans.context", "plans.context_pieces", "plans.fsdp",
-        "plans.init", "plans.offload", "plans.overlap", "plans.styles", "pipelining.stage",
-        "pipelining.split_backward", "pipelining.runtime", "pipelining.tied",
-    ],
-    "training": ["training.*", "data.*", "checkpoint.*"],
-    "calibration": ["calibrate.*"],
-    "dry run": ["dryrun.*"],
-    "sweep": ["sweep.*"],
-    "report": ["report.*"],
-    "programs": ["commands.*", "cli", "launch"],
-}  # fmt: skip
-ORDER = list(LAYERS)
-WITHOUT_TORCH = ORDER[: ORDER.index("planner") + 1]
+FOLDERS = [  # from bottom to top; a module imports from its own folder and from those before it. docs/architecture.md
+    "base", "schedules", "spec", "ops", "models", "measure", "mesh", "plans", "pipelining", "costmodel", "records",
+    "config", "planner", "programs", "validation", "data", "checkpoint", "training", "dryrun", "sweep", "report",
+    "calibrate", "commands",
+]  # fmt: skip
+TOP = len(FOLDERS)
+"""The place of `cli` and `launch`, which lie in no folder."""
+
+WITH_TORCH = [  # modules or folders that may import torch; all others plan, predict and refuse without it
+    "ops.*", "models.llama", "measure.*", "mesh.build", "plans.apply", "plans.collectives", "plans.context",
+    "plans.attention_tiles", "plans.fsdp", "plans.init", "plans.offload", "plans.overlap", "plans.styles",
+    "pipelining.stage", "pipelining.split_backward", "pipelining.runtime", "pipelining.tied", "data.*", "checkpoint.*",
+    "training.*", "dryrun.*", "sweep.*", "report.*", "calibrate.*", "commands.*", "cli", "launch",
+]  # fmt: skip
 
 STRANGERS = {  # package: what it never sees
     "models": ("mesh", "plans", "pipelining"),
@@ -68,12 +46,14 @@ def find_modules() -> dict[str, Path]:
 MODULES = find_modules()
 
 
-def layer_of(module: str) -> str | None:
-    return next((layer for layer, patterns in LAYERS.items() if any(fnmatch(module, p) for p in patterns)), None)
+def place_of(module: str) -> int:
+    """The place of a module's folder, from bottom to top."""
+    folder, _, name = module.partition(".")
+    return FOLDERS.index(folder) if name else TOP
 
 
-def modules_in(layers: list[str]) -> list[str]:
-    return [module for module in MODULES if layer_of(module) in layers]
+def is_pure(module: str) -> bool:
+    return not any(fnmatch(module, pattern) for pattern in WITH_TORCH)
 
 
 def imported_names(source: str) -> set[str]:
@@ -117,8 +97,8 @@ def loaded_after_importing(modules: list[str]) -> set[str]:
 
 
 def test_imports_are_seen_in_functions_and_under_every_spelling():
-    source = "import dtlayout.layout\ndef f():\n  from dtlayout.plans import plan\n  from dtlayout.batch import Batch\n"
-    assert imported_modules(source) == {"layout", "plans.plan", "batch"}
+    source = "import dtlayout.spec.layout\ndef f():\n  from dtlayout.plans import plan\n  from dtlayout.spec import x"
+    assert imported_modules(source) == {"spec.layout", "plans.plan", "spec.batch"}
     assert imported_names("if x:\n  import torch.nn as nn") == {"torch.nn"}
     with pytest.raises(AssertionError, match="the module that defines it"):
         imported_modules("from dtlayout import Layout")
@@ -126,19 +106,20 @@ def test_imports_are_seen_in_functions_and_under_every_spelling():
         imported_modules("from .layout import Layout")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_has_a_layer(module):
-    assert layer_of(module), (
-        f"dtlayout.{module} is in no layer: add it to LAYERS in tests/test_architecture.py, "
-        f"in the lowest layer that still lies above all that it imports ({', '.join(sorted(imports_of(module)))})"
-    )
+def test_every_module_lies_in_a_folder_of_the_list_but_the_two_that_start_everything():
+    assert {module for module in MODULES if "." not in module} == {"cli", "launch"}
+    assert {module.split(".")[0] for module in MODULES if "." in module} == set(FOLDERS)
+
+
+def test_the_page_about_the_architecture_has_the_same_list_and_a_sentence_for_each():
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    assert re.findall(r"^\| `(\w+)/` \| \S.*\S \|$", page, re.M) == FOLDERS
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module):
-    layer = ORDER.index(layer_of(module) or ORDER[-1])
-    upward = [other for other in imports_of(module) if ORDER.index(layer_of(other) or ORDER[-1]) > layer]
-    assert not upward, f"{module} ({ORDER[layer]}) imports {', '.join(f'{m} ({layer_of(m)})' for m in upward)}"
+    upward = [other for other in imports_of(module) if place_of(other) > place_of(module)]
+    assert not upward, f"{module} imports {', '.join(upward)}, of folders above its own: {FOLDERS}"
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -154,7 +135,7 @@ def test_packages_that_are_strangers_never_meet(package):
                 assert not names_package(imports_of(module), stranger), f"{module} imports from {stranger}"
 
 
-@pytest.mark.parametrize("module", modules_in(WITHOUT_TORCH))
+@pytest.mark.parametrize("module", list(filter(is_pure, MODULES)))
 def test_a_pure_module_never_imports_torch_even_in_a_function(module):
     assert not names_package(imported_names(MODULES[module].read_text()), "torch")
 
@@ -170,14 +151,14 @@ def test_importing_a_package_imports_none_of_its_modules(path):
 
 
 def test_values_load_neither_torch_nor_numpy():
-    values = modules_in(["errors", "values"])
+    values = [module for module in MODULES if module.startswith(("base.", "schedules.", "spec."))]
     loaded = loaded_after_importing(["dtlayout", *(f"dtlayout.{module}" for module in values)])
     assert "dtlayout" in loaded
     assert loaded & {"torch", "numpy", "tomli_w"} == set()
 
 
 def test_planning_configuration_and_commands_start_without_torch():
-    modules = modules_in([*WITHOUT_TORCH, "programs"])
+    modules = [m for m in MODULES if is_pure(m) or m.startswith("commands.") or m in ("cli", "launch")]
     assert "torch" not in loaded_after_importing([f"dtlayout.{module}" for module in modules])
 
 

@@ -39,18 +39,18 @@ from benchmarks.gpu.report import Report, summarise
 from benchmarks.gpu.rows import Checked, HostTimes, Prediction, Reached, Row, RowsFile, Trained
 from benchmarks.gpu.suites import CPU, GPU, Suite
 from benchmarks.gpu.training import PRECISION, measure_training
-from dtlayout.batch import Batch
 from dtlayout.calibrate.measured import AttentionTime, MatmulTime, Measured, ProbeTime
 from dtlayout.calibrate.probes import plan_probes
-from dtlayout.cluster import find_gpu, load_cluster
-from dtlayout.device import Device, describe_gpu
-from dtlayout.kernel import KERNELS, NormKernel, find_kernel, kernels_replaced
-from dtlayout.kernels import Kernels
 from dtlayout.models.counting import count_block_parameters, count_model_flops_per_token
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
 from dtlayout.ops.norm import fused_rms_norm
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import find_gpu, load_cluster
+from dtlayout.spec.device import Device, describe_gpu
+from dtlayout.spec.kernel_table import KERNELS, NormKernel, find_kernel, kernels_replaced
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.precision import Precision
 from dtlayout.training.rendezvous import join_ranks
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import STAGES, main
-from dtlayout.config import load_config
-from dtlayout.errors import InvalidConfig
+from dtlayout.config.config import load_config
 from dtlayout.plans.plan import make_plan
 
 COMMANDS = ("check", "compare", "config", "explain", "prepare", "recommend", "sweep")
@@ -183,7 +183,7 @@ def test_what_the_gpu_that_a_config_names_cannot_run_is_refused_before_there_is_
 
 
 def test_a_package_that_is_not_here_is_noted_since_the_run_may_be_elsewhere(capsys, monkeypatch):
-    monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: None)
+    monkeypatch.setattr("dtlayout.spec.kernel_table.find_spec", lambda module: None)
     arguments = [str(ROOT / "configs" / "llama-13b-64xa100.toml"), "--data.tokenizer=bytes"]
     assert main(["check", *arguments, "--world", "64", "--kernels.attention=flash-attn", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]

@@ -13,13 +13,13 @@ import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
 from dtlayout import cli, launch
-from dtlayout.cluster import find_gpu
-from dtlayout.config import load_config
-from dtlayout.device import device_of
-from dtlayout.errors import DataError, LostRanks
+from dtlayout.base.errors import DataError, LostRanks
+from dtlayout.base.lease import LEASE_NAME, Lease, hold
+from dtlayout.base.signals import Stopped
+from dtlayout.config.config import load_config
 from dtlayout.launch import USAGE, main
-from dtlayout.lease import LEASE_NAME, Lease, hold
-from dtlayout.signals import Stopped
+from dtlayout.spec.cluster import find_gpu
+from dtlayout.spec.device import device_of
 from dtlayout.training.metrics import read_summary
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtlayout.config import check_layout, load_config
+from dtlayout.config.config import check_layout, load_config
 
 ROOT = Path(__file__).parents[1]
 

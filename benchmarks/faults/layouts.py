@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.faults.events import Amounts, Event, Kind
 from dtlayout.checkpoint.manifest import list_checkpoints
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.optimizers import SGD, AdamW
-from dtlayout.pipelining.schedules import SCHEDULES
+from dtlayout.schedules.schedules import SCHEDULES
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import SGD, AdamW
 from tests.support.checkpoint_ranks import BATCH, State, load_each, merge, train_and_save
 from tests.support.ranks import RankFailure, Ranks
 

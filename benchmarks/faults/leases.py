@@ -26,10 +26,10 @@ from benchmarks.faults.runs import (
     started,
     wait_until,
 )
-from dtlayout import lease
+from dtlayout.base import lease
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.process import is_stopped
 from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints
-from dtlayout.errors import InvalidConfig
-from dtlayout.process import is_stopped
 from dtlayout.training.metrics import MetricsFile
 
 OPTIONS = (*ALONE, "--checkpoint.every=3")
@@ -169,7 +169,7 @@ def meet_lease(folder: Path, what: str, offset_s: float, beats: bool) -> Event:
     """Start in a folder whose lease another machine has, by a clock that is off by so much."""
     folder.mkdir(parents=True, exist_ok=True)
     path, is_over = folder / lease.LEASE_NAME, threading.Event()
-    holder = replace(lease.Holder.here(), host="node7", machine="another boot")
+    holder = replace(lease.Owner.here(), host="node7", machine="another boot")
     path.write_text(json.dumps(asdict(holder)))
 
     def touch() -> None:

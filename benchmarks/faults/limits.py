@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.faults.events import Amounts, Event, Kind
 from benchmarks.faults.runs import ALONE, Late, say, started
-from dtlayout.errors import EXIT_REFUSED
+from dtlayout.base.errors import EXIT_REFUSED
 
 LIMIT = 4 << 20
 """Bytes: less than any run needs."""
@@ -32,7 +32,7 @@ PLUGIN = """
 from functools import partial
 from pathlib import Path
 from dtlayout import device
-from dtlayout.cgroups import find_memory_limit
+from dtlayout.base.cgroups import find_memory_limit
 device.find_memory_limit = partial(find_memory_limit, Path({root!r}) / "proc", Path({root!r}))
 """
 

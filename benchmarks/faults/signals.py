@@ -27,8 +27,8 @@ from benchmarks.faults.runs import (
     started,
     wait_until,
 )
+from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED
 from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
-from dtlayout.errors import EXIT_DONE, EXIT_STOPPED
 
 GRACE_S = 30.0
 """What torchrun gives. A compilation is waited for, for which its --shutdown-timeout is to be longer."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dtlayout import lease
+from dtlayout.base import lease
 from dtlayout.checkpoint import folder, sharded
 
 _SIGNS, _STALLS = Path(os.environ["FAULT_SIGNS"]), os.environ.get("FAULT_STALLS", "")

@@ -16,15 +16,15 @@ import dtlayout
 from benchmarks.gpu.cells import RepeatCheck, ResumeCheck, StepCheck, TrainerCheck
 from benchmarks.gpu.checks import MODELS, build_step, gather_parameters, largest_error, make_batch
 from benchmarks.gpu.rows import Checked
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
-from dtlayout.config import load_config
+from dtlayout.config.config import load_config
 from dtlayout.data import prepare
 from dtlayout.data.sources import Corpus
-from dtlayout.device import Device
-from dtlayout.errors import DtlayoutError, InvalidConfig
 from dtlayout.mesh.build import open_host_group
-from dtlayout.optimizers import AdamW
+from dtlayout.spec.device import Device
+from dtlayout.spec.optimizers import AdamW
 from dtlayout.training.build import Assembly
 from dtlayout.training.metrics import MetricsFile
 from dtlayout.training.optimizer import set_learning_rate

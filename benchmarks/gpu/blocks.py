@@ -17,7 +17,7 @@ from dtlayout.pipelining.stage import stage_boundary
 from dtlayout.plans.apply import apply_plan
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import make_plan
-from dtlayout.precision import Precision
+from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly
 
 

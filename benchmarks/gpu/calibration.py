@@ -14,13 +14,13 @@ import numpy as np
 from benchmarks.gpu.cells import Calibration, HostTime, Training
 from benchmarks.gpu.predict import predict
 from benchmarks.gpu.rows import HostTimes, Row, Trained
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.ranks import measure
-from dtlayout.cluster import Cluster
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.engine_constants import BOUNDS
-from dtlayout.device import Device
-from dtlayout.errors import InvalidConfig
+from dtlayout.spec.cluster import Cluster
+from dtlayout.spec.device import Device
 
 PACKAGES = ("scipy", "tomli_w")
 """What fitting and writing constants need."""
@@ -44,7 +44,7 @@ def find_measured(rows: Iterable[Row]) -> Measured | None:
 def derive(measured: Measured, rows: Sequence[Row]) -> Cluster:
     """The machine as predictions take it: constants of the cost model in `gpu.achieved`."""
     from dtlayout.calibrate.fit import calibrate  # which needs scipy
-    from dtlayout.planner.fit import minimise
+    from dtlayout.validation.fit import minimise
 
     cluster = calibrate(measured).cluster
     achieved = dict(cluster.gpu.achieved) | dict(_read_host(rows))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.gpu.cells import AttentionCall, Ceiling, Copy, Matmul
 from benchmarks.gpu.rows import Reached
-from dtlayout.device import Device, DeviceType
 from dtlayout.models.presets import find_preset
 from dtlayout.ops.attention import causal_attention
+from dtlayout.spec.device import Device, DeviceType
 
 NUM_ROUNDS = 5
 """Their median counts."""

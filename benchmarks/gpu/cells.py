@@ -10,14 +10,14 @@ Legend: S sequence, D model width, N parameters, L layers.
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from dtlayout.batch import Batch
-from dtlayout.kernels import Compile, Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_model_flops_per_token
 from dtlayout.models.presets import find_preset
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.precision import Format, Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Compile, Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Format, Precision
 
 Direction = Literal["forward", "backward"]
 Offload = Literal["none", "activations", "optimizer", "both"]

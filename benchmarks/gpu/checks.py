@@ -15,21 +15,21 @@ from torch import Tensor
 
 from benchmarks.gpu.cells import OperationCheck, StepCheck, WeightsCheck
 from benchmarks.gpu.rows import Checked
-from dtlayout.batch import IGNORED, Batch
 from dtlayout.data.samples import find_starts
-from dtlayout.device import Device
-from dtlayout.kernel import KERNELS
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.measure.kernels import KernelRecorder
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.attention import causal_attention, prepare_mask
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.loss import Head
-from dtlayout.optimizers import AdamW
 from dtlayout.plans.init import initialize
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import IGNORED, Batch
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import KERNELS
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.kernels import first_forward
 from dtlayout.training.optimizer import build_optimizer

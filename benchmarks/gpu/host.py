@@ -3,7 +3,7 @@
 from benchmarks.gpu.cells import HostTime
 from benchmarks.gpu.rows import HostTimes
 from benchmarks.host_time import measure_host_s
-from dtlayout.device import Device
+from dtlayout.spec.device import Device
 
 
 def measure_host(cell: HostTime, device: Device) -> HostTimes:

@@ -2,14 +2,14 @@
 
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Prediction
-from dtlayout.cluster import Cluster, Gpu
+from dtlayout.costmodel.cache_keys import StageClass, StageLayout, key_of
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import count_stage_parameters, rank_estimator
-from dtlayout.costmodel.parts import StageClass, StageLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.costmodel.update import find_update, update_times
-from dtlayout.recompute import Recompute
+from dtlayout.spec.cluster import Cluster, Gpu
+from dtlayout.spec.recompute import Recompute
 
 
 def predict(cell: Training, gpu: Gpu, engine: Engine | None = None) -> Prediction:
@@ -34,7 +34,7 @@ def _predict_blocks(cell: Training, estimator: Estimator) -> Prediction:
     stage, layout = cell.stage, cell.layout
     memory = rank_estimator(estimator.scenario, layout, cell.kernels, [stage])(0)
     stage_class = StageClass.of(stage, Recompute.parse(layout.recompute))
-    work = estimator.layout_work(part_of(layout, StageLayout), cell.kernels).on(stage_class)
+    work = estimator.layout_work(key_of(layout, StageLayout), cell.kernels).on(stage_class)
     m, n = layout.num_microbatches(cell.batch), count_stage_parameters(cell.shape, stage, layout.tp)
     update = find_update(estimator.scenario, layout, n, has_head=False)
     done = len(stage.layers), m, work.forward_s, work.backward_s

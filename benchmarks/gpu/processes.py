@@ -50,12 +50,12 @@ from benchmarks.gpu.predict import predict
 from benchmarks.gpu.rows import Checked, Measurement, Prediction, Row, Status
 from benchmarks.gpu.suites import Suite
 from benchmarks.gpu.training import PRECISION, measure_training
-from dtlayout.cluster import Gpu
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.estimate import HOPELESS_SHARE
-from dtlayout.device import Device
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
 from dtlayout.ops.attention import attention_implementation
+from dtlayout.spec.cluster import Gpu
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernels import Kernels
 from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.rendezvous import join_ranks
 

@@ -19,10 +19,10 @@ from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Tr
 from benchmarks.gpu.predict import predict
 from benchmarks.gpu.rows import Checked, HostTimes, Reached, Row, Status, Trained
 from benchmarks.gpu.suites import Suite
+from dtlayout.base.files import write_whole
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import Cluster
-from dtlayout.files import write_whole
+from dtlayout.spec.cluster import Cluster
 
 GIB = 2**30
 DRAW_EVERY_S = 60

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Training
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import write_whole
 from dtlayout.calibrate.measured import Measured
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import write_whole
 
 Status = Literal["ok", "oom", "error", "not run"]
 

@@ -28,12 +28,12 @@ from benchmarks.gpu.cells import (
     Training,
     WeightsCheck,
 )
-from dtlayout.device import DeviceType
-from dtlayout.kernel import KERNELS, AttentionKernel, list_kernels
-from dtlayout.kernels import Compile
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.presets import find_preset
-from dtlayout.precision import Format
+from dtlayout.spec.device import DeviceType
+from dtlayout.spec.kernel_table import KERNELS, AttentionKernel, list_kernels
+from dtlayout.spec.kernels import Compile
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Format
 
 _CHECKED: tuple[Format, ...] = ("bfloat16", "float32")
 

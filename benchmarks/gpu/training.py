@@ -12,12 +12,12 @@ from torch import Tensor
 from benchmarks.gpu.blocks import assemble_blocks
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Trained
-from dtlayout.device import Device
-from dtlayout.errors import NonFiniteLoss
+from dtlayout.base.errors import NonFiniteLoss
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.measure.memory import StorageTracker
-from dtlayout.optimizers import AdamW
-from dtlayout.precision import Precision
+from dtlayout.spec.device import Device
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.kernels import first_forward
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate

@@ -31,7 +31,7 @@ def time_alone(action: Callable[[], object], device_type: str) -> float:
     return float(seconds)
 
 
-class Busy:
+class ProcessorWatch:
     """A watch over this machine's processors, from when it was made, by the system's own count."""
 
     def __init__(self) -> None:

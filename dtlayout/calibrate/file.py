@@ -5,17 +5,17 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.files import write_whole
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import UNITS, Cluster, Record, find_gpu
 from dtlayout.costmodel.engine import Engine
 from dtlayout.costmodel.engine_constants import Constants
-from dtlayout.files import write_whole
+from dtlayout.spec.cluster import UNITS, Cluster, SweepRecord, find_gpu
 
 _UNITS = {field.name: field.metadata["unit"] for field in fields(Constants)}
 
 
-def to_toml(measured: Measured, cluster: Cluster, records: Sequence[Record] = ()) -> str:
+def to_toml(measured: Measured, cluster: Cluster, records: Sequence[SweepRecord] = ()) -> str:
     """The text of a new file for the cluster that was measured; `records` are those of the one that it replaces."""
     gpu, sheet = cluster.gpu, find_gpu(measured.gpu)
     source = f"dtlayout calibrate, {measured.date}, torch {measured.torch}"
@@ -29,7 +29,7 @@ def to_toml(measured: Measured, cluster: Cluster, records: Sequence[Record] = ()
     return toml.dumps(tables)
 
 
-def update(path: Path, engine: Engine, records: Sequence[Record], source: str) -> None:
+def update(path: Path, engine: Engine, records: Sequence[SweepRecord], source: str) -> None:
     """Put fitted constants in the place of those of a cluster file, and add to its records."""
     tables = toml.read(path, "cluster")
     achieved = tables.setdefault("achieved", {})

@@ -15,15 +15,15 @@ import numpy as np
 from scipy.optimize import nnls
 
 from dtlayout.calibrate.measured import CollectiveTime, Measured, ProbeTime
-from dtlayout.cluster import Cluster, Gpu, find_gpu
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_engine_on
 from dtlayout.costmodel.engine_constants import BOUNDS, Constants
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernel import AttentionKernel, find_kernel
-from dtlayout.layout import Layout
-from dtlayout.planner.fit import minimise
-from dtlayout.recompute import Recompute
+from dtlayout.spec.cluster import Cluster, Gpu, find_gpu
+from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.recompute import Recompute
+from dtlayout.validation.fit import minimise
 
 _FROM_PROBES = {
     "cpu": (

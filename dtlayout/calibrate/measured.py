@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median_high
 
-from dtlayout import toml
-from dtlayout.batch import Batch
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import parse_json
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.precision import Precision
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import parse_json
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

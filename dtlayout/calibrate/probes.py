@@ -13,14 +13,14 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dtlayout.batch import Batch
-from dtlayout.calibrate.clock import Busy
+from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.calibrate.measured import ProbeTime
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.optimizers import AdamW
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import Precision
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
@@ -97,7 +97,7 @@ def _time_steps(
     tokens = torch.randint(model.vocab_size, (rows, batch.seq_len), device=device_type)
     for _ in range(_WARM_UP_STEPS):
         step(tokens, tokens)
-    busy, ends = Busy(), [time.perf_counter()]
+    busy, ends = ProcessorWatch(), [time.perf_counter()]
     for _ in range(_STEPS):
         step(tokens, tokens)  # waits for every rank, and for the update of the step before
         ends.append(time.perf_counter())

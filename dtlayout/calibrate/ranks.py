@@ -13,16 +13,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.base.files import check_writable
+from dtlayout.base.process import leave
+from dtlayout.base.terminal import guarded
 from dtlayout.calibrate import measures
-from dtlayout.calibrate.clock import Busy
+from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.calibrate.measured import Measured
 from dtlayout.calibrate.probes import measure_probes
-from dtlayout.cluster import Gpu, known_gpus, why_unknown
-from dtlayout.device import Device, find_host_bytes
-from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.files import check_writable
-from dtlayout.process import leave
-from dtlayout.terminal import guarded
+from dtlayout.spec.cluster import Gpu, known_gpus, why_unknown
+from dtlayout.spec.device import Device, find_host_bytes
 from dtlayout.training.devices import open_device
 from dtlayout.training.rendezvous import join_ranks
 
@@ -63,7 +63,7 @@ def measure(device: Device, gpu: Gpu, ranks_per_node: int) -> Measured:
         memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
         memory_bytes = find_host_bytes() // ranks_per_node
-    busy = Busy()
+    busy = ProcessorWatch()
     host_s, host_alone_s = measures.measure_host(device.type)
     return Measured(
         device=device.name, gpu=gpu.name, torch=torch.__version__,

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dtlayout.errors import CheckpointError
+from dtlayout.base.errors import CheckpointError
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from dtlayout.errors import CheckpointError
+from dtlayout.base.errors import CheckpointError
 
 
 class Saving:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtlayout.errors import CheckpointError
+from dtlayout.base.errors import CheckpointError
+from dtlayout.base.formatting import plural
 from dtlayout.plans.init import CHUNK, find_place
-from dtlayout.text import plural
 
 _LISTED = 5
 """Tensors that are named; the others are counted."""
@@ -27,7 +27,7 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 """Those of splitmix64, as signed numbers."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Part = tuple[str, tuple[int, ...], tuple[int, ...]]
+TensorPart = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, first indices, shape."""
 
 
@@ -60,7 +60,7 @@ def check_equal_parts(
         )
 
 
-def _digest(name: str, tensor: Tensor, is_tied: bool) -> list[tuple[Part, int]]:
+def _digest(name: str, tensor: Tensor, is_tied: bool) -> list[tuple[TensorPart, int]]:
     """This rank's part and its digest; none where nobody else holds it."""
     local, first = find_place(tensor)
     if local.numel() == 0 or not (is_tied or _has_copies(tensor)):
@@ -97,6 +97,6 @@ def _mix(values: Tensor) -> Tensor:
     return values
 
 
-def _find_differing(digests: Iterable[tuple[Part, int]]) -> list[str]:
-    found: dict[Part, int] = {}
+def _find_differing(digests: Iterable[tuple[TensorPart, int]]) -> list[str]:
+    found: dict[TensorPart, int] = {}
     return list(dict.fromkeys(part[0] for part, digest in digests if found.setdefault(part, digest) != digest))

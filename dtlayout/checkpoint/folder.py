@@ -18,9 +18,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from dtlayout.base.errors import CheckpointError
+from dtlayout.base.process import RENAMING
 from dtlayout.checkpoint.manifest import PREFIX, list_checkpoints, sync
-from dtlayout.errors import CheckpointError
-from dtlayout.process import RENAMING
 
 _LATEST = "latest"
 

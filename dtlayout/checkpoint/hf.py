@@ -19,19 +19,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtlayout.base.errors import CheckpointError, InvalidConfig
+from dtlayout.base.formatting import plural
 from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.checkpoint.kept import made_whole, write_beside, write_json
 from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import load_parameters, read_model, save_weights
-from dtlayout.config import DataConfig
-from dtlayout.errors import CheckpointError, InvalidConfig
-from dtlayout.model_shape import ModelShape
+from dtlayout.config.config import DataConfig
 from dtlayout.models.beside import CONFIG, GENERATION, KEPT, read_table, update_config
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights, name_first
 from dtlayout.models.weights import FILE_BYTES, find_weight_problems, list_weights, make_index, plan_files
 from dtlayout.plans.init import CHUNK, allocate, find_place
-from dtlayout.text import plural
+from dtlayout.spec.model_shape import ModelShape
 
 
 def load_weights(

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dtlayout.config import Config, DataConfig
+from dtlayout.base.errors import CheckpointError
+from dtlayout.base.files import expand
+from dtlayout.config.config import Config, DataConfig
 from dtlayout.data.tokenizer import Tokenizer, find_file, load_tokenizer
-from dtlayout.errors import CheckpointError
-from dtlayout.files import expand
 from dtlayout.models.beside import (
     CONFIG,
     GENERATION,

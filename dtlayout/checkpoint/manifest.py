@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtlayout.errors import CheckpointError
-from dtlayout.files import hash_file, parse_json
+from dtlayout.base.errors import CheckpointError
+from dtlayout.base.files import hash_file, parse_json
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dtlayout.checkpoint.opcodes import Name, RefusedPickle, Tables, parse
+from dtlayout.checkpoint.opcodes import AllowedNames, Name, RefusedPickle, parse
 
 _MOST_DIMS = 16
 _FILE_NAME = re.compile(r"__\d+_\d+\.distcp")
@@ -122,7 +122,7 @@ def _named(module: str, functions: dict[str, Callable[[Any], Any]]) -> dict[Name
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_TABLES = Tables(
+_TABLES = AllowedNames(
     constants={Name("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype},
     functions={
         **_named("torch", {"Size": _size}),

@@ -35,7 +35,7 @@ class Name(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tables:
+class AllowedNames:
     """What a file may name; its functions raise RefusedPickle of what they cannot make a value from."""
 
     constants: Mapping[Name, Any]
@@ -48,7 +48,7 @@ class Tables:
     """Types of a dict's keys, whose hashes take no longer than they are long."""
 
 
-def parse(content: bytes, tables: Tables) -> Any:
+def parse(content: bytes, tables: AllowedNames) -> Any:
     """The value that a pickle of protocol 4 or 5 describes. Nothing that the file names is imported or called.
 
     `content` may be bytes, or anything that is indexed and sliced like them, such as a mapped file. `tables` has every
@@ -85,7 +85,7 @@ class _Items:
 class _Machine:
     """Runs the instructions of one file."""
 
-    def __init__(self, content: bytes, tables: Tables):
+    def __init__(self, content: bytes, tables: AllowedNames):
         self._content, self._at, self._tables = content, 0, tables
         self._stack: list[Any] = []
         self._marks: list[int] = []

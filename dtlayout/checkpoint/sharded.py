@@ -25,7 +25,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.errors import CheckpointError, InvalidConfig
+from dtlayout.base.files import parse_json
+from dtlayout.base.process import name_process
 from dtlayout.checkpoint.agreement import RepeatedPlanner, agree, last_line, tell
 from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.checkpoint.folder import drop, make_empty, name_checkpoint, name_partial, publish
@@ -38,15 +41,12 @@ from dtlayout.checkpoint.manifest import (
     list_checkpoints,
     write_manifest,
 )
+from dtlayout.checkpoint.optimizer_state import fill_state
 from dtlayout.checkpoint.reader import Reader
-from dtlayout.errors import CheckpointError, InvalidConfig
-from dtlayout.files import parse_json
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.weights import list_weights
-from dtlayout.optimizers import Optimizer
 from dtlayout.plans.init import find_place
-from dtlayout.process import name_process
-from dtlayout.training.optimizer import fill_state
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import Optimizer
 
 _UNREADABLE = (CheckpointException, OSError, ValueError, EOFError, pickle.UnpicklingError)
 _PIECE_BYTES = 256 << 20

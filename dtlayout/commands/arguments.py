@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtlayout.cluster import Gpu, find_gpu, known_gpus
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import expand
-from dtlayout.text import plural, shorten
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import expand
+from dtlayout.base.formatting import plural, shorten
+from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus
 
 if TYPE_CHECKING:
-    from dtlayout.config import Config
+    from dtlayout.config.config import Config
 
 
 MODELS = "a preset, an HF config.json or its folder, or a TOML file with [model]"

@@ -6,18 +6,18 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.base.files import check_writable, write_whole
+from dtlayout.base.formatting import align, plural
+from dtlayout.base.interpreter import SAFE_PATH, torchrun
+from dtlayout.base.signals import note_signals
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import Calibration, calibrate
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import load_cluster
 from dtlayout.commands.arguments import show
-from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.files import check_writable, write_whole
-from dtlayout.interpreter import SAFE_PATH, torchrun
 from dtlayout.measure.devices import ask_device_names
-from dtlayout.signals import note_signals
+from dtlayout.spec.cluster import load_cluster
 from dtlayout.sweep import processes
-from dtlayout.text import align, plural
 
 EXAMPLE = "dtlayout calibrate --ranks 4 --out lab.toml"
 _LIMIT_S = 1800

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from dtlayout.base.errors import InvalidLayout
 from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
-from dtlayout.config import Config, check_layout, load_formats, load_plan
+from dtlayout.config.config import Config, check_layout, load_formats, load_plan
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
-from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_lacks
-from dtlayout.errors import InvalidLayout
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 
 class Case(NamedTuple):
@@ -62,6 +62,6 @@ def _check(config: Config, scenario: Scenario) -> Layout:
         return check_layout(config, scenario.cluster.num_gpus, scenario.device)
     layout = config.layout.resolve(scenario.cluster.num_gpus)
     layout.check(config.model, config.batch)
-    if problems := find_lacks(scenario, layout):
+    if problems := find_unsupported(scenario, layout):
         raise InvalidLayout(problems)
     return layout

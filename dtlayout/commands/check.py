@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict, replace
 
-from dtlayout.cluster import Gpu
+from dtlayout.base.formatting import join_alike, plural
 from dtlayout.commands.arguments import (
     add_config,
     add_gpu,
@@ -13,16 +13,16 @@ from dtlayout.commands.arguments import (
     find_assumed_world,
     show,
 )
-from dtlayout.config import PLANNED_STEPS, Config, check_layout, load_plan
-from dtlayout.kernel import find_packages
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.config.config import PLANNED_STEPS, Config, check_layout, load_plan
 from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.plans.plan import make_plan
-from dtlayout.text import join_alike, plural
-from dtlayout.trackers import package_problems
+from dtlayout.spec.cluster import Gpu
+from dtlayout.spec.kernel_table import find_packages
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.trackers import package_problems
 
 EXAMPLE = "dtlayout check configs/debug.toml --world 8 --layout.tp=2"
 _OPEN_KERNELS = "those that are auto depend on the run's GPU: name it with --gpu, or as cluster.gpu"

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from dtlayout.base.errors import EXIT_REFUSED, CheckpointError
+from dtlayout.base.formatting import align
 from dtlayout.checkpoint.manifest import find_checkpoints, find_damage, read_manifest
 from dtlayout.commands.arguments import show
-from dtlayout.errors import EXIT_REFUSED, CheckpointError
-from dtlayout.text import align
 
 EXAMPLE = "dtlayout checkpoint verify runs/debug"
 

@@ -3,9 +3,9 @@
 import argparse
 from dataclasses import asdict
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import show
-from dtlayout.errors import InvalidConfig
-from dtlayout.keys import list_sections
+from dtlayout.config.reference import list_sections
 
 EXAMPLE = "dtlayout config data"
 _HEAD = """\

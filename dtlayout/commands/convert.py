@@ -4,10 +4,10 @@ import argparse
 from math import inf
 from pathlib import Path
 
+from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.commands.arguments import show
 from dtlayout.commands.source import find_config, find_data, find_kept
-from dtlayout.errors import CheckpointError
 from dtlayout.models.weights import FILE_BYTES
 
 EXAMPLE = "dtlayout convert runs/debug exported"

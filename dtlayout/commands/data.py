@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
+from dtlayout.base.errors import DataError, InvalidConfig
+from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import show
-from dtlayout.config import load_config
-from dtlayout.errors import DataError, InvalidConfig
-from dtlayout.text import plural
+from dtlayout.config.config import load_config
 
 EXAMPLE = "dtlayout data show runs/debug/nonfinite-step-00000007.json"
 
@@ -26,12 +26,12 @@ def run(options: argparse.Namespace) -> int:
     """Print each sample of the step, by the tokenizer of the run."""
     from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
     from dtlayout.data.samples import open_samples
-    from dtlayout.data.suspects import Suspects
+    from dtlayout.data.suspects import BadBatch
     from dtlayout.data.tokenizer import load_tokenizer
 
     if options.first < 0:
         raise InvalidConfig(f"--first={options.first} must not be negative")
-    suspects = Suspects.read(options.file)
+    suspects = BadBatch.read(options.file)
     config = load_config(options.file.parent / "config.toml")
     folders = [prepare_tokens(each) for each in config.data.sources]
     samples = open_samples(config.data, folders, config.model.vocab_size, config.batch, seed=config.train.seed)

@@ -9,24 +9,24 @@ from typing import Any
 
 from rich.progress import Progress
 
-from dtlayout.cluster import Gpu
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import check_page
+from dtlayout.base.formatting import align
+from dtlayout.base.terminal import open_console
 from dtlayout.commands.arguments import add_config, add_gpu, add_world, choose_gpu, choose_world, show
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
-from dtlayout.config import Config, check_layout, load_config
+from dtlayout.config.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.device import device_of
 from dtlayout.dryrun.choose import choose_kernels, default_ranks
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import check_page
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
-from dtlayout.planner.runs import Run
-from dtlayout.terminal import open_console
-from dtlayout.text import align
+from dtlayout.records.run import Run
+from dtlayout.spec.cluster import Gpu
+from dtlayout.spec.device import device_of
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import Layout
 from dtlayout.training.metrics import MemoryCurves
 
 EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 --compare"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from dtlayout.base.formatting import choose_unit, format_bytes
 from dtlayout.commands.dryrun_tables import (
     PARTS,
     describe_peak,
@@ -18,7 +19,6 @@ from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.ledger import UPDATE
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, beside, draw_bars
-from dtlayout.text import choose_unit, format_bytes
 
 _NOTATION = (
     "Actions are named as 3F0: stage 3, forward (B: backward, SEND and RECV: its messages), microbatch 0. "

@@ -4,10 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from dtlayout.base.formatting import choose_unit, format_bytes, plural
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.mesh.axes import axis_sizes
-from dtlayout.text import choose_unit, format_bytes, plural
 
 MARK_ABOVE = 0.05
 """Difference from the dry run from which on it is marked."""

@@ -6,19 +6,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtlayout import toml
-from dtlayout.config import check_layout, parse_config
+from dtlayout.base import toml
+from dtlayout.base.files import write
+from dtlayout.config.config import check_layout, parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.files import write
-from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
-from dtlayout.optimizers import AdamW
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
-from dtlayout.precision import Precision
 from dtlayout.programs.program import Arguments, Job, Program
 from dtlayout.programs.registry import PROGRAMS
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.precision import Precision
 
 _BYTES_VOCAB = 257
 """Ids of the tokenizer that needs no file."""

@@ -5,13 +5,13 @@ from dataclasses import asdict
 from math import isinf
 from typing import TypeVar
 
+from dtlayout.base.formatting import align, choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import add_machines, read_case
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
 from dtlayout.planner.explain import Change, Explanation, explain
-from dtlayout.planner.intervals import find_intervals
-from dtlayout.text import align, choose_unit, format_bytes, plural, three_digits
+from dtlayout.records.intervals import find_intervals
 
 EXAMPLE = "dtlayout explain configs/debug.toml --gpu cpu --gpus 8"
 

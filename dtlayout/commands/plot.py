@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import align
 from dtlayout.commands.arguments import show
-from dtlayout.errors import InvalidConfig
-from dtlayout.text import align
 
 EXAMPLE = "dtlayout plot runs/debug runs/zero3 --page plot.html --png plots"
 

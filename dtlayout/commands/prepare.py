@@ -3,12 +3,12 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import add_config, show
-from dtlayout.config import Config, DataConfig, load_config
-from dtlayout.text import plural
+from dtlayout.config.config import Config, DataConfig, load_config
 
 if TYPE_CHECKING:
-    from dtlayout.data.samples import Cut
+    from dtlayout.data.samples import SampledSource
 
 EXAMPLE = "dtlayout prepare configs/debug.toml"
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     return show(options, {"sources": documents}, lines, indent=None)
 
 
-def _prepare(config: Config, data: DataConfig) -> "tuple[Cut, ...]":
+def _prepare(config: Config, data: DataConfig) -> "tuple[SampledSource, ...]":
     """What each source of [data] or [validation] gives."""
     from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
     from dtlayout.data.samples import open_samples

@@ -7,23 +7,23 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu, load_cluster
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
+from dtlayout.base.files import check_own, check_page, check_writable
 from dtlayout.commands.arguments import MODELS, show
 from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothing, list_scale, to_scale_document
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.files import check_own, check_page, check_writable
 from dtlayout.models.files import find_model
-from dtlayout.optimizers import find_optimizer
 from dtlayout.planner.choices import check_once, find_idle, read_avoided, read_fixed
 from dtlayout.planner.cost import Budget
-from dtlayout.planner.remarks import LOOKED_AT
 from dtlayout.planner.search import Search
 from dtlayout.planner.sizing import find_smallest, scale
 from dtlayout.planner.space import Space
-from dtlayout.precision import Precision
+from dtlayout.planner.suggestions import LOOKED_AT
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu, load_cluster
+from dtlayout.spec.optimizers import find_optimizer
+from dtlayout.spec.precision import Precision
 
 EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --seq-len 2048 --global-batch 2048"
 

@@ -6,23 +6,23 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dtlayout.base.formatting import GIB, align, plural, three_digits
 from dtlayout.commands.recommend_cost import describe_cost, list_scale_costs, to_cost_document, to_scale_costs
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario, engine_kernels
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
 from dtlayout.models.counting import count_parameters
-from dtlayout.optimizers import AdamW
-from dtlayout.planner import reasons
+from dtlayout.planner import verdicts
 from dtlayout.planner.baselines import Baseline, choose_by_playbook, choose_by_thumb
 from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.cost import Budget
-from dtlayout.planner.intervals import Intervals, find_intervals, find_least_apart, find_order
-from dtlayout.planner.remarks import list_remarks, list_ways_to_fit
 from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import ScaleRow
 from dtlayout.planner.space import Space
-from dtlayout.text import GIB, align, plural, three_digits
+from dtlayout.planner.suggestions import list_remarks, list_ways_to_fit
+from dtlayout.records.intervals import Intervals, find_intervals, find_least_apart, find_order
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import AdamW
 
 if TYPE_CHECKING:
     from dtlayout.commands.emit import Emitted
@@ -99,22 +99,22 @@ class Answer:
         self.scenario, self.best = search.space.scenario, result.ranked[0]
         pairs = enumerate(pairwise(result.ranked), start=2)
         self.alike = find_alike([estimate.step_time_s for estimate in result.ranked], self.scenario.engine.name)
-        self.leads = [reasons.describe_lead(own, following, place) for place, (own, following) in pairs]
+        self.leads = [verdicts.describe_lead(own, following, place) for place, (own, following) in pairs]
 
-        def verdict(layout: Layout, kernels: Kernels) -> reasons.Verdict:
-            return reasons.judge(search, layout, kernels, self.best)
+        def verdict(layout: Layout, kernels: Kernels) -> verdicts.Verdict:
+            return verdicts.judge(search, layout, kernels, self.best)
 
-        self.against = list(reasons.judge_others(search, self.best))
+        self.against = list(verdicts.judge_others(search, self.best))
         near = self._describe_near(find_alike([estimate.step_time_s for estimate in best], self.scenario.engine.name))
         self.remarks = [near] * bool(near) + list(list_remarks(search, best))
         self.emitted: Emitted | None = None
-        self.why_not: reasons.Verdict | None = None
+        self.why_not: verdicts.Verdict | None = None
         self.completed: Estimate | None = None
         self.reopened: Estimate | None = None
         self.baseline: Baseline | None = None
         if options.why_not is not None:
             choices = parse_choices(options.why_not)
-            self.why_not = verdict(*reasons.parse_layout(search.space, choices))
+            self.why_not = verdict(*verdicts.parse_layout(search.space, choices))
             self.completed = _complete(search, choices)
             if self.completed is None and choices.pop("recompute", None):
                 self.reopened = _complete(search, choices)
@@ -130,7 +130,7 @@ class Answer:
         near = [name for name, estimate in fitting if estimate and estimate.step_time_s < longest_s]
         if not near:
             return ""
-        names, least = reasons.name_together(near), f"{alike.least:.1%}"
+        names, least = verdicts.name_together(near), f"{alike.least:.1%}"
         return f"Variants of 1 are nearer: with {names} instead, as below, a step is less than {least} longer."
 
     def to_document(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Answer:
         if self.against:
             lines += ["", f"Against other choices than those of 1, {best.layout}, each with the best of all else,"]
             lines.append("but beside another kernel or tp_overlap with the degrees and the schedule of 1:")
-            folded = reasons.fold_alike(self.against, _shorten)
+            folded = verdicts.fold_alike(self.against, _shorten)
             lines += align([(f"  {name}", _shorten(verdict)) for name, verdict in folded], ("<", "<"))
         if self.why_not:
             lines += ["", f"Why not {self.why_not.layout}? {OUTCOMES[self.why_not.outcome]}:"]
@@ -198,12 +198,12 @@ class Answer:
             if self.completed is None:
                 lines.append("  No layout with these choices is legal and fits.")
                 if found := self.reopened:
-                    difference = reasons.describe_difference(best, found)
+                    difference = verdicts.describe_difference(best, found)
                     lines.append(f"  One that recomputes otherwise does, {found.layout}, and is {difference}.")
             elif self.completed.layout == self.why_not.layout:
                 lines.append("  It is the best with these choices.")
             else:
-                difference = reasons.describe_difference(best, self.completed)
+                difference = verdicts.describe_difference(best, self.completed)
                 lines.append(f"  The best with these choices, {self.completed.layout}, is {difference}.")
         if options.baseline:
             name = f"The {BASELINE_NAMES[options.baseline].removeprefix('the ')}"
@@ -213,7 +213,7 @@ class Answer:
                 chosen, steps = self.baseline.estimate, self.baseline.steps
                 speed = f"{_describe_mfu(self.scenario, chosen)}, {chosen.step_time_s:.3f} s a step"
                 lines += ["", f"{name} chooses {chosen.layout}: {speed}", *(f"  {step}" for step in steps)]
-                lines.append(f"  Against 1 it is {reasons.describe_difference(best, chosen)}.")
+                lines.append(f"  Against 1 it is {verdicts.describe_difference(best, chosen)}.")
         if self.emitted:
             lines += ["", *self.emitted.to_lines(options.emit)]
         return [*lines, "", _describe_counts(self.result)]
@@ -230,9 +230,9 @@ class Answer:
         ]
         if self.leads:
             following = self.result.ranked[1]
-            lead = reasons.describe_lead(best, following, "that")
+            lead = verdicts.describe_lead(best, following, "that")
             lines.append(f"The next best is {_full_name(self.scenario, following)}; this is {lead}.")
-        return lines + [f"{name}: {_shorten(verdict)}" for name, verdict in reasons.fold_alike(self.against, _shorten)]
+        return lines + [f"{name}: {_shorten(verdict)}" for name, verdict in verdicts.fold_alike(self.against, _shorten)]
 
 
 def _complete(search: Search, choices: dict[str, Any]) -> Estimate | None:
@@ -284,7 +284,7 @@ def explain_nothing(search: Search, result: SearchResult) -> list[str]:
         none = "nothing is left to choose from" if space.degrees else "none has these degrees on so many GPUs"
         problems = [f"no layout can train {space.scenario.model.name} here: {none}"]
     if result.num_layouts and (missed := search.find_smallest_oom()):
-        text = reasons.describe_shortage(missed, result.allowed_bytes)
+        text = verdicts.describe_shortage(missed, result.allowed_bytes)
         problems.append(f"the one that misses by least, {missed.layout}: {text}")
         problems += list_ways_to_fit(search, missed)
         helps = "--min-gpus finds the smallest cluster that works"
@@ -294,9 +294,9 @@ def explain_nothing(search: Search, result: SearchResult) -> list[str]:
         capacity = search.estimator.host_capacity_bytes / GIB
         problems.append(f"offload={space.offload} asks more of the host than {capacity:.0f} GiB a GPU; use another one")
     else:
-        layout, kernels = reasons.parse_layout(space, {})
+        layout, kernels = verdicts.parse_layout(space, {})
         example = f"for example {layout}: "
-        found = reasons.find_problems(space, layout, kernels)
+        found = verdicts.find_problems(space, layout, kernels)
         problems += [example * (i == 0) + line for i, line in enumerate(found)]
         fewer = "fewer --fix and --avoid, or " * bool(space.fixed or space.avoided)
         problems.append(f"use {fewer}another number of GPUs or global batch")
@@ -338,7 +338,7 @@ def _to_layout(scenario: Scenario, e: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _to_verdict(verdict: reasons.Verdict) -> dict[str, Any]:
+def _to_verdict(verdict: verdicts.Verdict) -> dict[str, Any]:
     return {
         "name": str(verdict.layout), "layout": asdict(verdict.layout), "kernels": asdict(verdict.kernels),
         "outcome": verdict.outcome,
@@ -416,7 +416,7 @@ def _bar(estimate: Estimate) -> str:
     return f"{'█' * filled}{'░' * (_BAR - filled)} {peak / GIB:.1f} / {capacity / GIB:.1f}"
 
 
-def _shorten(verdict: reasons.Verdict) -> str:
+def _shorten(verdict: verdicts.Verdict) -> str:
     """The outcome with its first reason, which of a difference in speed says both, and of which layout."""
     if verdict.outcome == "not legal":
         return f"not legal: {verdict.problems[0]}"

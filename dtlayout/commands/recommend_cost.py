@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.planner.cost import Budget, Cost, Marks, find_cost, find_marks
-from dtlayout.planner.intervals import find_intervals
+from dtlayout.planner.cost import Budget, Marks, TrainingCost, find_cost, find_marks
 from dtlayout.planner.sizing import ScaleRow
+from dtlayout.records.intervals import find_intervals
 
 
 def to_cost_document(scenario: Scenario, step_time_s: float, budget: Budget) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def describe_cost(scenario: Scenario, step_time_s: float, budget: Budget) -> str
     return f"{format_tokens(budget.tokens)} tokens take {', '.join(parts)}: steps alone, without restarts."
 
 
-def find_scale_costs(rows: Sequence[ScaleRow], budget: Budget) -> list[Cost | None]:
+def find_scale_costs(rows: Sequence[ScaleRow], budget: Budget) -> list[TrainingCost | None]:
     """The cost of each row's best layout."""
     return [find_cost(row.scenario, e.step_time_s, budget) if (e := row.estimate) else None for row in rows]
 

@@ -7,25 +7,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtlayout.base.formatting import choose_unit, format_bytes, plural, three_digits
 from dtlayout.commands.recommend_answer import BASELINE_NAMES, OUTCOMES, Alike
-from dtlayout.planner.reasons import fold_alike
+from dtlayout.planner.verdicts import fold_alike
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, Ratio, draw_bars, draw_ratios
-from dtlayout.text import choose_unit, format_bytes, plural, three_digits
 
-Document = Mapping[str, Any]
+JsonDocument = Mapping[str, Any]
 _IMPOSSIBLE = ("not legal", "does not fit")
 """Outcomes of a choice that has no speed to compare."""
 
 
-def write_page(path: Path, document: Document) -> None:
+def write_page(path: Path, document: JsonDocument) -> None:
     """Write the page of one search's document; DtlayoutError if it cannot be written."""
     scenario = document["scenario"]
     title = f"{scenario['model']['name']} on {scenario['num_gpus']:,} x {scenario['gpu']}"
     html.write_page(path, title, _parts(document))
 
 
-def _parts(document: Document) -> Iterator[str]:
+def _parts(document: JsonDocument) -> Iterator[str]:
     scenario, layouts = document["scenario"], document["layouts"]
     yield html.paragraph(_describe_best(scenario, layouts[0]), "lead")
     yield html.paragraph(describe_scenario(scenario), "note")
@@ -44,7 +44,7 @@ def _parts(document: Document) -> Iterator[str]:
     yield html.fold(f"{plural(searched['layouts'], 'layout', ',')} searched", html.table(counts))
 
 
-def _describe_best(scenario: Document, best: Document) -> str:
+def _describe_best(scenario: JsonDocument, best: JsonDocument) -> str:
     low_s, high_s = best["step_time_range_s"]
     mfu = "" if best["mfu"] is None else f"{best['mfu']:.1%} MFU, "
     return (
@@ -54,7 +54,7 @@ def _describe_best(scenario: Document, best: Document) -> str:
     )
 
 
-def describe_scenario(scenario: Document) -> str:
+def describe_scenario(scenario: JsonDocument) -> str:
     """What is trained by which program, and how far its predictions are to be trusted."""
     batch, step = scenario["batch"], scenario["intervals"]["step_time"]
     known = "" if scenario["calibrated"] else f", of which no run on {scenario['gpu']} is known"
@@ -65,7 +65,7 @@ def describe_scenario(scenario: Document) -> str:
     )
 
 
-def _draw_steps(layouts: Sequence[Document]) -> str:
+def _draw_steps(layouts: Sequence[JsonDocument]) -> str:
     """Each layout's step by what it is spent on."""
     bars = [
         Bar(
@@ -78,7 +78,7 @@ def _draw_steps(layouts: Sequence[Document]) -> str:
     return draw_bars(bars, list(layouts[0]["time"]))
 
 
-def _draw_memory(layouts: Sequence[Document]) -> str:
+def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
     """Each layout's fullest rank by component, and the capacity."""
     capacity = layouts[0]["capacity_bytes"]
     fullest = [each["memory"][each["busiest_rank"]] for each in layouts]
@@ -89,7 +89,7 @@ def _draw_memory(layouts: Sequence[Document]) -> str:
     return draw_bars(bars, list(fullest[0]), f"capacity, {format_bytes(capacity, 1)}")
 
 
-def _compare_choices(against: Sequence[Document], best_s: float) -> Iterator[str]:
+def _compare_choices(against: Sequence[JsonDocument], best_s: float) -> Iterator[str]:
     """Speeds beside the best's as a picture, then in sentences; what is impossible for who asks."""
     rows = [(each["change"], each) for each in against]
     folded = fold_alike(rows, lambda each: (each["name"], each["problems"][0]))
@@ -108,7 +108,7 @@ def _compare_choices(against: Sequence[Document], best_s: float) -> Iterator[str
         yield html.fold(f"{plural(len(impossible), 'choice')} not legal or too large", html.bullets(sentences))
 
 
-def _answer_questions(document: Document) -> Iterator[str]:
+def _answer_questions(document: JsonDocument) -> Iterator[str]:
     """What was asked beside: why not another layout, what a procedure chooses, what dry runs held."""
     if found := document.get("why_not"):
         yield html.heading("Why not the layout that was asked about?")
@@ -134,7 +134,7 @@ def _answer_questions(document: Document) -> Iterator[str]:
         ])  # fmt: skip
 
 
-def _list_layouts(scenario: Document, layouts: Sequence[Document]) -> list[list[str]]:
+def _list_layouts(scenario: JsonDocument, layouts: Sequence[JsonDocument]) -> list[list[str]]:
     """A line for each layout, the fastest first, below the names of the columns."""
     unit, size = choose_unit(max(each["peak_bytes"] for each in layouts))
     shown = ("pp", "cp", "tp", "micro_batch", "zero", "schedule", "virtual_stages", "recompute")

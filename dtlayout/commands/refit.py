@@ -6,18 +6,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import check_writable
+from dtlayout.base.formatting import find_version, plural
 from dtlayout.calibrate.file import update
-from dtlayout.cluster import Record, load_cluster
 from dtlayout.commands.arguments import show
 from dtlayout.commands.validate import percent, tell
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import check_writable
-from dtlayout.planner.scores import score
-from dtlayout.planner.validate import fit_group, on_cluster, with_engines
 from dtlayout.report.rows import read_rows
+from dtlayout.spec.cluster import SweepRecord, load_cluster
 from dtlayout.sweep.results import Journal, keep_longest
-from dtlayout.text import find_version, plural
+from dtlayout.validation.predict import fit_group, on_cluster, with_engines
+from dtlayout.validation.scores import score
 
 EXAMPLE = "dtlayout refit sweeps/debug-4cpu --into lab.toml"
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     return show(options, document, [*lines, f"written: {options.into}"])
 
 
-def make_record(folder: Path) -> Record | None:
+def make_record(folder: Path) -> SweepRecord | None:
     """What predictions of a sweep were worth, as they stood before its trials ran.
 
     None if it was not predicted with a calibrated file, or nothing ran. All that ran there counts as one choice, so a
@@ -74,7 +74,7 @@ def make_record(folder: Path) -> Record | None:
     best_s = min(measured_s for _, measured_s, _ in pairs)
     _, chosen_s, hardware = min(pairs)
     newest = datetime.fromtimestamp(Journal(folder).path.stat().st_mtime, timezone.utc)
-    return Record(
+    return SweepRecord(
         sweep=folder.resolve().name, date=f"{newest:%Y-%m-%d}", version=find_version("dtlayout"), hardware=hardware,
         runs=len(pairs),
         error=round(median(abs(predicted_s / measured_s - 1) for predicted_s, measured_s, _ in pairs), 4),

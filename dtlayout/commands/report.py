@@ -4,9 +4,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import write
 from dtlayout.commands.arguments import show
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import write
 from dtlayout.report.page import Report
 from dtlayout.report.rows import ROWS, read_rows
 

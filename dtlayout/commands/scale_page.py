@@ -10,11 +10,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+from dtlayout.base.formatting import plural, three_digits
 from dtlayout.commands.recommend_cost import format_tokens
-from dtlayout.commands.recommend_page import Document, describe_scenario
+from dtlayout.commands.recommend_page import JsonDocument, describe_scenario
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, draw_bars
-from dtlayout.text import plural, three_digits
 
 _APART, _ABOVE = 0.15, 0.08
 """Shares of the axes of days and of cost below which two labels would touch."""
@@ -22,7 +22,7 @@ _LINE = 13
 """Points between lines of labels."""
 
 
-def write_scale_page(path: Path, document: Document) -> None:
+def write_scale_page(path: Path, document: JsonDocument) -> None:
     """Write the page of a document that compares clusters; DtlayoutError if it cannot be written."""
     scenario = document["scenario"]
     sizes = sorted(row["num_gpus"] for row in document["scale"])
@@ -30,7 +30,7 @@ def write_scale_page(path: Path, document: Document) -> None:
     html.write_page(path, f"{scenario['model']['name']} on {numbers} x {scenario['gpu']}", _parts(document))
 
 
-def _parts(document: Document) -> Iterator[str]:
+def _parts(document: JsonDocument) -> Iterator[str]:
     rows = [row for row in document["scale"] if row["layout"]]
     if not rows:
         yield html.paragraph("No layout is legal and fits on any of these clusters.", "lead")
@@ -48,18 +48,18 @@ def _parts(document: Document) -> Iterator[str]:
     yield html.sorted_table(_list_rows(document), "clusters", "GPUs", "ascending")
 
 
-def _read_costs(document: Document, rows: Sequence[Document]) -> tuple[str, list[float]]:
+def _read_costs(document: JsonDocument, rows: Sequence[JsonDocument]) -> tuple[str, list[float]]:
     """What a training costs: money where there is a price, else GPU-hours."""
     name, key = ("GPU-hours", "gpu_hours") if document["price_per_gpu_hour"] is None else ("money", "money")
     return name, [row["cost"][key] for row in rows]
 
 
-def _name_marks(document: Document, row: Document) -> str:
+def _name_marks(document: JsonDocument, row: JsonDocument) -> str:
     """What a cluster is: cheapest, fastest, knee; empty for none of them."""
     return ", ".join(name for name, num_gpus in document["marks"].items() if num_gpus == row["num_gpus"])
 
 
-def _describe_marks(document: Document, rows: Sequence[Document]) -> str:
+def _describe_marks(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
     """What each cluster that is marked takes."""
     name, costs = _read_costs(document, rows)
     return " ".join(
@@ -70,14 +70,14 @@ def _describe_marks(document: Document, rows: Sequence[Document]) -> str:
     )
 
 
-def _describe_budget(document: Document) -> str:
+def _describe_budget(document: JsonDocument) -> str:
     """What is trained, at which price."""
     price = document["price_per_gpu_hour"]
     money = "" if price is None else f" at {price:g} for a GPU-hour"
     return f"Training on {format_tokens(document['tokens'])} tokens{money}: steps alone, without restarts."
 
 
-def _draw_costs(document: Document, rows: Sequence[Document]) -> str:
+def _draw_costs(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
     """Each cluster as a dot, with its GPUs; days on a log axis, on which a doubling has one length."""
     name, costs = _read_costs(document, rows)
     days, marks = [row["cost"]["days"] for row in rows], [_name_marks(document, row) for row in rows]
@@ -106,7 +106,7 @@ def _draw_costs(document: Document, rows: Sequence[Document]) -> str:
     return html.picture(figure, f"{name} against days")
 
 
-def _draw_efficiency(rows: Sequence[Document]) -> str:
+def _draw_efficiency(rows: Sequence[JsonDocument]) -> str:
     """Each cluster's share of the first one's speed of a GPU."""
     bars = [
         Bar(
@@ -119,11 +119,11 @@ def _draw_efficiency(rows: Sequence[Document]) -> str:
     return draw_bars(bars, whole=1.0)
 
 
-def _speed(row: Document) -> str:
+def _speed(row: JsonDocument) -> str:
     return f"{row['layout']['tokens_per_s_per_gpu']:,.0f}"
 
 
-def _list_rows(document: Document) -> list[list[str]]:
+def _list_rows(document: JsonDocument) -> list[list[str]]:
     """A line for each cluster below the names of the columns, of costs where they are known."""
     has_budget, has_price = "tokens" in document, document.get("price_per_gpu_hour") is not None
     costs = [*["mark", "days"] * has_budget, *["money"] * has_price, *["GPU-hours", "MWh"] * has_budget]

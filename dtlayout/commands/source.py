@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dtlayout import toml
-from dtlayout.config import Config, DataConfig, parse_config
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import expand
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import expand
+from dtlayout.config.config import Config, DataConfig, parse_config
 from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER
 
 

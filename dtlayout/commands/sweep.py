@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dtlayout.base.errors import EXIT_STOPPED, DtlayoutError, InvalidConfig
+from dtlayout.base.formatting import align, plural
+from dtlayout.base.signals import StopRequest, note_signals
+from dtlayout.base.terminal import open_console
 from dtlayout.commands.arguments import show
 from dtlayout.costmodel.scenario import NO_TIME
-from dtlayout.errors import EXIT_STOPPED, DtlayoutError, InvalidConfig
-from dtlayout.signals import StopRequest, note_signals
 from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
-from dtlayout.sweep.run import Watch, run_sweep
+from dtlayout.sweep.run import SweepObserver, run_sweep
 from dtlayout.sweep.spec import Sweep, Trial, make_trials, read_sweep
-from dtlayout.terminal import open_console
-from dtlayout.text import align, plural
 
 EXAMPLE = "dtlayout sweep configs/sweeps/debug-4cpu.toml --list"
 _BEST_SHOWN = 5
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         known = {k: r for k, r in Journal(folder).read().items() if r.outcome not in again}
         board = _Board(console, trials, known)
         with Live(get_renderable=board.draw, console=console, refresh_per_second=2, transient=True):
-            watch = Watch(
+            watch = SweepObserver(
                 is_stopped=lambda: stop.is_made,
                 on_round=board.note_round, on_start=board.note_start, on_result=board.note,
             )  # fmt: skip

@@ -5,17 +5,17 @@ import json
 from itertools import zip_longest
 from pathlib import Path
 
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import three_digits
 from dtlayout.commands.arguments import show
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimator, stage_times
 from dtlayout.costmodel.scenario import NO_TIME
-from dtlayout.errors import InvalidConfig
 from dtlayout.pipelining.drawing import WAITS, draw, draw_transfers, to_trace
-from dtlayout.pipelining.schedule_file import write_schedule
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timeline import SlowStage, Timeline, find_scales
 from dtlayout.pipelining.timing import play_spans
-from dtlayout.text import three_digits
+from dtlayout.schedules.schedule_file import write_schedule
+from dtlayout.schedules.schedules import find_schedule
 from dtlayout.training.metrics import RecordedTimelines
 
 EXAMPLE = "dtlayout timeline configs/debug.toml --gpu cpu --gpus 8"

@@ -10,36 +10,27 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from dtlayout import toml
-from dtlayout.cluster import load_cluster
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import check_writable
+from dtlayout.base.formatting import align, choose_unit, plural, wrap
+from dtlayout.base.terminal import is_terminal
 from dtlayout.commands.arguments import show
 from dtlayout.costmodel.engine import ANY_GPU, Engine
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import check_writable
-from dtlayout.planner import validate
-from dtlayout.planner.columns import KERNELS
-from dtlayout.planner.left_out import WAYS, LeftOut, leave_out, to_errors
-from dtlayout.planner.runs import Run
-from dtlayout.planner.scores import (
-    LOWEST_MFU,
-    Errors,
-    Prediction,
-    Scores,
-    by_group,
-    by_table,
-    score,
-    score_group,
-)
-from dtlayout.planner.tables import Unpredicted
-from dtlayout.report.rows import REPEATS, ROWS, Rows, read_rows
-from dtlayout.terminal import is_terminal
-from dtlayout.text import align, choose_unit, plural, wrap
+from dtlayout.records.run import Run
+from dtlayout.report.rows import REPEATS, ROWS, ReportRows, read_rows
+from dtlayout.spec.cluster import load_cluster
+from dtlayout.validation import predict
+from dtlayout.validation.columns import KERNELS
+from dtlayout.validation.cross_validation import HOLD_OUT_BY, HeldOutErrors, leave_out, to_errors
+from dtlayout.validation.scores import LOWEST_MFU, Errors, Prediction, Scores, by_group, by_table, score, score_group
+from dtlayout.validation.tables import Unpredicted
 
 EXAMPLE = "dtlayout validate runs.csv --leave-one-out --plots plots"
 
-WaysLeftOut = Mapping[str, LeftOut]
+WaysLeftOut = Mapping[str, HeldOutErrors]
 """What was left out of the fits, model or GPU type → what was predicted then."""
-Fits = Sequence[tuple[validate.Fitted, Sequence[validate.Ablation]]]
+Fits = Sequence[tuple[predict.Fitted, Sequence[predict.Ablation]]]
 """What was fitted to each engine's runs, with what each of its constants is worth where that was asked."""
 _SCORES = {
     "fit": "fit", "mape": "MAPE", "median_ape": "median", "tau": "tau", "top1": "top-1", "memory": "memory",
@@ -82,25 +73,25 @@ def run(options: argparse.Namespace) -> int:
         check_writable(path)
     rows = read_rows(options.tables, options.engine)
     runs = rows.runs
-    runs = validate.on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
-    groups = validate.group_for_fit(runs)
+    runs = predict.on_cluster(runs, load_cluster(options.cluster)) if options.cluster else runs
+    groups = predict.group_for_fit(runs)
     if options.fit and len(engines := sorted({engine for engine, _ in groups})) > 1:
         raise InvalidConfig(
             f"--fit takes runs of one engine, these are of {', '.join(engines)}; pass fewer tables or --engine"
         )
-    predictions = validate.predict(runs)
+    predictions = predict.predict(runs)
     left_out = _leave_out(options, runs)
     wanted = [g for g in groups.values() if options.fit or (options.ablate and _has_fit(g))]
-    fitted = [validate.fit_group(group, tell) for group in wanted]
+    fitted = [predict.fit_group(group, tell) for group in wanted]
     fits = [
-        (each, validate.ablate([p.run for p in each.predictions], each.engines, tell) if options.ablate else [])
+        (each, predict.ablate([p.run for p in each.predictions], each.engines, tell) if options.ablate else [])
         for each in fitted
     ]
     if options.out:
         options.out.write_text("\n".join(map(_format_fragment, fitted)), encoding="utf-8")
     lines = list(_describe(options, rows, predictions, left_out, fits))
     if options.plots:
-        from dtlayout.planner.plots import write_plots  # only now: it imports matplotlib
+        from dtlayout.validation.plots import write_plots  # only now: it imports matplotlib
 
         pictures = [f"written: {picture}" for picture in write_plots(predictions, options.plots)]
         lines += ["", *(pictures or ["no picture: no row has a measured number"])]
@@ -110,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 def _leave_out(options: argparse.Namespace, runs: Sequence[Run]) -> WaysLeftOut:
     """What is left out as asked; the errors of all of it are written as asked."""
     asked = {"model": options.leave_one_out, "GPU type": options.leave_gpu_out}
-    wanted = [name for name in WAYS if asked[name] or options.errors]
+    wanted = [name for name in HOLD_OUT_BY if asked[name] or options.errors]
     if not wanted:
         return {}
     found = leave_out(runs, wanted, tell)
@@ -127,7 +118,7 @@ def tell(line: str) -> None:
 
 def _to_document(
     options: argparse.Namespace,
-    rows: Rows,
+    rows: ReportRows,
     predictions: Sequence[Prediction],
     left_out: WaysLeftOut,
     fits: Fits,
@@ -158,7 +149,7 @@ def _to_document(
 
 
 def _has_fit(runs: Sequence[Run]) -> bool:
-    return any(engine.fitted or engine.shared for engine in validate.find_engines(runs))
+    return any(engine.fitted or engine.shared for engine in predict.find_engines(runs))
 
 
 def _to_groups(predictions: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
@@ -168,7 +159,7 @@ def _to_groups(predictions: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _to_fits(fitted: validate.Fitted) -> dict[str, dict[str, Any]]:
+def _to_fits(fitted: predict.Fitted) -> dict[str, dict[str, Any]]:
     """GPU type → what was fitted to its runs."""
     at_bounds = _find_at_bounds(fitted)
     return {
@@ -186,7 +177,7 @@ def _find_on(gpu: str, predictions: Iterable[Prediction]) -> list[Prediction]:
     return [p for p in predictions if gpu in (ANY_GPU, p.run.scenario.cluster.gpu.name)]
 
 
-def _count(rows: Rows) -> dict[str, int]:
+def _count(rows: ReportRows) -> dict[str, int]:
     """Rows that were read, by what became of them: `left_out` are those that do not say how a layout ended."""
     predicted, unpredicted, repeats = len(rows.runs), len(rows.unpredicted), rows.left_out[REPEATS]
     others = rows.left_out.total() - unpredicted - repeats
@@ -194,7 +185,7 @@ def _count(rows: Rows) -> dict[str, int]:
     return {"read": read, "predicted": predicted, "unpredicted": unpredicted, "repeats": repeats, "left_out": others}
 
 
-def _count_reasons(rows: Rows) -> Mapping[str, int]:
+def _count_reasons(rows: ReportRows) -> Mapping[str, int]:
     """Why rows cannot be predicted → how many, most first; a row counts under each of its reasons."""
     reasons = Counter(reason for row in rows.unpredicted for reason in row.reasons)
     return dict(reasons.most_common())
@@ -204,20 +195,20 @@ def _find_changes(predictions: Sequence[Prediction]) -> dict[str, list[Run]]:
     """What is predicted in the place of what rows say → these rows."""
     changes: dict[str, list[Run]] = {}
     for prediction in predictions:
-        for change in validate.describe_changes(prediction.run):
+        for change in predict.describe_changes(prediction.run):
             changes.setdefault(change, []).append(prediction.run)
     return changes
 
 
 def _describe(
     options: argparse.Namespace,
-    rows: Rows,
+    rows: ReportRows,
     predictions: Sequence[Prediction],
     left_out: WaysLeftOut,
     fits: Fits,
 ) -> Iterator[str]:
     """The lines of a validation: engines, scores, what is not predicted, the worst rows, and what was fitted."""
-    for (name, gpu), group in validate.group_runs(p.run for p in predictions).items():
+    for (name, gpu), group in predict.group_runs(p.run for p in predictions).items():
         engine = group[0].scenario.engine
         title = f"{name} on {gpu}, {plural(len(group), 'row')}"
         if engine.is_calibrated:
@@ -253,7 +244,7 @@ def _describe(
             yield from _describe_ablations(fitted, ablations)
 
 
-def _describe_left_out(of: str, found: LeftOut) -> Iterator[str]:
+def _describe_left_out(of: str, found: HeldOutErrors) -> Iterator[str]:
     """Scores by constants that never saw the rows, and the groups that could not be left out."""
     yield from ("", *_tabulate(f"{of} left out", {name: score(rows) for name, rows in found.predictions.items()}))
     yield from _describe_groups(found.all_predictions, f", {of} left out")
@@ -288,7 +279,7 @@ def _show_errors(errors: Errors) -> list[str]:
     return [str(errors.rows), signed, percent(errors.absolute), inside]
 
 
-def _describe_unpredicted(rows: Rows, predictions: Sequence[Prediction]) -> Iterator[str]:
+def _describe_unpredicted(rows: ReportRows, predictions: Sequence[Prediction]) -> Iterator[str]:
     """What became of the rows that are not scored, or scored as another layout than they say."""
     counts = _count(rows)
     if rows.unpredicted:
@@ -376,7 +367,7 @@ def _describe_row(prediction: Prediction) -> Iterator[str]:
     yield from wrap(f"      {unit}: ", parts)
 
 
-def _format_fragment(fitted: validate.Fitted) -> str:
+def _format_fragment(fitted: predict.Fitted) -> str:
     """Fitted constants as the engine's file has them, with what is left of the errors as comments."""
     scores = score(fitted.predictions)
     cells = [[name, _show(fitted.before, name), _show(scores, name)] for name in _SCORES]
@@ -399,11 +390,11 @@ def _format_fragment(fitted: validate.Fitted) -> str:
     return "".join(f"# {line}\n" for line in summary) + toml.dumps({"fitted": tables})
 
 
-def _find_at_bounds(fitted: validate.Fitted) -> list[str]:
+def _find_at_bounds(fitted: predict.Fitted) -> list[str]:
     return list(dict.fromkeys(name for engine in fitted.engines for name in engine.at_bounds))
 
 
-def _find_unchanged(fitted: validate.Fitted) -> list[str]:
+def _find_unchanged(fitted: predict.Fitted) -> list[str]:
     """Constants that the fit has left as they were on every GPU type."""
     names = dict.fromkeys(name for engine in fitted.engines for name in (*engine.shared, *engine.fitted))
     told = set[str]().union(*map(_find_told, fitted.starts, fitted.engines))
@@ -416,7 +407,7 @@ def _find_told(start: Engine, engine: Engine) -> set[str]:
     return {name for name in names if getattr(engine.constants, name) != getattr(start.constants, name)}
 
 
-def _list_constants(fitted: validate.Fitted) -> dict[str, dict[str, float]]:
+def _list_constants(fitted: predict.Fitted) -> dict[str, dict[str, float]]:
     """GPU type → the constants fitted to its runs, with as many digits as a fit knows; ANY_GPU's are on all types."""
     tables: dict[str, dict[str, float]] = {}
     for start, engine in zip(fitted.starts, fitted.engines, strict=True):
@@ -428,7 +419,7 @@ def _list_constants(fitted: validate.Fitted) -> dict[str, dict[str, float]]:
     return dict(sorted(tables.items(), key=lambda item: item[0] != ANY_GPU))
 
 
-def _describe_ablations(fitted: validate.Fitted, ablations: Sequence[validate.Ablation]) -> Iterator[str]:
+def _describe_ablations(fitted: predict.Fitted, ablations: Sequence[predict.Ablation]) -> Iterator[str]:
     """Each constant's worth: scores without it, less those with all."""
     whole = score(fitted.predictions)
     shown, by_gpu = ("fit", "mape", "tau", "memory"), {engine.gpu: engine for engine in fitted.engines}
@@ -440,7 +431,7 @@ def _describe_ablations(fitted: validate.Fitted, ablations: Sequence[validate.Ab
         changes = [_change(getattr(a.scores, name), getattr(whole, name), name) for name in shown]
         of = f" {a.gpu}" * (len(by_gpu) > 1)
         rows.append([a.constant + of, f"{value:.4g}", f"{a.neutral:.4g}", *changes])
-    where = validate.describe_group(first.name, ", ".join(by_gpu))
+    where = predict.describe_group(first.name, ", ".join(by_gpu))
     yield from ("", f"{where} without one constant, the others of its kind fitted again", *align(rows))
 
 

@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from rich.progress import Progress
 
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.formatting import GIB, plural
+from dtlayout.base.terminal import open_console
 from dtlayout.commands.emit import make_config
-from dtlayout.config import parse_config
+from dtlayout.config.config import parse_config
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.dryrun.choose import choose_kernels, fullest_ranks
 from dtlayout.dryrun.ranks import Subject, find_peaks
-from dtlayout.errors import InvalidLayout
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.planner.search import SearchResult
-from dtlayout.terminal import open_console
-from dtlayout.text import GIB, plural
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 
 class Verified(NamedTuple):

@@ -9,7 +9,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.layout import Layout
+from dtlayout.spec.layout import Layout
 
 
 class Link(NamedTuple):

@@ -7,19 +7,19 @@ docs/time-model.md derives every formula; forward is one third of elementwise tr
 from math import inf
 from typing import NamedTuple
 
-from dtlayout.context_parallel import CONTEXT_METHODS
 from dtlayout.costmodel.comm import exchange_s, half_all_reduce_s, message_link, tp_link
 from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
-from dtlayout.kernel import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
-from dtlayout.kernels import Kernels, count_loss_chunks
-from dtlayout.layout import Layout
 from dtlayout.models.counting import count_attention_flops_per_token
 from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary, RoutedExperts
 from dtlayout.models.families import describe
-from dtlayout.models.operations import Attention, Matmul, Operation
+from dtlayout.models.operations import AttentionCall, KernelCall, Matmul
 from dtlayout.plans.plan import OVERLAPPED_PIECES
-from dtlayout.recompute import Recompute
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
+from dtlayout.spec.kernels import Kernels, count_loss_chunks
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.recompute import Recompute
 
 _ROPE_KERNEL_TRAFFIC_BYTES = 20.0
 """Moved by a rotary embedding in one kernel and its backward, for each token and unit of width."""
@@ -57,12 +57,12 @@ class BlockTime(NamedTuple):
         return self.forward_s + self.forward_tp_s + self.backward_s + self.backward_tp_s
 
 
-def operation_s(scenario: Scenario, kernels: Kernels, operation: Operation) -> float:
+def operation_s(scenario: Scenario, kernels: Kernels, operation: KernelCall) -> float:
     """What an operator takes on the device."""
     match operation:
         case Matmul(m, n, k, batch):
             return batch * matmul_s(scenario, m, n, k)
-        case Attention(flops):
+        case AttentionCall(flops):
             return flash_s(scenario, kernels.attention, flops)
     return pass_s(scenario, operation.moved_bytes)
 
@@ -255,20 +255,20 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
         return block.forward_s, block.forward_tp_s
     matmuls_s = block.forward_s - block.attention_s - block.elementwise_s
     matmuls_s -= 0.0 if layout.overlaps_tp else block.last_matmul_s
-    again_s, again_cp_s = block.elementwise_s, block.forward_cp_s
-    again_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
+    recompute_s, again_cp_s = block.elementwise_s, block.forward_cp_s
+    recompute_s += matmuls_s * (1 - scenario.engine.features.kept_matmuls * ("matmuls" in recompute.kept))
     if "attention" in recompute.kept:
-        again_s += score_traffic_s(scenario, layout, kernels)
+        recompute_s += score_traffic_s(scenario, layout, kernels)
         again_cp_s *= CONTEXT_METHODS[layout.cp_method].splits_heads
     else:
-        again_s += block.attention_s
+        recompute_s += block.attention_s
     tp_s = block.forward_tp_s - block.forward_cp_s - block.forward_ep_s
     again_beside_s = again_cp_s + block.forward_ep_s / 2
     if recompute.is_selective:
-        return again_s, again_beside_s + tp_s * (0.5 if layout.shards_sequence else 0.0)
+        return recompute_s, again_beside_s + tp_s * (0.5 if layout.shards_sequence else 0.0)
     description = describe(scenario.model)
     left_out = description.tp_closes_block / max(1, description.num_branches)  # the last reduction, half an all-reduce
-    return again_s, again_beside_s + tp_s * (1 - left_out * (0.5 if layout.shards_sequence else 1.0))
+    return recompute_s, again_beside_s + tp_s * (1 - left_out * (0.5 if layout.shards_sequence else 1.0))
 
 
 def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Seconds that a block waits for cp's ranks, one function for each way to attend over them (context_parallel.py).
+"""Seconds that a block waits for cp's ranks, one function for each way to attend over them (spec/context_parallel.py).
 
 Keys and values are as wide as the heads of a tp rank have them; what a rank sends, and in which format, says
 plans/context.py. Ranks of cp are tp apart.
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from dtlayout.costmodel.comm import Link, data_link, half_all_reduce_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
-from dtlayout.layout import Layout
 from dtlayout.models.families import describe
+from dtlayout.spec.layout import Layout
 
 
 def block_cp_s(

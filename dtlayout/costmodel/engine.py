@@ -13,17 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from dtlayout import toml
-from dtlayout.batch import Batch
-from dtlayout.cluster import Gpu, gpu_named
-from dtlayout.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine_constants import BOUNDS, Constants, RunAheadConstants, list_outside
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import OFFLOADS, Layout, show_value
-from dtlayout.model_shape import ModelShape
-from dtlayout.precision import BYTES, MATMUL_FORMATS, Precision
-from dtlayout.recompute import Recompute
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Gpu, gpu_named
+from dtlayout.spec.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import OFFLOADS, Layout, show_value
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import BYTES, MATMUL_FORMATS, Precision
+from dtlayout.spec.recompute import Recompute
 
 OWN_ENGINE = "dtlayout"
 """The engine whose features are this trainer's."""
@@ -172,7 +172,7 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usual:
+class Defaults:
     """What a program does where a published run does not say; None is what nobody can tell."""
 
     micro_batch: int | None = None
@@ -366,9 +366,9 @@ def known_engines() -> list[str]:
     return list(_read_engines())
 
 
-def find_usual(name: str) -> Usual:
+def find_usual(name: str) -> Defaults:
     """What the engine called `name` does where a run does not say; nothing, where that engine is not known."""
-    usual: Usual = _read_engines().get(name, {}).get("usual", Usual())
+    usual: Defaults = _read_engines().get(name, {}).get("usual", Defaults())
     return usual
 
 
@@ -453,7 +453,7 @@ def _constants_in(table: Mapping[str, Any]) -> dict[str, Any]:
 
 _FILE = {
     "engine": str, "features": Features, "constants": dict[str, Any], "beside_gpu": dict[str, Any],
-    "usual": Usual, "fitted": dict[str, dict[str, Any]],
+    "usual": Defaults, "fitted": dict[str, dict[str, Any]],
 }  # fmt: skip
 """Keys of an engine's file; `beside_gpu` has constants of a host that computes nothing itself, and below `fitted` a GPU
 type or ANY_GPU has constants and _NOTES."""

@@ -6,7 +6,7 @@ They are fitted by `dtlayout validate --fit`, inside bounds that physics sets.
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig
 
 
 def _constant(default: float, low: float, high: float, unit: str) -> Any:

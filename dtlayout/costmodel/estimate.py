@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
 
+from dtlayout.costmodel.cache_keys import BlockLayout, CutLayout, PipelineLayout, StageLayout, key_of
 from dtlayout.costmodel.compute import block_time, head_time
 from dtlayout.costmodel.memory import (
     Components,
@@ -19,18 +20,17 @@ from dtlayout.costmodel.memory import (
     rank_estimator,
 )
 from dtlayout.costmodel.offload import copied_s, host_bytes, host_capacity_bytes
-from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, StageLayout, part_of
 from dtlayout.costmodel.rank_groups import Stages, group_stages
 from dtlayout.costmodel.scenario import Scenario, cut
 from dtlayout.costmodel.stage_work import BlocksWork, LayoutWork, StageWork, send_s
 from dtlayout.costmodel.update import find_update, update_times
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timing import PipelineTime, time_pipeline, time_shared_pipeline
-from dtlayout.pipelining.waves import StageTimes
+from dtlayout.schedules.fast_timing import StageTimes
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 HOPELESS_SHARE = 1.25
 """Fraction of the capacity above which nobody should try a predicted peak on a GPU: well beyond the model's error, and
@@ -155,7 +155,7 @@ class Estimator:
 
     def _find_layout_work(self, layout: StageLayout, kernels: Kernels) -> LayoutWork:
         blocks = self._blocks_work(layout, self._without_loss(kernels))
-        return LayoutWork(blocks, self.head(part_of(layout, BlockLayout), kernels))
+        return LayoutWork(blocks, self.head(key_of(layout, BlockLayout), kernels))
 
     def _find_groups(self, pipeline: PipelineLayout) -> Stages:
         return group_stages(self.stages(pipeline), pipeline, self.scenario.model.num_first)
@@ -208,11 +208,11 @@ class Estimator:
 
     def stages(self, layout: Layout | PipelineLayout) -> list[StageSlice]:
         """How the engine cuts the model for a layout."""
-        return self._cut(part_of(layout, CutLayout))
+        return self._cut(key_of(layout, CutLayout))
 
     def work(self, layout: Layout, kernels: Kernels) -> list[StageWork]:
         """One microbatch on each stage."""
-        work = self.layout_work(part_of(layout, StageLayout), kernels)
+        work = self.layout_work(key_of(layout, StageLayout), kernels)
         return [work.on(stage) for stage in self.groups(PipelineLayout.of(layout)).classes]
 
     def time(self, layout: Layout, kernels: Kernels, memory: RankMemory) -> TimeEstimate:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from dtlayout.costmodel.engine_constants import RunAheadConstants
-from dtlayout.costmodel.fsdp2_memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
-from dtlayout.costmodel.phase import Part
+from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, overhead_bytes, table_bytes
+from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.scenario import (
     Scenario,
     activation_size,
@@ -23,10 +23,6 @@ from dtlayout.costmodel.scenario import (
     count_state_shards,
     tokens_of,
 )
-from dtlayout.kernel import AttentionKernel, NormKernel, SwigluKernel, find_kernel
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.description import (
     Activation,
@@ -40,7 +36,11 @@ from dtlayout.models.description import (
 from dtlayout.models.families import describe
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernel_table import AttentionKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.recompute import Recompute
 
 
 class Components:
@@ -162,7 +162,7 @@ def _fsdp2_ranks(
     def find(rank: int) -> MemoryEstimate:
         # Bytes that came and went may leave a rounding error below 0.
         held = [max(0.0, size) for size in find_fullest(rank)]
-        parts = {part.name.lower(): size for part, size in zip(Part, held, strict=True)}
+        parts = {part.name.lower(): size for part, size in zip(MemoryKind, held, strict=True)}
         parts["parameters"] += table_bytes(scenario, layout)
         fragments = 0.0
         if scenario.engine.features.reports_reserved:

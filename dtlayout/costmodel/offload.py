@@ -21,15 +21,15 @@ Left out: that GPUs of a node share the host's processors with data loading, and
 from collections.abc import Sequence
 from math import inf
 
-from dtlayout.costmodel.fsdp2_sizes import Sizes
-from dtlayout.costmodel.parts import StageLayout
+from dtlayout.costmodel.cache_keys import StageLayout
+from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
-from dtlayout.precision import BYTES
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import BYTES
+from dtlayout.spec.recompute import Recompute
 
 _GRADIENT_PASSES = 3
 """Over the gradients on the host: the norm reads, clipping reads and writes."""

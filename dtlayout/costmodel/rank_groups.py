@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dtlayout.costmodel.parts import PipelineLayout, StageClass
+from dtlayout.costmodel.cache_keys import PipelineLayout, StageClass
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.recompute import Recompute
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.recompute import Recompute
 
 Counts = tuple[tuple[StageClass, int], ...]
 """Classes of stages, and how many of each."""

@@ -4,18 +4,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
-from dtlayout.costmodel.stage_split import STAGE_SPLITS
-from dtlayout.device import Device, device_of
-from dtlayout.kernel import Need
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.optimizers import AdamW, Optimizer
+from dtlayout.costmodel.engine_partition import STAGE_SPLITS
 from dtlayout.pipelining.partition import StageSlice, to_slices
-from dtlayout.precision import BYTES, MATMUL_FORMATS, Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster
+from dtlayout.spec.device import Device, device_of
+from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import AdamW, Optimizer
+from dtlayout.spec.precision import BYTES, MATMUL_FORMATS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> 
     """What the engine runs on this device where a kernel is an auto: ours the fastest, others the usual one."""
     if scenario.engine.name != OWN_ENGINE:
         return kernels.or_else(find_usual(scenario.engine.name).kernels)
-    need = Need(
+    need = KernelRequest(
         device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width,
         document_mask=scenario.document_mask, **layout.asked_of_kernels,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> 
 
 def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
-    return find_kernel_refusals(scenario, kernels, **layout.asked_of_kernels) + find_lacks(scenario, layout)
+    return find_kernel_refusals(scenario, kernels, **layout.asked_of_kernels) + find_unsupported(scenario, layout)
 
 
 def find_kernel_refusals(scenario: Scenario, kernels: Kernels, **asked: Any) -> list[str]:
@@ -106,7 +106,7 @@ def known_kernels(engine: Engine) -> dict[str, tuple[str, ...]]:
     return {operation: tuple(dict.fromkeys((name, *more[operation]))) for operation, name in usual.items()}
 
 
-def find_lacks(scenario: Scenario, layout: Layout) -> list[str]:
+def find_unsupported(scenario: Scenario, layout: Layout) -> list[str]:
     """What the engine lacks for a legal layout beside kernels, or its GPUs for the format; one line each."""
     problems = find_scenario_lacks(scenario) + find_missing_numbers(scenario, layout)
     return problems + scenario.engine.layout_problems(layout, scenario.model, scenario.batch)

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from dtlayout.costmodel.cache_keys import BlockLayout, StageClass, key_of
 from dtlayout.costmodel.comm import message_s
 from dtlayout.costmodel.compute import BlockTime, host_s, recompute_time
 from dtlayout.costmodel.offload import exposed_s, kept_copy_s
-from dtlayout.costmodel.parts import BlockLayout, StageClass, part_of
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.recompute import Recompute
 
 TimeOf = Callable[[BlockLayout, Kernels], BlockTime]
 
@@ -51,7 +51,7 @@ class BlocksWork:
     ):  # fmt: skip
         """`block_of` times a block of each of `Scenario.kinds`, without recomputation."""
         self.scenario, self.model = scenario, scenario.model
-        part, recompute = part_of(layout, BlockLayout), Recompute.parse(layout.recompute)
+        part, recompute = key_of(layout, BlockLayout), Recompute.parse(layout.recompute)
         blocks = [(of_kind, block_of[kind](part, kernels)) for kind, of_kind in scenario.kinds.items()]
         self.kinds = [(block, recompute_time(of_kind, layout, kernels, block)) for of_kind, block in blocks]
         """A block of each kind, and the seconds that computing it again takes and waits for tp."""
@@ -81,38 +81,38 @@ class BlocksWork:
         """Where blocks differ and only some are recomputed, these are of all kinds alike."""
         if (stage.embedding or stage.head) and not self._sees_ends:
             return self.on(stage._replace(embedding=False, head=False))
-        blocks, again_s, again_tp_s, copying_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0
+        blocks, recompute_s, again_tp_s, copying_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0
         num_blocks = max(1, stage.num_layers)
         counts = [count for _, count in self.model.kinds(stage.example.layers)]
         found = zip(counts, self.kinds, self._copies, strict=False)
         for count, (block, (kind_again_s, kind_again_tp_s)), (whole_s, kept_s) in found:
             covered = stage.num_recomputed * count / num_blocks
-            again_s, again_tp_s = again_s + covered * kind_again_s, again_tp_s + covered * kind_again_tp_s
+            recompute_s, again_tp_s = recompute_s + covered * kind_again_s, again_tp_s + covered * kind_again_tp_s
             copying_s += (count - covered) * whole_s + covered * kept_s
             blocks = BlockTime(*[total + count * each for total, each in zip(blocks, block, strict=True)])
         forward_s, backward_s = blocks.forward_s, blocks.backward_s
         forward_tp_s, backward_tp_s = blocks.forward_tp_s, blocks.backward_tp_s + again_tp_s
         host_forward_s, host_backward_s = self._host_s(stage, stage.num_layers * self.block_host_s)
         if not self.scenario.is_on_host:  # the host works ahead, and is waited for where it needs longer
-            gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + again_s
+            gpu_s = forward_s + backward_s + forward_tp_s + backward_tp_s + recompute_s
             waited = max(0.0, 1 - gpu_s / max(gpu_s, host_forward_s + host_backward_s, 1e-30))
             host_forward_s, host_backward_s = waited * host_forward_s, waited * host_backward_s
         waited_s, again = blocks.routing_wait_s / 3, self._routes_again * stage.num_recomputed / num_blocks
         host_forward_s, host_backward_s = host_forward_s + waited_s, host_backward_s + (2 + again) * waited_s
         if copying_s:
             host_forward_s += exposed_s(self.scenario, copying_s, forward_s + forward_tp_s + host_forward_s)
-            gpu_backward_s = backward_s + backward_tp_s + again_s + host_backward_s
+            gpu_backward_s = backward_s + backward_tp_s + recompute_s + host_backward_s
             host_backward_s += exposed_s(self.scenario, copying_s, gpu_backward_s)
         send_forward_s = 0.0 if stage.head else self._sending_s
         send_backward_s = 0.0 if stage.embedding else self._sending_s
         return StageWork(
             compute_s=forward_s + backward_s,
-            recompute_s=again_s,
+            recompute_s=recompute_s,
             tp_s=forward_tp_s + backward_tp_s,
             pp_s=send_forward_s + send_backward_s,
             host_s=host_forward_s + host_backward_s,
             forward_s=forward_s + forward_tp_s + host_forward_s + send_forward_s,
-            backward_s=backward_s + backward_tp_s + again_s + host_backward_s + send_backward_s,
+            backward_s=backward_s + backward_tp_s + recompute_s + host_backward_s + send_backward_s,
             weight_s=blocks.forward_s - blocks.attention_s - blocks.elementwise_s,
         )
 

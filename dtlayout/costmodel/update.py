@@ -9,8 +9,8 @@ from dtlayout.costmodel.compute import pass_s
 from dtlayout.costmodel.memory import count_head_parameters
 from dtlayout.costmodel.offload import state_times
 from dtlayout.costmodel.scenario import Scenario, activation_size, count_expert_shards, count_state_shards
-from dtlayout.layout import Layout
-from dtlayout.precision import BYTES
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import BYTES
 
 _GRADIENT_TRAFFIC_BYTES = 12
 """Read and written for each parameter of the stage: gradients cast and their norm, weights cast back."""
@@ -25,7 +25,7 @@ class Update(NamedTuple):
     """Their shards are summed over the replicas."""
     gather_s: float
     """Parameters are gathered."""
-    again_s: float
+    recompute_s: float
     """Parameters are gathered for a backward; 0 where they are there."""
     optimizer_s: float
     """The optimizer updates them."""
@@ -46,13 +46,13 @@ def find_update(scenario: Scenario, layout: Layout, n: float, *, has_head: bool,
     once: Iterable[float] = _once_s(scenario, layout, everywhere, head, keeps_head=keeps_head)
     if of_experts:
         once = map(add, once, _experts_once_s(scenario, layout, of_experts))
-    reduce_s, copy_s, gather_s, again_s = once
+    reduce_s, copy_s, gather_s, recompute_s = once
     optimizer_s, adding_s = pass_s(scenario, traffic), 0.0
     if layout.offloads_state:
         copying_s, adding_s, updating_s = state_times(scenario, layout, n)
         reduce_s, gather_s, optimizer_s = reduce_s + copying_s, gather_s + copying_s, optimizer_s + updating_s
-        again_s += copying_s if layout.zero == 3 else 0.0
-    return Update(reduce_s, copy_s, gather_s, again_s, optimizer_s, adding_s)
+        recompute_s += copying_s if layout.zero == 3 else 0.0
+    return Update(reduce_s, copy_s, gather_s, recompute_s, optimizer_s, adding_s)
 
 
 def update_times(
@@ -98,8 +98,11 @@ class Sent(NamedTuple):
     @classmethod
     def of(cls, scenario: Scenario, layout: Layout, update: Update, m: int) -> "Sent":
         """What an update sends in a step of m microbatches."""
-        reductions, all_s = count_reductions(scenario, layout, m), update.again_s + update.reduce_s + update.gather_s
-        each_s = update.again_s + update.reduce_s * (reductions > 1) + update.gather_s * (layout.zero == 3)
+        reductions, all_s = (
+            count_reductions(scenario, layout, m),
+            update.recompute_s + update.reduce_s + update.gather_s,
+        )
+        each_s = update.recompute_s + update.reduce_s * (reductions > 1) + update.gather_s * (layout.zero == 3)
         return cls(each_s, all_s + update.copy_s, (reductions - 1) * update.add_s + update.optimizer_s)
 
 
@@ -179,9 +182,9 @@ def _data_parallel_s(
     def exposed_s(sending_s: float, computing_s: float) -> float:
         return max(0.0, sending_s - hidden * computing_s)
 
-    exposed = (reductions - 1) * exposed_s(once.reduce_s + once.again_s, backward_s)
-    exposed += (m - reductions) * exposed_s(once.again_s, backward_s)
+    exposed = (reductions - 1) * exposed_s(once.reduce_s + once.recompute_s, backward_s)
+    exposed += (m - reductions) * exposed_s(once.recompute_s, backward_s)
     exposed += (reductions - 1) * once.add_s
-    exposed += exposed_s(once.reduce_s + once.copy_s + once.again_s, backward_s)
+    exposed += exposed_s(once.reduce_s + once.copy_s + once.recompute_s, backward_s)
     exposed += (m if layout.zero == 3 else 1) * exposed_s(once.gather_s, forward_s)
     return exposed

@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dtlayout.data.template import Message, Spans, scale_limit
+from dtlayout.base.errors import DataError
+from dtlayout.base.files import expand, parse_json
+from dtlayout.base.interpreter import run_module
+from dtlayout.data.template import ChatMessage, Spans, scale_limit
 from dtlayout.data.tokenizer import find_file
-from dtlayout.errors import DataError
-from dtlayout.files import expand, parse_json
-from dtlayout.interpreter import run_module
 from dtlayout.models.beside import TEMPLATE_NAME
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     """What a template may take for one conversation."""
 
     cpu_s: int = 10
@@ -42,10 +42,10 @@ class Limits:
 class ChatTemplate:
     """A template in a process of its own; DataError if it is none, cannot write a conversation, or takes too much."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits | None = None):
+    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: TemplateLimits | None = None):
         """`special_tokens` are the tokenizer's by name, such as "bos_token". Its process begins when it is needed."""
         self.fingerprint = hashlib.sha256(json.dumps([source, special_tokens]).encode()).hexdigest()
-        self.limits = limits or Limits()
+        self.limits = limits or TemplateLimits()
         self._start_with = {"source": source, "special_tokens": dict(special_tokens), **asdict(self.limits)}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -54,12 +54,12 @@ class ChatTemplate:
         if self._process is None:
             self._start()
 
-    def render(self, messages: Sequence[Message], tools: Any = None, *, asks: bool = False) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Any = None, *, asks: bool = False) -> str:
         """The text; `asks` ends it where an answer begins."""
         self.check()
         return str(self._ask(("render", list(messages), tools, asks))["text"])
 
-    def find_answers(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+    def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None) -> tuple[str, Spans]:
         """The text, and where its answers are: see `dtlayout.data.template`."""
         self.check()
         found = self._ask(("find_answers", list(messages), tools))

@@ -8,14 +8,14 @@ What it cannot see is a row far behind the first that does not fit.
 import tempfile
 from pathlib import Path
 
-from dtlayout.config import Config, DataConfig
+from dtlayout.base.errors import DataError
+from dtlayout.config.config import Config, DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.data.prepare import prepare_head
 from dtlayout.data.samples import check_held_out, open_samples
 from dtlayout.data.sources import list_files
 from dtlayout.data.tokenizer import load_tokenizer
 from dtlayout.data.tokens import refuse_larger
-from dtlayout.errors import DataError
 
 _HEAD_TOKENS = 1 << 16
 """Ids of each source that are prepared to see whether it can be, unless one sample needs more."""

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtlayout.config import DataConfig
+from dtlayout.base.errors import DataError
+from dtlayout.base.files import parse_json
+from dtlayout.config.config import DataConfig
 from dtlayout.data.chat import ChatTemplate, load_template
-from dtlayout.data.sources import Corpus, Row
+from dtlayout.data.sources import Corpus, SourceRow
 from dtlayout.data.template import Spans
 from dtlayout.data.tokenizer import Ids, Tokenizer
-from dtlayout.errors import DataError
-from dtlayout.files import parse_json
 
 _BATCH_CHARACTERS = 1 << 20  # tokenized at once: enough for every core to have work, little enough to forget
 
@@ -64,7 +64,7 @@ class _Texts:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
         self.field, self.tokenizer = data.text_field, tokenizer
 
-    def read(self, row: Row) -> _Text:
+    def read(self, row: SourceRow) -> _Text:
         """What a row holds; DataError, without the place, if it holds something else."""
         text = _find(row, self.field, "text_field")
         if text is None:
@@ -92,7 +92,7 @@ class _Chats:
         self.template: ChatTemplate = load_template(data.chat_template, data.tokenizer)
         self.is_all_taught = data.loss_on == "all"
 
-    def read(self, row: Row) -> _Text:
+    def read(self, row: SourceRow) -> _Text:
         """What a row holds; DataError, without the place, if it holds something else."""
         messages = _find(row, self.field, "messages_field, or for plain text in [validation] its text_field")
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
@@ -151,13 +151,13 @@ def _read_tools(tools: Any) -> Any:
     return _without_none(tools)
 
 
-def _find(row: Row, field: str, key: str) -> Any:
+def _find(row: SourceRow, field: str, key: str) -> Any:
     if field not in row:
         raise DataError(f"there is no field {field!r}; it has {', '.join(sorted(row))}: set {key}")
     return row[field]
 
 
-def _read(rows: Iterable[tuple[int, Row]], corpus: Corpus, kind: _Texts | _Chats) -> Iterator[_Text]:
+def _read(rows: Iterable[tuple[int, SourceRow]], corpus: Corpus, kind: _Texts | _Chats) -> Iterator[_Text]:
     for number, row in rows:
         try:
             item = kind.read(row)

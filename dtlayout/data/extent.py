@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from dtlayout.data.samples import Cut, Samples
-from dtlayout.text import plural
+from dtlayout.base.formatting import plural
+from dtlayout.data.samples import SampledSource, Samples
 
 
-def describe_cut_documents(cuts: Iterable[Cut]) -> list[str]:
+def describe_cut_documents(cuts: Iterable[SampledSource]) -> list[str]:
     """A note for each source of which documents are longer than a sample."""
     return [
         f"note: {plural(cut.num_cut, 'document', ',')} of {cut.source} cut: longer than a sample"

@@ -14,9 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtlayout.config import DataConfig
+from dtlayout.base.errors import DataError, DtlayoutError
+from dtlayout.config.config import DataConfig
 from dtlayout.data.prepare import INFO_NAME, prepare_tokens
-from dtlayout.errors import DataError, DtlayoutError
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -18,7 +18,7 @@ on every machine and version.
 import numpy as np
 import numpy.typing as npt
 
-from dtlayout.errors import DataError
+from dtlayout.base.errors import DataError
 
 _UInts = npt.NDArray[np.uint64]
 

@@ -33,14 +33,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from dtlayout.config import DataConfig
+from dtlayout.base.errors import DataError
+from dtlayout.base.files import hash_file
+from dtlayout.base.formatting import plural
+from dtlayout.config.config import DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.data.documents import Document, read_documents
 from dtlayout.data.sources import list_files, open_corpus
 from dtlayout.data.tokenizer import Tokenizer, load_tokenizer
-from dtlayout.errors import DataError
-from dtlayout.files import hash_file
-from dtlayout.text import plural
 
 TOKENS_NAME = "tokens.bin"
 DOCUMENTS_NAME = "documents.bin"

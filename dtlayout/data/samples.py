@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dtlayout.batch import IGNORED, Batch
-from dtlayout.config import DataConfig
+from dtlayout.base.errors import DataError
+from dtlayout.base.formatting import plural
+from dtlayout.config.config import DataConfig
 from dtlayout.data.permutation import hash_integers, permute
 from dtlayout.data.tokens import TokenFile
-from dtlayout.errors import DataError
-from dtlayout.text import plural
+from dtlayout.spec.batch import IGNORED, Batch
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ _SAMPLES_AT_ONCE = 1 << 12
 Ints = npt.NDArray[np.int64]
 
 
-class Rows(NamedTuple):
+class SampleRows(NamedTuple):
     """Samples of a batch, [B, S] each."""
 
     tokens: "torch.Tensor"
@@ -101,7 +101,7 @@ def open_samples(data: DataConfig, folders: Sequence[Path], vocab_size: int, bat
     for folder, each in zip(folders, data.sources, strict=True):
         tokens = TokenFile.open(folder)
         tokens.check_vocab(vocab_size)
-        cuts.append(Cut(tokens, batch.seq_len, str(each.source), is_padded=data.samples == "padded"))
+        cuts.append(SampledSource(tokens, batch.seq_len, str(each.source), is_padded=data.samples == "padded"))
     return Samples(tuple(cuts), batch, seed, data.weights)
 
 
@@ -116,7 +116,7 @@ def check_held_out(samples: "Samples", source: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class SampledSource:
     """Prepared tokens of one source, cut into samples of `seq_len`."""
 
     tokens: TokenFile
@@ -191,7 +191,7 @@ class Cut:
 class Samples:
     """The batches of a run, `sizes.global_batch` samples a step."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[SampledSource, ...]
     """One for each source."""
     sizes: Batch
     seed: int
@@ -245,7 +245,7 @@ class Samples:
             sample_B[is_here] = shuffle(sample_B[is_here], cut.num_samples, self.seed)
         return source_B, sample_B
 
-    def batch(self, step: int, indices: Sequence[int]) -> Rows:
+    def batch(self, step: int, indices: Sequence[int]) -> SampleRows:
         """The samples at these indices of the global batch of `step`, [B, S] each."""
         import torch
 
@@ -256,7 +256,7 @@ class Samples:
             is_here = source_B == i
             tokens[is_here], counts[is_here], is_last[is_here] = cut.read(sample_B[is_here])
         targets = np.where(counts, tokens, IGNORED)[:, 1:]
-        return Rows(
+        return SampleRows(
             *(torch.from_numpy(np.ascontiguousarray(each)) for each in (tokens[:, :-1], targets, is_last[:, :-1]))
         )
 

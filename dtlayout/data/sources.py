@@ -25,9 +25,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dtlayout.errors import DataError
-from dtlayout.files import expand, parse_json
-from dtlayout.source_names import (
+from dtlayout.base.errors import DataError
+from dtlayout.base.files import expand, parse_json
+from dtlayout.base.formatting import plural
+from dtlayout.base.source_names import (
     BUILDERS,
     LOCAL_SPLIT,
     STDLIB,
@@ -36,9 +37,8 @@ from dtlayout.source_names import (
     is_hub_name,
     is_unread_data,
 )
-from dtlayout.text import plural
 
-Row = Mapping[str, Any]
+SourceRow = Mapping[str, Any]
 
 _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 
@@ -50,10 +50,10 @@ class Corpus:
     source: str | Sequence[str]
     files: Sequence[Path]
     """Local files in the order in which they are read; none of a dataset on the hub."""
-    rows: Iterable[Row]
+    rows: Iterable[SourceRow]
     """One document each; of .txt files a row is the file, with the field "text"."""
 
-    def read(self) -> Iterator[Row]:
+    def read(self) -> Iterator[SourceRow]:
         """The rows in a fixed order; DataError with the place where they cannot be read."""
         iterator = iter(self.rows)
         for num_read in count():
@@ -93,7 +93,7 @@ class Corpus:
                 return f"after {plural(num_rows, 'row')} of {str(file)!r}"
         return f"after {plural(num_read, 'row')}"
 
-    def _read_files(self) -> Iterator[tuple[Path, Iterable[Row]]]:
+    def _read_files(self) -> Iterator[tuple[Path, Iterable[SourceRow]]]:
         """Each file with its rows, read again to name a place; none where what is read does not go file by file."""
         rows: Any = self.rows
         num_files = len(self.files)
@@ -216,7 +216,7 @@ def _builder(files: Sequence[Path]) -> str:
     return BUILDERS.get(files[0].suffix, "text") if files else ""
 
 
-def _open_files(files: list[Path]) -> Iterable[Row]:
+def _open_files(files: list[Path]) -> Iterable[SourceRow]:
     import datasets
 
     datasets.disable_progress_bars()  # of files that are looked for; they would be drawn between our lines
@@ -230,7 +230,7 @@ def _open_files(files: list[Path]) -> Iterable[Row]:
         return datasets.load_dataset(builder, data_files={"train": patterns}, split="train", streaming=True, **options)
 
 
-def _open_hub(source: str, split: str) -> Iterable[Row]:
+def _open_hub(source: str, split: str) -> Iterable[SourceRow]:
     import datasets
 
     name, _, config = source.partition(":")

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.errors import DataError, InvalidConfig
+from dtlayout.base.files import parse_json, write_whole
 from dtlayout.data.samples import Samples
-from dtlayout.errors import DataError, InvalidConfig
-from dtlayout.files import parse_json, write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspects:
+class BadBatch:
     """The file."""
 
     step: int
@@ -30,7 +30,7 @@ class Suspects:
     """Source and sample of each index of the global batch, both from 0 on."""
 
     @classmethod
-    def of(cls, samples: Samples, step: int, loss: float, grad_norm: float) -> "Suspects":
+    def of(cls, samples: Samples, step: int, loss: float, grad_norm: float) -> "BadBatch":
         """Those of a step, which counts from 1 on."""
         located = samples.locate(step - 1, range(samples.sizes.global_batch))
         pairs = [[int(source), int(sample)] for source, sample in zip(*located, strict=True)]
@@ -43,7 +43,7 @@ class Suspects:
         return path
 
     @classmethod
-    def read(cls, path: Path) -> "Suspects":
+    def read(cls, path: Path) -> "BadBatch":
         """Read such a file; DataError if it is none."""
         try:
             return toml.parse(parse_json(path.read_text(encoding="utf-8")), cls)

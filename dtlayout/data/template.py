@@ -16,12 +16,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dtlayout.errors import DataError
+from dtlayout.base.errors import DataError
 
 if TYPE_CHECKING:
     import jinja2
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 """What the template reads: "role" and "content", and more where it knows more."""
 Spans = list[tuple[int, int]]
 _USUAL_MESSAGES = 500
@@ -39,11 +39,11 @@ class Template:
         self._special_tokens = special_tokens
         self._template = _compile(source)
 
-    def render(self, messages: Sequence[Message], tools: Any = None, *, asks: bool = False) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Any = None, *, asks: bool = False) -> str:
         """The text; `asks` ends it where an answer begins."""
         return self._write(messages, tools, asks=asks).replace(_OPEN, "").replace(_CLOSE, "")
 
-    def find_answers(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+    def find_answers(self, messages: Sequence[ChatMessage], tools: Any = None) -> tuple[str, Spans]:
         """The text, and where its answers are: [Note: where answers are]."""
         marked = self._write(messages, tools)
         if _OPEN in marked:
@@ -62,7 +62,7 @@ class Template:
             spans.append((len(before), len(after)))
         return marked, spans
 
-    def _write(self, messages: Sequence[Message], tools: Any, *, asks: bool = False) -> str:
+    def _write(self, messages: Sequence[ChatMessage], tools: Any, *, asks: bool = False) -> str:
         try:
             return self._template.render(
                 messages=list(messages), tools=tools, add_generation_prompt=asks, **self._special_tokens

@@ -16,8 +16,8 @@ import time
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from dtlayout.base.errors import DataError
 from dtlayout.data.template import Spans, Template, scale_limit
-from dtlayout.errors import DataError
 
 _MOST_OF_A_PROBLEM = 2000
 """Characters of what a template says is wrong."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dtlayout.errors import DataError
-from dtlayout.files import expand
+from dtlayout.base.errors import DataError
+from dtlayout.base.files import expand
 from dtlayout.models.beside import TOKENIZER, find_end_token
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dtlayout.base.errors import DataError
+from dtlayout.base.files import hash_file, parse_json
 from dtlayout.data.prepare import DOCUMENTS_NAME, HASH_KEYS, INFO_NAME, TAUGHT_NAME, TOKENS_NAME
-from dtlayout.errors import DataError
-from dtlayout.files import hash_file, parse_json
 
 
 @dataclass(frozen=True, eq=False)

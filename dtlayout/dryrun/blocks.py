@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from dtlayout.batch import Batch
 from dtlayout.dryrun.report import Place
-from dtlayout.layout import Layout
 from dtlayout.measure.ledger import Ledger
 from dtlayout.mesh.axes import PP, coordinate
-from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.partition import layer_costs, partition
-from dtlayout.recompute import Recompute
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.recompute import Recompute
 
 
 class Held:
@@ -35,7 +35,7 @@ class Held:
         """The module, whether it is recomputed, and the operator → bytes, each time that it runs there."""
 
 
-class Heights:
+class ActionMemory:
     """What a rank held in each action of a step, and last in its update."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Heights:
             held.moments[moment].append(ledger.total_bytes - held.before_bytes)
 
 
-class Cut(NamedTuple):
+class ShortenedStages(NamedTuple):
     """Which blocks two shorter stages leave out."""
 
     of_shorter: Sequence[int]
@@ -68,7 +68,7 @@ class Cut(NamedTuple):
     """Repetitions that the shorter one leaves out."""
 
 
-def find_cut(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> Cut | None:
+def find_cut(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> ShortenedStages | None:
     """What to leave out of the stages of `rank`; None where two shorter runs are no less work than the whole one."""
     if len(model.kinds(range(model.num_layers))) > 1:
         return None
@@ -85,7 +85,7 @@ def find_cut(model: ModelShape, batch: Batch, layout: Layout, rank: int) -> Cut 
         starts = (chunk.start + ends for chunk in chunks)
         return tuple(chain.from_iterable(range(start, start + count * period) for start in starts))
 
-    return Cut(leave_out(times), leave_out(times - 1), times)
+    return ShortenedStages(leave_out(times), leave_out(times - 1), times)
 
 
 class Added(NamedTuple):

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from dtlayout.cluster import Gpu
-from dtlayout.config import Config
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.config.config import Config
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.device import Device
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import AttentionKernel, Kernel, find_kernel
-from dtlayout.kernels import Kernels, find_alternative
-from dtlayout.layout import Layout
 from dtlayout.planner.prediction import predicted_kernels
+from dtlayout.spec.cluster import Gpu
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import AttentionKernel, Kernel, find_kernel
+from dtlayout.spec.kernels import Kernels, find_alternative
+from dtlayout.spec.layout import Layout
 
 
 def has_stand_in(kernel: Kernel) -> bool:

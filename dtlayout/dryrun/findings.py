@@ -5,16 +5,16 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from dtlayout.costmodel.estimate import Estimate, TimeEstimate
-from dtlayout.costmodel.fsdp2_memory import estimate_curve
+from dtlayout.costmodel.fsdp2.memory import estimate_curve
 from dtlayout.costmodel.memory import MemoryEstimate
 from dtlayout.costmodel.scenario import Scenario, cut
-from dtlayout.dryrun.price import price
 from dtlayout.dryrun.report import RankReport
-from dtlayout.layout import Layout
+from dtlayout.dryrun.roofline import price
 from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.mesh.axes import PP
 from dtlayout.planner.prediction import to_predicted
-from dtlayout.planner.runs import Performance, Run
+from dtlayout.records.run import Performance, Run
+from dtlayout.spec.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.dryrun.choose import has_stand_in
-from dtlayout.kernel import AttentionKernel, Kernel, NormKernel, list_kernels
 from dtlayout.measure.storages import any_wraps
+from dtlayout.spec.kernel_table import AttentionKernel, Kernel, NormKernel, list_kernels
 
 
 def list_stand_ins(device_type: str) -> list[Kernel]:

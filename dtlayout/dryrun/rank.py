@@ -5,8 +5,8 @@ Modules, plan, FSDP2, schedule, runtime and optimizer are those of a run: `assem
 Not real are the process group, which sends nothing, and the tensors, which have no memory, so that nobody can look at
 a number. torch keeps groups and caches for a whole process, so each rank takes a process of its own.
 
-Long steps are run with fewer microbatches, [Note: folding] in dryrun/excerpt.py, and where the peak alone is asked for
-with fewer actions and blocks.
+Long steps are run with fewer microbatches, [Note: folding] in dryrun/sampled_schedule.py. Where the peak alone is asked
+for, they are run with fewer actions and blocks too.
 """
 
 from collections import Counter
@@ -18,25 +18,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dtlayout.config import Config
-from dtlayout.dryrun.blocks import Heights
+from dtlayout.config.config import Config
+from dtlayout.dryrun.blocks import ActionMemory
 from dtlayout.dryrun.collectives import Collective, observe_collective
-from dtlayout.dryrun.excerpt import fold
 from dtlayout.dryrun.operators import GlooCopies, list_stand_ins
 from dtlayout.dryrun.report import Done, Message, Place, RankReport
+from dtlayout.dryrun.sampled_schedule import fold
 from dtlayout.dryrun.world import fake_tensors, fake_world
-from dtlayout.kernel import kernels_replaced
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.measure.places import PlaceRecorder
 from dtlayout.measure.work import WorkCounter
 from dtlayout.mesh.axes import AXES, axis_sizes, axis_strides, coordinate
-from dtlayout.model_shape import ModelShape
-from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.schedule import Schedule
 from dtlayout.plans.init import allocate
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.spec.kernel_table import kernels_replaced
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep
@@ -57,7 +57,7 @@ def dry_run(
     folds: bool = True,
     schedule: Schedule | None = None,
     left_out: Container[int] = (),
-    heights: Heights | None = None,
+    heights: ActionMemory | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> RankReport:
     """One step of `rank` with a legal layout after the optimizer's first, or the first `num_steps` of a run.
@@ -99,7 +99,7 @@ class _Observer:
     """All that is measured of a rank's steps."""
 
     def __init__(
-        self, config: Config, layout: Layout, assembly: Assembly, heights: Heights | None,
+        self, config: Config, layout: Layout, assembly: Assembly, heights: ActionMemory | None,
         on_action: Callable[[int], None],
     ):  # fmt: skip
         """`on_action` gets the number of actions that were begun."""

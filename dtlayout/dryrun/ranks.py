@@ -11,16 +11,16 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
-from dtlayout.config import Config
-from dtlayout.dryrun.blocks import Heights
-from dtlayout.dryrun.excerpt import find_excerpt, put_together
+from dtlayout.base.interpreter import elsewhere
+from dtlayout.config.config import Config
+from dtlayout.dryrun.blocks import ActionMemory
 from dtlayout.dryrun.report import RankReport
-from dtlayout.interpreter import elsewhere
-from dtlayout.kernel import Kernel, kernels_replaced
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.dryrun.sampled_schedule import find_excerpt, put_together
 from dtlayout.models.families import FAMILIES, Family, find_family, register_family
-from dtlayout.pipelining.schedules import SCHEDULES, PipelineSchedule, find_schedule, register_schedule
+from dtlayout.schedules.schedules import SCHEDULES, PipelineSchedule, find_schedule, register_schedule
+from dtlayout.spec.kernel_table import Kernel, kernels_replaced
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 _LOOK_EVERY_S = 0.5
 """Between two looks at how far the processes are."""
@@ -56,7 +56,9 @@ def dry_run_ranks(
 def find_peaks(
     subjects: Sequence[Subject], *, on_progress: Callable[[float], None] = lambda share: None, **options: Any
 ) -> Iterator[tuple[Subject, int]]:
-    """The bytes at the peak of each subject as they come, for less work than `dry_run_ranks`: dryrun/excerpt.py.
+    """Peak bytes of each subject, in the order in which they are known, by the sampled runs of sampled_schedule.py.
+
+    Less work than `dry_run_ranks`.
 
     `on_progress` begins anew where some have to be run with all of their actions.
     """
@@ -81,7 +83,7 @@ def _find_peaks(
     for place, (subject, excerpt) in enumerate(zip(subjects, excerpts, strict=True)):
         tasks += [(subject, options | case) for case in excerpt.cases]
         owners += [place] * len(excerpt.cases)
-    found = defaultdict[int, dict[int, Heights]](dict)
+    found = defaultdict[int, dict[int, ActionMemory]](dict)
     for task, (_, heights) in _run_all(tasks, on_progress):
         place = owners[task]
         assert heights is not None, "they were asked for"
@@ -92,7 +94,7 @@ def _find_peaks(
 
 def _run_all(
     tasks: Sequence[tuple[Subject, dict[str, Any]]], on_progress: Callable[[float], None]
-) -> Iterator[tuple[int, tuple[RankReport, Heights | None]]]:
+) -> Iterator[tuple[int, tuple[RankReport, ActionMemory | None]]]:
     """The place of each task and what was found, as it comes."""
     processes = multiprocessing.get_context("forkserver")  # each has torch already, and no thread of this one
     processes.set_forkserver_preload([f"{__package__}.rank", "torch._dynamo"])
@@ -141,7 +143,7 @@ def _begin(shares: MutableSequence[float], schedules: dict[str, PipelineSchedule
 
 def _dry_run(
     place: int, records: list[Kernel], subject: Subject, options: dict[str, Any]
-) -> tuple[RankReport, Heights | None]:
+) -> tuple[RankReport, ActionMemory | None]:
     """`records` come along, since one may be registered in the process that asks."""
     from dtlayout.dryrun.rank import dry_run  # not where the reports are read, which needs no torch
 

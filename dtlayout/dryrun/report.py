@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from dtlayout.measure.ledger import Footprint, Highest
-from dtlayout.models.operations import Operation
-from dtlayout.pipelining.actions import Action
+from dtlayout.models.operations import KernelCall
+from dtlayout.schedules.actions import Action
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Done:
     """What was computed or sent at one place, as often as `count` says."""
 
     place: Place
-    what: Operation | Message
+    what: KernelCall | Message
     count: int
 
 

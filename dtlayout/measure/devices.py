@@ -3,7 +3,7 @@
 import subprocess
 from functools import cache
 
-from dtlayout.interpreter import run_code
+from dtlayout.base.interpreter import run_code
 
 
 @cache

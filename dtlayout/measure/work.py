@@ -10,7 +10,7 @@ from torch._guards import active_fake_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from dtlayout.measure.storages import each_tensor
-from dtlayout.models.operations import Attention, Matmul, Operation, Pass
+from dtlayout.models.operations import AttentionCall, KernelCall, Matmul, Pass
 
 aten = torch.ops.aten
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
@@ -20,7 +20,7 @@ class WorkCounter:
     """Counts operations by what `label` says when an operator comes; who sees operators calls `observe`."""
 
     def __init__(self, label: Callable[[], Any]) -> None:
-        self.counts: Counter[tuple[Any, Operation]] = Counter()
+        self.counts: Counter[tuple[Any, KernelCall]] = Counter()
         """Label and operation → how often."""
         self._label = label
         self._fake_mode = active_fake_mode()
@@ -39,7 +39,7 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return dict(zip(_argument_names(func), args, strict=False)) | kwargs
 
 
-def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
+def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> KernelCall | None:
     """What an operator does; None for views, allocations and what is sent."""
     packet = func.overloadpacket
     if packet in _MATMULS:
@@ -53,7 +53,7 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         *upstream, query, key, value = (tensor.shape for tensor in args[:num_tensors])
         # One head of keys and values for every query head that they serve.
         key, value = ((shape[0], query[1], *shape[2:]) for shape in (key, value))
-        return Attention(int(count(*upstream, query, key, value)) * (1 if is_masked else 2))
+        return AttentionCall(int(count(*upstream, query, key, value)) * (1 if is_masked else 2))
     assert packet not in flop_registry, f"{func} computes, and nobody says how much"
     if func.is_view or packet in _ALLOCATIONS or func.namespace in COLLECTIVE_NAMESPACES:
         return None

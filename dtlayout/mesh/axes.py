@@ -5,8 +5,8 @@ Outermost first: pp, dp_replicate, dp_shard, cp, tp. The outer axes talk least, 
 
 from math import prod
 
-from dtlayout.context_parallel import own_parts
-from dtlayout.layout import AXES, Layout
+from dtlayout.spec.context_parallel import own_parts
+from dtlayout.spec.layout import AXES, Layout
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from dtlayout.errors import InvalidLayout
-from dtlayout.layout import Layout
+from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.formatting import plural
 from dtlayout.mesh.axes import CP, DP_REPLICATE, DP_SHARD, axis_sizes
-from dtlayout.text import plural
+from dtlayout.spec.layout import Layout
 
 _meshes: WeakKeyDictionary[dist.Store, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 """The default process group's meshes by device type and degrees. Meshes hold the group itself, and would keep it for

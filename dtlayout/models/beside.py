@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import find_inside, parse_json
-from dtlayout.model_shape import ModelShape
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import find_inside, parse_json
 from dtlayout.models.files import to_hf
 from dtlayout.models.hf_config import parse_hf
+from dtlayout.spec.model_shape import ModelShape
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

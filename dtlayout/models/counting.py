@@ -5,9 +5,9 @@ h hidden, q width of all query heads, V vocabulary, L layers, s sequence.
 
 from collections.abc import Callable
 
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import SelfAttention
 from dtlayout.models.families import describe
+from dtlayout.spec.model_shape import ModelShape
 
 
 def count_block_parameters(model: ModelShape) -> int:

@@ -16,8 +16,8 @@ from functools import cached_property
 from math import prod
 from typing import ClassVar, Literal
 
-from dtlayout.model_shape import ModelShape
-from dtlayout.recompute import Kept
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.recompute import Kept
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""

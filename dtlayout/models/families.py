@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.model_shape import ModelShape
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description, describe_llama
 from dtlayout.models.presets import PRESETS
+from dtlayout.spec.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from dtlayout import toml
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import expand, parse_json
-from dtlayout.model_shape import ModelShape
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import expand, parse_json
+from dtlayout.base.formatting import shorten
 from dtlayout.models.families import find_family
 from dtlayout.models.hf_config import HF_NAMES, parse_hf
 from dtlayout.models.naming import NAME_KEY, name_model
 from dtlayout.models.presets import PRESETS
-from dtlayout.text import shorten
+from dtlayout.spec.model_shape import ModelShape
 
 _WRITTEN = {each.name for each in fields(ModelShape) if each.default is not None}
 """Fields that dtlayout always writes into a config; those that may be None are left out, since TOML has no null."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from dtlayout import toml
-from dtlayout.errors import InvalidConfig
-from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import shorten
 from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES, Family
-from dtlayout.text import shorten
+from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
 HF_NAMES = {name: name for name in ("hidden_size", "head_dim", "vocab_size", "rope_theta")} | {
     "num_layers": "num_hidden_layers",

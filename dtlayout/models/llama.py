@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dtlayout.kernel import AttentionKernel, RopeKernel, SwigluKernel, find_kernel
-from dtlayout.kernels import Kernels
-from dtlayout.model_shape import ModelShape
 from dtlayout.ops.attention import bind_attention, prepare_mask
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.linear import Project, project
 from dtlayout.ops.loss import Head
 from dtlayout.ops.norm import RMSNorm
 from dtlayout.ops.rope import RotaryEmbedding
+from dtlayout.spec.kernel_table import AttentionKernel, RopeKernel, SwigluKernel, find_kernel
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.model_shape import ModelShape
 
 
 class Llama(nn.Module):

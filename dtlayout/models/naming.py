@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.presets import PRESETS
+from dtlayout.spec.model_shape import ModelShape
 
 NAME_KEY = "_name_or_path"
 """Key of config.json under which `transformers` notes where a model came from."""

@@ -20,7 +20,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCall:
     """Attention in one kernel, forward or backward."""
 
     flops: int
@@ -38,4 +38,4 @@ class Pass:
     """None that MFU counts."""
 
 
-Operation = Matmul | Attention | Pass
+KernelCall = Matmul | AttentionCall | Pass

@@ -7,8 +7,8 @@ A variant is a preset with something overridden: the study's models (arXiv:2311.
 from dataclasses import replace
 from typing import Any
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.model_shape import ModelShape, RopeScaling
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
 _ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
 _LLAMA1 = {"vocab_size": 32_000, "norm_eps": 1e-6}

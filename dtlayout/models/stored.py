@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import find_inside, parse_json
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import find_inside, parse_json
 
 if TYPE_CHECKING:
     import numpy.typing as npt

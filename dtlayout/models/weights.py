@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.files import expand
-from dtlayout.model_shape import ModelShape
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.files import expand
 from dtlayout.models.beside import CONFIG, find_model_files, find_tokenizer_files
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe
 from dtlayout.models.files import find_model
 from dtlayout.models.stored import FORMATS, SINGLE_FILE, StoredTensor, are_equal, find_weights, name_first
+from dtlayout.spec.model_shape import ModelShape
 
 FILE_BYTES = 2 << 30
 """Largest file that is written, and about what writing it takes of the host's memory."""

@@ -18,10 +18,10 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from dtlayout.errors import KernelError
-from dtlayout.kernel import AttentionKernel, find_kernel
+from dtlayout.base.errors import KernelError
 from dtlayout.ops.documents import Documents, make_mask
 from dtlayout.ops.flash_attn import FlashAttn
+from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
 
 register_flash_attention_impl("flash-attn", register_fn=FlashAttn)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]

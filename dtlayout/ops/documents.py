@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dtlayout.context_parallel import chunk_length, deal_chunks
+from dtlayout.spec.context_parallel import chunk_length, deal_chunks
 
 
 @dataclass(frozen=True)

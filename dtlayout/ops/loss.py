@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtlayout.batch import IGNORED
-from dtlayout.kernel import LossKernel, find_kernel
-from dtlayout.kernels import count_loss_chunks
+from dtlayout.spec.batch import IGNORED
+from dtlayout.spec.kernel_table import LossKernel, find_kernel
+from dtlayout.spec.kernels import count_loss_chunks
 
 
 class Columns:

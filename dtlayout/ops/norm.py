@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtlayout.errors import KernelError
-from dtlayout.kernel import NormKernel, find_kernel
+from dtlayout.base.errors import KernelError
+from dtlayout.spec.kernel_table import NormKernel, find_kernel
 
 
 class RMSNorm(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+KernelForward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Slices = tuple[slice, slice]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, ...]]
 _CHUNK_BYTES = 256
@@ -30,7 +30,7 @@ _WIDTH = 8
 class Partial(NamedTuple):
     """A kernel that attends to a part of the keys."""
 
-    forward: Forward
+    forward: KernelForward
     """q [B, H, S, K], k and v [B, G, N, K], and whether a query sees no later key, for S = N → the result [B, H, S, K]
     and the log-sum-exp [B, H, S]."""
     backward: Backward

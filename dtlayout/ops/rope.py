@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.ops.documents import Documents
+from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
 
 class RotaryEmbedding(nn.Module):

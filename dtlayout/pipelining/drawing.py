@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
-from dtlayout.pipelining.actions import Action
-from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.timeline import Timeline, Transfer
 from dtlayout.pipelining.timing import Span
+from dtlayout.schedules.actions import Action
+from dtlayout.schedules.placement import Placement
 
 WAITS = "."
 _MICROSECONDS = 1e6

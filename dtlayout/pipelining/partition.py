@@ -9,10 +9,10 @@ from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from dtlayout.batch import Batch
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_block_flops_per_token, count_head_flops_per_token
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 
 class LayerCosts(NamedTuple):

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtlayout.errors import DtlayoutError
+from dtlayout.base.errors import DtlayoutError
+from dtlayout.base.formatting import plural
 from dtlayout.mesh.axes import PP
-from dtlayout.pipelining.actions import COMPUTE, RELEASE, Action, Kind
 from dtlayout.pipelining.schedule import SENDS_IN_FLIGHT, Schedule, receive_of
-from dtlayout.pipelining.split_backward import PutOff, StageWeights, accumulate
+from dtlayout.pipelining.split_backward import DelayedWeightGradient, StageWeights, accumulate
 from dtlayout.pipelining.stage import Boundary
-from dtlayout.text import plural
+from dtlayout.schedules.actions import COMPUTE, RELEASE, Action, Kind
 
 _FORWARD_ALONE = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
 
 
-Work = tuple[bool, int, int]
+PassKey = tuple[bool, int, int]
 """A forward or else a backward, its stage and its microbatch."""
 
 
@@ -81,7 +81,7 @@ class Runtime:
     """Called with each action before it is executed, and with None after the last; for those who measure."""
     after_input: Callable[[], None] = lambda: None
     """Called in each forward and backward once what it waits for is there: what it does from then on is its work."""
-    before_work: Callable[[Work, Work | None], None] = lambda work, following: None
+    before_work: Callable[[PassKey, PassKey | None], None] = lambda work, following: None
     """Called before each forward and backward of a step with the one that the rank does then; for plans.offload."""
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ class _Step:
     to_send: dict[Action, Tensor] = field(default_factory=dict)
     sending: dict[int, deque[tuple[Tensor, dist.Work]]] = field(default_factory=lambda: defaultdict(deque))
     pending_backward: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
-    pending_weights: dict[tuple[int, int], list[PutOff]] = field(default_factory=dict)
+    pending_weights: dict[tuple[int, int], list[DelayedWeightGradient]] = field(default_factory=dict)
     loss: Tensor | None = None
 
     def execute(self, action: Action) -> None:
@@ -261,7 +261,7 @@ class _Step:
         return tensor
 
 
-def _to_work(action: Action) -> Work:
+def _to_work(action: Action) -> PassKey:
     return action.kind is Kind.FORWARD, action.stage, action.microbatch
 
 

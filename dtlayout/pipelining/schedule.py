@@ -1,6 +1,6 @@
 """Schedule: for each pipeline rank the list of actions that make one step, messages among them. Data, no torch.
 
-A record of `dtlayout.pipelining.schedules` orders forwards and backwards, `timing.simulate` times them, and
+A record of `dtlayout.schedules.schedules` orders forwards and backwards, `timing.simulate` times them, and
 `_add_messages` adds the sends and receives that connect them. Between two stages of one rank there is none.
 
 [Note: one global order of messages]
@@ -13,12 +13,12 @@ blocking the messages are, cannot deadlock: the globally first unfinished action
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtlayout.batch import Batch
-from dtlayout.layout import Layout
-from dtlayout.pipelining.actions import COMPUTE, RECEIVE, SEND, Action, Kind, result_of
-from dtlayout.pipelining.placement import Placement
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timing import simulate
+from dtlayout.schedules.actions import COMPUTE, RECEIVE, SEND, Action, Kind, result_of
+from dtlayout.schedules.placement import Placement
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
 
 SENDS_IN_FLIGHT = 2
 """Messages that a rank may have under way to one neighbour before it waits for the oldest, which bounds the memory they

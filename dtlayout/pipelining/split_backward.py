@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dtlayout.ops.linear import SplittableLinear
 
 
-class PutOff(NamedTuple):
+class DelayedWeightGradient(NamedTuple):
     """What the gradients of a linear layer's weight [N, D], and of its bias [N], are made of."""
 
     edges: Sequence[GradientEdge]
@@ -46,7 +46,7 @@ class StageWeights:
 
         `stage` is changed in place.
         """
-        self._put_off: list[PutOff] | None = None
+        self._put_off: list[DelayedWeightGradient] | None = None
         for module in stage.modules():
             if type(module) is nn.Linear:
                 module.__class__ = SplittableLinear
@@ -54,16 +54,16 @@ class StageWeights:
                 module.multiply = self._multiply
 
     @contextmanager
-    def put_off(self) -> Iterator[list[PutOff]]:
+    def put_off(self) -> Iterator[list[DelayedWeightGradient]]:
         """Of backwards within this block, the list of what is left to do, for `accumulate`."""
-        found: list[PutOff] = []
+        found: list[DelayedWeightGradient] = []
         self._put_off = found
         try:
             yield found
         finally:
             self._put_off = None
 
-    def gradients(self, work: PutOff) -> Sequence[Tensor | None]:
+    def gradients(self, work: DelayedWeightGradient) -> Sequence[Tensor | None]:
         """Those of weight and bias, or none now."""
         if self._put_off is None:
             return work.make()
@@ -80,13 +80,13 @@ class StageWeights:
 
 
 @torch.no_grad()
-def accumulate(put_off: list[PutOff]) -> None:
+def accumulate(put_off: list[DelayedWeightGradient]) -> None:
     """Add what was put off to the gradients of the weights, and empty the list."""
     while put_off:
         _make(put_off.pop())
 
 
-def _make(work: PutOff) -> None:
+def _make(work: DelayedWeightGradient) -> None:
     """A parameter takes its gradient, which has its format, as its own: autograd would copy what is held here too.
 
     Where tp has made this rank's part of a parameter, autograd goes on from there.
@@ -122,4 +122,4 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         of_input = gradients[0] @ weight if ctx.needs_input_grad[2] else None
         # As it was saved it would keep the graph behind it, and so the input of the stage and the gradient of that.
-        return None, None, of_input, *ctx.stage.gradients(PutOff(ctx.edges, x.detach(), gradients[0]))
+        return None, None, of_input, *ctx.stage.gradients(DelayedWeightGradient(ctx.edges, x.detach(), gradients[0]))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dtlayout.batch import Batch
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.families import find_family
 from dtlayout.pipelining.partition import StageSlice
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtlayout.mesh.axes import PP
-from dtlayout.pipelining.placement import Placement
+from dtlayout.schedules.placement import Placement
 
 
 def sum_tied_gradients(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.timing import Span
+from dtlayout.schedules.actions import Action, Kind
 
 _SLOW = 1.25
 """Times as long as the other stages let expect, from which on a stage is called slow."""

@@ -13,10 +13,10 @@ from math import inf
 from operator import le
 from typing import NamedTuple
 
-from dtlayout.pipelining.actions import RELEASE, Action, Kind, Result, input_of, result_of
-from dtlayout.pipelining.placement import Placement
-from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
-from dtlayout.pipelining.waves import TOLERANCE, Moment, StageTimes
+from dtlayout.schedules.actions import RELEASE, Action, Kind, Result, input_of, result_of
+from dtlayout.schedules.fast_timing import TOLERANCE, Moment, StageTimes
+from dtlayout.schedules.placement import Placement
+from dtlayout.schedules.schedules import PipelineSchedule, find_schedule
 
 
 class Span(NamedTuple):

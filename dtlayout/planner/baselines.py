@@ -15,16 +15,16 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from dtlayout.context_parallel import DEFAULT_CONTEXT_METHOD
+from dtlayout.base.formatting import plural
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import divisors
 from dtlayout.models.counting import count_parameters
-from dtlayout.planner.reasons import spread
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.text import plural
+from dtlayout.planner.verdicts import spread
+from dtlayout.spec.context_parallel import DEFAULT_CONTEXT_METHOD
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import divisors
 
 _MICRO_BATCHES = (8, 4, 2, 1)
 _GAIN = 0.002

@@ -4,8 +4,8 @@
 
 A *family* is all that is legal and has the same tensors in a block, a *work* one way to compute a microbatch in it with
 some recomputation, and a *candidate* a work spread over ranks in some way, of which nothing is open but how
-data-parallel ranks share the state (`space.Sharding`): whatever that is, its stages do the same work, and hold the same
-beside their state. Its *variants* are the ways that may fit. There are hundreds, thousands, tens of thousands and
+data-parallel ranks share the state (`space.StateSharding`): whatever that is, its stages do the same work, and hold the
+same beside their state. Its *variants* are the ways that may fit. There are hundreds, thousands, tens of thousands and
 hundreds of thousands of these, so each is made of the one before where a search asks for it.
 """
 
@@ -18,19 +18,19 @@ from math import inf
 from operator import add, itemgetter, le
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, StageLayout, StateLayout, key_of
 from dtlayout.costmodel.compute import recompute_time
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.costmodel.rank_groups import Counts, Stages
-from dtlayout.costmodel.scenario import find_kernel_refusals, find_lacks
+from dtlayout.costmodel.scenario import find_kernel_refusals, find_unsupported
 from dtlayout.costmodel.stage_work import LayoutWork
 from dtlayout.costmodel.update import Sent, Update, find_update, hidden_share, least_update_s
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.planner.peaks import BlockBytes, InFlight, Peaks, RankSizes
-from dtlayout.planner.space import Degrees, Order, Sharding, Space
-from dtlayout.recompute import Recompute
+from dtlayout.planner.space import Degrees, SortKey, Space, StateSharding
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.recompute import Recompute
 
 Reason = Literal["not legal", "slower kernels", "does not fit", "bounded", "slower", "alike", "ranked"]
 """A layout's end in a search; "bounded" may fit, but is slower by its lower bound alone, "slower" was simulated, and
@@ -42,7 +42,7 @@ class State(NamedTuple):
 
     sizes: tuple[RankSizes, ...]
     """Parameters of a rank of each group."""
-    ways: tuple[tuple[Sharding, tuple[float, ...]], ...]
+    ways: tuple[tuple[StateSharding, tuple[float, ...]], ...]
     """Least bytes whenever much is in flight, for each way to share them."""
     least: tuple[float, ...]
     """The least in any of them."""
@@ -58,7 +58,7 @@ class Pipeline(NamedTuple):
     """The state of these groups, and meanwhile."""
 
 
-class Spread(NamedTuple):
+class StepMapping(NamedTuple):
     """How a step is spread over ranks and microbatches; the state is shared in any way."""
 
     degrees: Degrees
@@ -75,11 +75,11 @@ class Spread(NamedTuple):
 
 
 T = TypeVar("T")
-Busy = tuple[int, int, int]
+RankLoad = tuple[int, int, int]
 """Blocks that a rank waits for and computes in a step, forward and backward; blocks of these computed again; heads."""
 
 
-class Family(NamedTuple):
+class BlockClass(NamedTuple):
     """Legal layouts with the same tensors in a block, and a pipeline, or a split backward, in all of them or none.
 
     They differ in recomputation, tp_overlap and how they are spread.
@@ -89,25 +89,25 @@ class Family(NamedTuple):
     """One of them."""
     overlaps: list[bool]
     """Their values of tp_overlap."""
-    spreads: tuple[Spread, ...]
+    spreads: tuple[StepMapping, ...]
 
 
-class Spreading(NamedTuple):
+class RecomputedMapping(NamedTuple):
     """A spread of layouts with one recomputation."""
 
-    spread: Spread
+    spread: StepMapping
     pipeline: PipelineLayout
-    busy: list[Busy]
+    busy: list[RankLoad]
     """What the last rank of each group of ranks is busy with."""
 
-    def bound_s(self, block_s: float, again_s: float, head_s: float) -> float:
+    def bound_s(self, block_s: float, recompute_s: float, head_s: float) -> float:
         """A lower bound of its step, from the least seconds of a block, of computing one again, and of the head:
         `StepTimes.bound_s`, without host and messages.
         """
-        return max([n * block_s + again * again_s + heads * head_s for n, again, heads in self.busy])
+        return max([n * block_s + again * recompute_s + heads * head_s for n, again, heads in self.busy])
 
 
-BoundSpread = tuple[float, Spreading]
+BoundSpread = tuple[float, RecomputedMapping]
 """A lower bound of a step, and how that is spread."""
 
 
@@ -120,7 +120,7 @@ class Recomputing(NamedTuple):
     """Each part on which a stage's work depends, and the layout with that tp_overlap."""
 
 
-class Work(NamedTuple):
+class MicrobatchCost(NamedTuple):
     """What a microbatch is computed with in a family; a step is at least as long, however it is spread."""
 
     layout: Layout
@@ -146,13 +146,13 @@ class Costs(NamedTuple):
 class Candidate(NamedTuple):
     """Layouts that differ in nothing but how their ranks share the state, one of which may fit."""
 
-    work: Work
-    spread: Spread
+    work: MicrobatchCost
+    spread: StepMapping
     stages: Stages
     """The stages of its pipeline."""
     sizes: tuple[RankSizes, ...]
     """Parameters of a rank of each group of ranks."""
-    variants: dict[Sharding, float]
+    variants: dict[StateSharding, float]
     """Ways to share the state that may fit, and what the fullest rank needs at least."""
 
     @property
@@ -186,9 +186,9 @@ class Candidates:
         self.updates = cache(self._find_updates)
         """Reductions and updates of ranks with these RankSizes at some degrees, with a head or without, by Sharding."""
 
-    def find(self, counts: Counter[Reason]) -> list[Family]:
+    def find(self, counts: Counter[Reason]) -> list[BlockClass]:
         """All that is legal, and what is not is counted; the former is "bounded" until more is known of it."""
-        space, spreads = self.space, defaultdict[tuple[Any, ...], list[Spread]](list)
+        space, spreads = self.space, defaultdict[tuple[Any, ...], list[StepMapping]](list)
         for degrees in space.degrees:
             tp, pp, cp, ep, dp = degrees
             methods, num_shardings = space.cp_methods(cp), len(space.shardings(degrees))
@@ -208,7 +208,7 @@ class Candidates:
                 for order, micro_batch in legal:
                     m = space.scenario.batch.global_batch // (dp * micro_batch)
                     alike = tp, cp, ep, micro_batch, pp > 1, splits
-                    spreads[alike].append(Spread(degrees, *order, m, num_shardings))
+                    spreads[alike].append(StepMapping(degrees, *order, m, num_shardings))
         families = []
         for (tp, cp, ep, micro_batch, _, splits), found in spreads.items():
             pp, dp = found[0].pp, found[0].degrees.dp
@@ -221,39 +221,39 @@ class Candidates:
                     sequence_parallel=sp, **pipeline, **space.constant,
                 )  # fmt: skip
                 has_kernels = any(self._kernels_with(layout, recompute) for recompute in space.recompute)
-                families += [Family(layout, overlaps, tuple(found))] if overlaps and has_kernels else []
+                families += [BlockClass(layout, overlaps, tuple(found))] if overlaps and has_kernels else []
         return families
 
-    def recomputing(self, family: Family) -> list[tuple[Recomputing, list[BoundSpread]]]:
+    def recomputing(self, family: BlockClass) -> list[tuple[Recomputing, list[BoundSpread]]]:
         """A family with each recomputation, and its spreads with lower bounds of their steps."""
         found, (block_s, head_s) = [], self._least_s(family)
         for recompute in self.space.recompute:
             layouts = [replace(family.layout, recompute=recompute, tp_overlap=each) for each in family.overlaps]
-            parts = {part_of(layout, StageLayout): layout for layout in layouts}
+            parts = {key_of(layout, StageLayout): layout for layout in layouts}
             if kernels := _with_one_loss(self._kernels_of(layouts[0])):
-                again_s = min([self._again_s(part, each) for part in parts for each in kernels])
+                recompute_s = min([self._again_s(part, each) for part in parts for each in kernels])
                 spreadings = self._spreadings(family.spreads, Recompute.parse(recompute).every)
-                bound = [(each.bound_s(block_s, again_s, head_s), each) for each in spreadings]
+                bound = [(each.bound_s(block_s, recompute_s, head_s), each) for each in spreadings]
                 found.append((Recomputing(layouts[0], parts), bound))
         return found
 
-    def works(self, recomputing: Recomputing) -> tuple[list[Work], int]:
+    def works(self, recomputing: Recomputing) -> tuple[list[MicrobatchCost], int]:
         """The works with a recomputation that may be the fastest, and how many have slower kernels."""
         layout, parts = recomputing
         best = self.undominated(tuple(parts), layout.splits_backward)
         found = [self.work(parts[part], part, kernels) for part, kernels in best]
         return found, len(parts) * len(self._kernels_of(layout)) - len(found)
 
-    def work(self, layout: Layout, part: StageLayout, kernels: Kernels) -> Work:
+    def work(self, layout: Layout, part: StageLayout, kernels: Kernels) -> MicrobatchCost:
         """What a microbatch of a layout, of which this is a part, is computed with."""
         times, block = self.estimator.layout_work(part, kernels), self.peaks.block_bytes(part, kernels)
-        return Work(layout, part, kernels, times, block)
+        return MicrobatchCost(layout, part, kernels, times, block)
 
     def need(self, layout: Layout, kernels: Kernels) -> tuple[float, float]:
         """What the fullest rank of a layout needs, and its peak, as far as that is allowed."""
         return self.peaks.need(layout, kernels, self.allowed_bytes)
 
-    def with_update_s(self, least_s: float, spread: Spread) -> float:
+    def with_update_s(self, least_s: float, spread: StepMapping) -> float:
         """A lower bound of a step whose microbatches take `least_s` at least, with reduction and update of the first
         ranks, in any way in which the state alone fits.
 
@@ -264,7 +264,7 @@ class Candidates:
         hidden_s = self._hidden * least_s / m
         return least_s + least_update_s(self._ways(spread), m, hidden_s)
 
-    def make(self, work: Work, spread: Spread, layout: PipelineLayout) -> Candidate | None:
+    def make(self, work: MicrobatchCost, spread: StepMapping, layout: PipelineLayout) -> Candidate | None:
         """The candidate of a work that is spread over this pipeline; None if no variant can fit."""
         pipeline = self._pipelines(spread, layout)
         state, allowed = pipeline.state, self.allowed_bytes
@@ -278,7 +278,7 @@ class Candidates:
             return None
         return Candidate(work, spread, pipeline.stages, state.sizes, fitting)
 
-    def sort_by_need(self) -> list[tuple[float, Candidate, Sharding]]:
+    def sort_by_need(self) -> list[tuple[float, Candidate, StateSharding]]:
         """Every variant with what it needs at least, the smallest first."""
         counts = Counter[Reason]()
         parts = [each for family in self.find(counts) for each in self.recomputing(family)]
@@ -294,31 +294,31 @@ class Candidates:
         ]
         return sorted(least, key=itemgetter(0))
 
-    def least_of_family_s(self, family: Family) -> float:
+    def least_of_family_s(self, family: BlockClass) -> float:
         """A lower bound of all steps of a family: its blocks and its head shared out evenly, and nothing else."""
         (block_s, head_s), spread = self._least_s(family), family.spreads[0]
         busy_s = self.space.scenario.model.num_layers * block_s + head_s
         return spread.num_microbatches * busy_s / spread.pp  # the same for all spreads of a family
 
-    def _least_s(self, family: Family) -> tuple[float, float]:
+    def _least_s(self, family: BlockClass) -> tuple[float, float]:
         """Seconds that a microbatch takes at least in a block and in the head, which nothing waits for."""
         kernels = list(
             dict.fromkeys(each for kind in self.space.recompute for each in self._kernels_with(family.layout, kind))
         )
-        parts = [part_of(replace(family.layout, tp_overlap=overlap), BlockLayout) for overlap in family.overlaps]
+        parts = [key_of(replace(family.layout, tp_overlap=overlap), BlockLayout) for overlap in family.overlaps]
         of_kinds = product(self.estimator.blocks.values(), parts, _with_one_loss(kernels))
         block_s = min([block_of(part, each).gpu_s for block_of, part, each in of_kinds])
         return block_s, min([self.estimator.head(part, each).gpu_s for part, each in product(parts, kernels)])
 
     def _again_s(self, part: StageLayout, kernels: Kernels) -> float:
         """Seconds that computing a block again takes at least."""
-        of_block, kinds = part_of(part, BlockLayout), self.space.scenario.kinds
+        of_block, kinds = key_of(part, BlockLayout), self.space.scenario.kinds
         blocks = [(scenario, self.estimator.blocks[kind](of_block, kernels)) for kind, scenario in kinds.items()]
         return min([sum(recompute_time(scenario, part, kernels, block)) for scenario, block in blocks])  # type: ignore[arg-type]
 
-    def _find_orders(self, pp: int) -> dict[bool, list[Order]]:
+    def _find_orders(self, pp: int) -> dict[bool, list[SortKey]]:
         """The space's, by whether they split backwards."""
-        found = defaultdict[bool, list[Order]](list)
+        found = defaultdict[bool, list[SortKey]](list)
         for order in self.space.orders(pp):
             found[pp > 1 and find_schedule(order[0]).splits_backward].append(order)
         return found
@@ -332,12 +332,12 @@ class Candidates:
             for sp in space.sequence_parallel(tp)
         }
 
-    def _find_examples(self, degrees: Degrees) -> dict[Sharding, Layout]:
+    def _find_examples(self, degrees: Degrees) -> dict[StateSharding, Layout]:
         tp, pp, cp, ep, dp = degrees
         plain = Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=dp, offload=self.space.offload)
         return {sharding: sharding.of(plain) for sharding in self.space.shardings(degrees)}
 
-    def _find_pipeline(self, spread: Spread, pipeline: PipelineLayout) -> Pipeline:
+    def _find_pipeline(self, spread: StepMapping, pipeline: PipelineLayout) -> Pipeline:
         return self._short_pipelines(pipeline, spread.degrees, pipeline.shorten(spread.num_microbatches))
 
     def _find_short_pipeline(self, pipeline: PipelineLayout, degrees: Degrees, m: int) -> Pipeline:
@@ -346,20 +346,20 @@ class Candidates:
         moments = [(each.group.counts, each.has_gradients) for each in in_flight]
         return Pipeline(stages, in_flight, self._states(degrees, tuple(counts), tuple(moments)))
 
-    def _find_spreadings(self, spreads: tuple[Spread, ...], recompute_every: int) -> list[Spreading]:
+    def _find_spreadings(self, spreads: tuple[StepMapping, ...], recompute_every: int) -> list[RecomputedMapping]:
         """Of layouts that compute again each `recompute_every`-th block."""
         pipelines = [self._pipeline_of(each, recompute_every) for each in spreads]
         return [
-            Spreading(each, pipeline, self._busy(pipeline, each.num_microbatches))
+            RecomputedMapping(each, pipeline, self._busy(pipeline, each.num_microbatches))
             for each, pipeline in zip(spreads, pipelines, strict=True)
         ]
 
-    def _pipeline_of(self, spread: Spread, recompute_every: int) -> PipelineLayout:
+    def _pipeline_of(self, spread: StepMapping, recompute_every: int) -> PipelineLayout:
         """The pipeline of layouts that are spread in this way."""
         cuts = self.space.constant.get("stage_layers", ())
         return PipelineLayout(spread.pp, spread.schedule, spread.virtual_stages, cuts, recompute_every)
 
-    def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[Busy]:
+    def _find_busy(self, pipeline: PipelineLayout, m: int) -> list[RankLoad]:
         waits, found = not find_schedule(pipeline.schedule).splits_backward, []
         for group in self.estimator.groups(pipeline).groups:
             done = [(each, waits * count) for each, count in group.before] + [(each, m) for each in group.classes]
@@ -367,7 +367,7 @@ class Candidates:
             found.append((blocks, sum([each.num_recomputed * times for each, times in done]), m * group.has_head))
         return found
 
-    def _find_ways(self, spread: Spread) -> list[Sent]:
+    def _find_ways(self, spread: StepMapping) -> list[Sent]:
         """What the first ranks send, in those ways to share the state in which that alone fits that cost no more in all
         than another one.
         """
@@ -388,10 +388,10 @@ class Candidates:
         return State(tuple([sizes[each] for each in counts]), ways, tuple([min(each, default=inf) for each in least]))
 
     def _find_group_states(self, degrees: Degrees, size: RankSizes, has_gradients: bool) -> list[float]:
-        ways = [part_of(example, StateLayout) for example in self.examples(degrees).values()]
+        ways = [key_of(example, StateLayout) for example in self.examples(degrees).values()]
         return [self.peaks.state_bytes(way, size, has_gradients) for way in ways]
 
-    def _find_updates(self, degrees: Degrees, size: RankSizes, has_head: bool) -> dict[Sharding, Update]:
+    def _find_updates(self, degrees: Degrees, size: RankSizes, has_head: bool) -> dict[StateSharding, Update]:
         n, scenario, of_experts = size.num_parameters, self.space.scenario, size.num_of_experts
         return {
             sharding: find_update(scenario, layout, n, has_head=has_head, of_experts=of_experts)
@@ -409,7 +409,7 @@ class Candidates:
         layout = Layout(tp=tp, cp=cp, cp_method=method, recompute=recompute, offload=self.space.offload)
         layout = self.space.without_granted(layout)
         asked = layout.asked_of_kernels | {"splits_backward": splits}
-        return [] if find_lacks(self.space.scenario, layout) else self._able_kernels(**asked)
+        return [] if find_unsupported(self.space.scenario, layout) else self._able_kernels(**asked)
 
     def _find_able_kernels(self, **asked: Any) -> list[Kernels]:
         scenario = self.space.scenario
@@ -437,13 +437,13 @@ class Candidates:
     def _find_costs(self, part: StageLayout, kernels: Kernels) -> Costs:
         """Of a block; the head costs as much in all that have one loss."""
         blocks = self.estimator.layout_work(part, kernels).blocks
-        block, again_s = blocks.kinds[0]
+        block, recompute_s = blocks.kinds[0]
         forward_s, backward_s = block.forward_s + block.forward_tp_s, block.backward_s + block.backward_tp_s
         waits_s = max(0.0, blocks.block_host_s - block.forward_s - block.backward_s)
-        return Costs((forward_s, backward_s, sum(again_s), *self.peaks.block_bytes(part, kernels)), waits_s)
+        return Costs((forward_s, backward_s, sum(recompute_s), *self.peaks.block_bytes(part, kernels)), waits_s)
 
     def _head_costs(self, part: StageLayout, kernels: Kernels) -> Costs:
-        head = self.estimator.head(part_of(part, BlockLayout), kernels)
+        head = self.estimator.head(key_of(part, BlockLayout), kernels)
         return Costs((head.forward_s + head.backward_s, self.peaks.block_bytes(part, kernels).logits))
 
 

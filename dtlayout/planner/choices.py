@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from dtlayout import toml
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import KERNELS
-from dtlayout.kernels import OpenKernels
-from dtlayout.layout import Layout, show_value
-from dtlayout.layout_names import complete_name, describe_unknown_word, is_whole, read_word, split_name
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.planner.space import KERNEL_NAMES, Space
+from dtlayout.spec.kernel_table import KERNELS
+from dtlayout.spec.kernels import OpenKernels
+from dtlayout.spec.layout import Layout, show_value
+from dtlayout.spec.layout_names import complete_name, describe_unknown_word, is_whole, read_word, split_name
 
 _OFF = Layout()
 CHOICES: dict[str, type] = {f.name: type(getattr(_OFF, f.name)) for f in fields(Layout)}

@@ -22,7 +22,7 @@ class Budget:
     """Money for a GPU and an hour; None where nobody says."""
 
 
-class Cost(NamedTuple):
+class TrainingCost(NamedTuple):
     """What a training takes."""
 
     steps: int
@@ -48,14 +48,14 @@ class Marks(NamedTuple):
     """From where each further day that is saved costs clearly more; None where no place lies between the other two."""
 
 
-def find_cost(scenario: Scenario, step_time_s: float, budget: Budget) -> Cost:
+def find_cost(scenario: Scenario, step_time_s: float, budget: Budget) -> TrainingCost:
     """What training on the scenario's GPUs takes with steps so long."""
     cluster = scenario.cluster
     steps = ceil(budget.tokens / scenario.batch.num_tokens)
     hours = steps * step_time_s / 3600
     gpu_hours = hours * cluster.num_gpus
     power_w = cluster.gpu.board_power_w
-    return Cost(
+    return TrainingCost(
         steps=steps,
         days=hours / 24,
         gpu_hours=gpu_hours,
@@ -64,7 +64,7 @@ def find_cost(scenario: Scenario, step_time_s: float, budget: Budget) -> Cost:
     )
 
 
-def find_marks(costs: Sequence[Cost | None]) -> Marks | None:
+def find_marks(costs: Sequence[TrainingCost | None]) -> Marks | None:
     """The cheapest, the fastest and the knee; None where there is no cost.
 
     The knee is the place that lies farthest below the line from the fastest to the cheapest, days and GPU-hours on
@@ -82,7 +82,7 @@ def find_marks(costs: Sequence[Cost | None]) -> Marks | None:
     def share(value: float, low: float, high: float) -> float:
         return log(value / low) / log(high / low) if high > low else inf
 
-    def below(cost: Cost) -> float:
+    def below(cost: TrainingCost) -> float:
         """How far a cost lies below the line, as a share of its triangle."""
         return 1 - share(cost.days, most.days, least.days) - share(cost.gpu_hours, least.gpu_hours, most.gpu_hours)
 

@@ -12,15 +12,15 @@ from itertools import chain, product
 from math import inf
 from typing import Any, Literal
 
-from dtlayout.batch import Batch
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
-from dtlayout.kernel import Kernel, list_kernels
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import OFFLOADS, Layout, show_value
-from dtlayout.model_shape import divisors
-from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
-from dtlayout.planner.splits import MOST_STAGES, balance_memory, balance_time
+from dtlayout.planner.stage_balance import MOST_STAGES, balance_memory, balance_time
+from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernel_table import Kernel, list_kernels
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import OFFLOADS, Layout, show_value
+from dtlayout.spec.model_shape import divisors
 
 LEAST_GAIN = 0.01
 """Share of the step that a change must save to be worth a word; less is within what measured steps vary."""

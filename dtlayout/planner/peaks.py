@@ -14,18 +14,18 @@ from math import inf
 from typing import Any, NamedTuple
 
 from dtlayout.costmodel import memory
+from dtlayout.costmodel.cache_keys import BlockLayout, PipelineLayout, key_of
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.fsdp2_sizes import Sizes
+from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.offload import state_on_host_bytes
-from dtlayout.costmodel.parts import BlockLayout, PipelineLayout, part_of
 from dtlayout.costmodel.rank_groups import Counts, RankGroup
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards, tokens_of
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.pipelining.actions import PASS_BACK, RELEASE
 from dtlayout.pipelining.timing import in_flight_peaks, weigh_moments
-from dtlayout.precision import BYTES
-from dtlayout.recompute import Recompute
+from dtlayout.schedules.actions import PASS_BACK, RELEASE
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import BYTES
+from dtlayout.spec.recompute import Recompute
 
 Moments = set[tuple[float, float]]
 """At some moments of a step: blocks in flight that keep all, and blocks that are computed again."""
@@ -172,7 +172,7 @@ def _count_bytes_of_kind(scenario: Scenario, size_of: SizesOf, layout: Layout, k
         whole, kept = memory.block_bytes_per_token(scenario, layout, kernels)
         logits = memory.logit_bytes(scenario, layout)
         return BlockBytes(tokens * whole, tokens * kept, tokens * (whole - kept), logits)
-    size, recompute = size_of(part_of(layout, BlockLayout), kernels), Recompute.parse(layout.recompute)
+    size, recompute = size_of(key_of(layout, BlockLayout), kernels), Recompute.parse(layout.recompute)
     kept = size.kept(recompute, recompute.every - 1) if recompute.every else size.block
     # A backward begins where most is in flight, with a block that is surely recomputed only if all are.
     again = size.recomputed(recompute, 0) if recompute.every == 1 else 0.0

@@ -4,19 +4,19 @@ Everything follows from the config, the layout and the GPU type, so all ranks co
 same refusal, without a word between them.
 """
 
-from dtlayout.cluster import Cluster, Gpu, is_slice, why_unknown
-from dtlayout.config import Config
+from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.formatting import GIB, choose_unit, format_bytes, plural, three_digits
+from dtlayout.config.config import Config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate, estimate
 from dtlayout.costmodel.scenario import NO_TIME, Scenario
-from dtlayout.device import device_of
-from dtlayout.errors import InvalidLayout
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.planner.explain import Change, explain
-from dtlayout.planner.intervals import find_intervals
-from dtlayout.planner.runs import Predicted
-from dtlayout.text import GIB, choose_unit, format_bytes, plural, three_digits
+from dtlayout.records.intervals import find_intervals
+from dtlayout.records.run import Predicted
+from dtlayout.spec.cluster import Cluster, Gpu, is_slice, why_unknown
+from dtlayout.spec.device import device_of
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 
 def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:

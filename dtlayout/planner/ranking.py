@@ -1,9 +1,9 @@
 """Ranking: which layouts are alike, which are equally fast, and which of those comes first.
 
-Layouts that are alike are one place, and the best of them stands for it. Those of one `Idea` are alike by which axes
-are on, in which order the pipeline works, and what is computed again, whatever the numbers. An idea whose best takes
-`MOST_TIMES` as long as the best of all gets no place. Nor does one that only costs: a better one does without all that
-it adds, and needs as little memory.
+Layouts that are alike are one place, and the best of them stands for it. Those of one `LayoutKind` are alike by which
+axes are on, in which order the pipeline works, and what is computed again, whatever the numbers. A kind whose best
+takes `MOST_TIMES` as long as the best of all gets no place. Nor does one that is
+dominated: a better one does without all that it adds, and needs as little memory.
 
 Step times within 0.5 % of each other are a tie: free memory decides, in whole percents of the capacity, then less model
 parallelism (tp · pp), then time.
@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.planner.space import Degrees
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.recompute import Recompute
 
 TIE = 0.005
 """Relative difference of step times below which two layouts are equally fast."""
@@ -30,7 +30,7 @@ LEAST_SPARED = 0.05
 _AXES = ("tp", "pp", "cp", "ep")
 
 
-class Idea(NamedTuple):
+class LayoutKind(NamedTuple):
     """All of a layout but its numbers: layouts of one idea are neighbours, reached by turning a knob."""
 
     axes: tuple[str, ...]
@@ -41,12 +41,12 @@ class Idea(NamedTuple):
     """What is computed again; of some blocks, whichever share of them, is one."""
 
     @classmethod
-    def of(cls, layout: Layout) -> "Idea":
+    def of(cls, layout: Layout) -> "LayoutKind":
         """The idea of a layout."""
         return cls.with_degrees(Degrees.of(layout), layout.schedule, layout.recompute)
 
     @classmethod
-    def with_degrees(cls, degrees: Degrees, schedule: str, recompute: str) -> "Idea":
+    def with_degrees(cls, degrees: Degrees, schedule: str, recompute: str) -> "LayoutKind":
         """The idea of layouts of some degrees."""
         axes = tuple(axis for axis in _AXES if getattr(degrees, axis) > 1)
         is_partial = Recompute.parse(recompute).every > 1
@@ -74,7 +74,7 @@ def never(timed: Timed, better: Timed) -> bool:
     return False
 
 
-def only_costs(timed: Timed, better: Timed) -> bool:
+def is_dominated(timed: Timed, better: Timed) -> bool:
     """Whether a layout has all that a better one has, and spares no memory."""
     return parts_of(better.layout) <= parts_of(timed.layout) and (
         timed.peak_bytes > (1 - LEAST_SPARED) * better.peak_bytes

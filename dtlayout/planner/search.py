@@ -16,13 +16,13 @@ from math import inf
 from typing import Any, NamedTuple, get_args
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.planner.asking import Asking, Choice, Open, PlaceOf, Question
-from dtlayout.planner.candidates import Candidates, Reason, Spread, Work
+from dtlayout.planner.best_first import BestFirstSearch, Choice, PlaceOf, Refinement, SearchNode
+from dtlayout.planner.candidates import Candidates, MicrobatchCost, Reason, StepMapping
 from dtlayout.planner.peaks import Peaks
-from dtlayout.planner.ranking import MOST_TIMES, Idea, IsWorse, choose_best, never, only_costs
+from dtlayout.planner.ranking import MOST_TIMES, IsWorse, LayoutKind, choose_best, is_dominated, never
 from dtlayout.planner.space import Space
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 
 class SearchResult(NamedTuple):
@@ -73,34 +73,34 @@ class Search:
 
     def run_ideas(self, top: int = 5) -> SearchResult:
         """The best layouts of the `top` best ideas, best first; none only costs beside one before it."""
-        ideas = cache(Idea.with_degrees)
+        ideas = cache(LayoutKind.with_degrees)
 
-        def idea_of(work: Work, spread: Spread) -> Idea:
+        def idea_of(work: MicrobatchCost, spread: StepMapping) -> LayoutKind:
             return ideas(spread.degrees, spread.schedule, work.part.recompute)
 
-        return self._run(top, idea_of, MOST_TIMES, only_costs)
+        return self._run(top, idea_of, MOST_TIMES, is_dominated)
 
     def best_with(self, name: str, value: Any) -> Estimate | None:
         """The best layout with one choice of a layout's field; None if none of those is legal and fits."""
-        asking = Asking(self._candidates, self._numbers, choice=Choice(name, value))
+        asking = BestFirstSearch(self._candidates, self._numbers, choice=Choice(name, value))
         self._open = asking.ask(self._open)
         best = choose_best(asking.fitting, 1, self.estimator.capacity_bytes)
         return self.estimator.estimate(best[0].layout, best[0].kernels) if best else None
 
     @cached_property
-    def _families(self) -> tuple[list[Open], Counter[Reason]]:
+    def _families(self) -> tuple[list[SearchNode], Counter[Reason]]:
         """All that is legal, and how many layouts are and are not."""
         counts = Counter[Reason]()
         families = self._candidates.find(counts)
         least_s = map(self._candidates.least_of_family_s, families)
         opened = [
-            Open(bound_s, next(self._numbers), Question.RECOMPUTE, family)
+            SearchNode(bound_s, next(self._numbers), Refinement.RECOMPUTE, family)
             for bound_s, family in zip(least_s, families, strict=True)
         ]
         return opened, counts
 
     @cached_property
-    def _open(self) -> list[Open]:
+    def _open(self) -> list[SearchNode]:
         """All that is legal, as far as it is known."""
         return self._families[0]
 
@@ -108,7 +108,7 @@ class Search:
         self, top: int, place_of: PlaceOf, most_times: float = inf, is_worse: IsWorse = never
     ) -> SearchResult:  # fmt: skip
         families, legal = self._families
-        asking = Asking(self._candidates, self._numbers, top, place_of, most_times, is_worse)
+        asking = BestFirstSearch(self._candidates, self._numbers, top, place_of, most_times, is_worse)
         self._open = asking.ask(families)
         ranked = choose_best(asking.fitting, top, self.estimator.capacity_bytes, most_times, is_worse)
         places = {timed.place for timed in ranked}
@@ -155,6 +155,6 @@ class Search:
         return self.estimator.estimate(*found) if found else None
 
 
-def _place_of(work: Work, spread: Spread) -> tuple[Any, ...]:
+def _place_of(work: MicrobatchCost, spread: StepMapping) -> tuple[Any, ...]:
     """The layout, but for tp_overlap and how the state is shared."""
     return work.part._replace(overlaps_tp=False), work.layout.sequence_parallel, spread

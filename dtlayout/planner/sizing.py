@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from dtlayout.base.errors import InvalidLayout
+from dtlayout.base.formatting import plural
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import InvalidLayout
-from dtlayout.layout import Layout
-from dtlayout.model_shape import divisors
 from dtlayout.models.counting import count_block_parameters
 from dtlayout.planner.peaks import Peaks, RankSizes
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.text import plural
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import divisors
 
 MOST_NODES = 512
 """Nodes up to which the smallest cluster is looked for."""

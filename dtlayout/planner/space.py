@@ -34,28 +34,28 @@ from itertools import product
 from math import gcd
 from typing import Any, NamedTuple, TypeVar
 
-from dtlayout.context_parallel import DEFAULT_CONTEXT_METHOD
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.costmodel.cache_keys import StateLayout
 from dtlayout.costmodel.engine import OWN_ENGINE
-from dtlayout.costmodel.parts import StateLayout
 from dtlayout.costmodel.scenario import (
     Scenario,
     count_state_shards,
     engine_kernels,
-    find_lacks,
     find_refusals,
     find_scenario_lacks,
+    find_unsupported,
     known_kernels,
 )
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import Kernel, list_kernels
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import divisors
-from dtlayout.pipelining.schedules import DEFAULT_SCHEDULE, SCHEDULES
-from dtlayout.recompute import Recompute
+from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from dtlayout.spec.context_parallel import DEFAULT_CONTEXT_METHOD
+from dtlayout.spec.kernel_table import Kernel, list_kernels
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import divisors
+from dtlayout.spec.recompute import Recompute
 
 T = TypeVar("T")
-Order = tuple[str, int]
+SortKey = tuple[str, int]
 """schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
@@ -92,7 +92,7 @@ class Degrees(NamedTuple):
         return cls(layout.tp, layout.pp, layout.cp, layout.ep, layout.dp)
 
 
-class Sharding(NamedTuple):
+class StateSharding(NamedTuple):
     """How data-parallel ranks share the state."""
 
     dp_shard: int
@@ -120,7 +120,7 @@ class Space:
         problems, asked = find_scenario_lacks(self.scenario), dict(self.constant)
         asked.pop("stage_layers", None)  # of which each layout says whether it is legal
         if any(value != getattr(_OFF, name) for name, value in asked.items()):
-            problems = find_lacks(self.scenario, Layout(**asked))
+            problems = find_unsupported(self.scenario, Layout(**asked))
         if problems:
             raise InvalidConfig(problems)
 
@@ -159,10 +159,10 @@ class Space:
     def _choose_degree(self, name: str, num_ranks: int) -> list[int]:
         return self.choose(name, divisors(max(1, num_ranks)) if self.has_axis(name) else (1,))
 
-    def orders(self, pp: int) -> list[Order]:
+    def orders(self, pp: int) -> list[SortKey]:
         """Schedules with their virtual stages."""
         layers = self.scenario.model.num_layers
-        found: list[Order] = [(DEFAULT_SCHEDULE, 1)]
+        found: list[SortKey] = [(DEFAULT_SCHEDULE, 1)]
         if pp > 1:
             smallest = -(-layers // (pp * MOST_VIRTUAL_STAGES))
             fewest = {-(-layers // (pp * size)) for size in range(smallest, layers // pp + 1)}
@@ -177,7 +177,7 @@ class Space:
         schedules = self.choose("schedule", dict.fromkeys(schedule for schedule, _ in found))
         return [(schedule, v) for schedule, v in found if schedule in schedules and v in stages]
 
-    def shardings(self, degrees: Degrees) -> list[Sharding]:
+    def shardings(self, degrees: Degrees) -> list[StateSharding]:
         """Ways to share the state, the least sharded first."""
         cluster, (tp, pp, cp, ep, dp) = self.scenario.cluster, degrees
         joined = [max(1, gpus // (tp * cp)) for gpus in (cluster.gpus_per_node, cluster.gpus_linked)]
@@ -195,7 +195,10 @@ class Space:
         # A fixed stage of ZeRO asks for shards where there are ranks to share the state.
         zeros = {n: (1, 2, 3) if are_shared[n] else alone for n in shards}
         ways = [
-            Sharding(n, zero) for n in shards for zero in self.choose("zero", zeros[n]) if dp == 1 or zero in zeros[n]
+            StateSharding(n, zero)
+            for n in shards
+            for zero in self.choose("zero", zeros[n])
+            if dp == 1 or zero in zeros[n]
         ]
         engine = self.scenario.engine
         return [
@@ -269,7 +272,7 @@ class Space:
         layout = Layout(tp=tp, cp=cp, cp_method=method, sequence_parallel=sequence_parallel, tp_overlap=overlap)
         return self._allows(layout)
 
-    def allows_pipeline(self, pp: int, dp: int, order: Order, micro_batch: int) -> bool:
+    def allows_pipeline(self, pp: int, dp: int, order: SortKey, micro_batch: int) -> bool:
         """Whether stages and microbatches come out even: `_allows`, with tp and cp off."""
         if self.scenario.batch.global_batch % (dp * micro_batch):
             return False  # by far the most frequent reason, found without building a layout

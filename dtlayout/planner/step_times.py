@@ -3,15 +3,15 @@
 from functools import cache, cached_property
 from operator import add
 
+from dtlayout.costmodel.cache_keys import StageClass
 from dtlayout.costmodel.estimate import stage_times
-from dtlayout.costmodel.parts import StageClass
 from dtlayout.costmodel.rank_groups import RankGroup
 from dtlayout.costmodel.stage_work import StageWork
 from dtlayout.costmodel.update import Update, update_times
-from dtlayout.layout import Layout
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.planner.candidates import Candidate, Candidates
-from dtlayout.planner.space import Sharding
+from dtlayout.planner.space import StateSharding
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.layout import Layout
 
 
 class StepTimes:
@@ -57,18 +57,18 @@ class StepTimes:
         return max(self.bound_s, least(spread.num_microbatches, times) + self._fixed_s)
 
     @cached_property
-    def updated(self) -> list[tuple[float, Sharding]]:
+    def updated(self) -> list[tuple[float, StateSharding]]:
         """The bound of each variant with its reduction and update, the least first."""
         return sorted([(self.bound_s + self.update_s(each), each) for each in self.candidate.variants])
 
-    def update_s(self, sharding: Sharding, place: int = 0) -> float:
+    def update_s(self, sharding: StateSharding, place: int = 0) -> float:
         """Reduction and optimizer of the ranks of a group, the first by default, with the state shared in some way."""
         updates, layouts, own_work = self._of_group(place)
         return sum(update_times(self.estimator.scenario, layouts[sharding], updates[sharding], *own_work))
 
     def _find_of_group(
         self, place: int
-    ) -> tuple[dict[Sharding, Update], dict[Sharding, Layout], tuple[int, int, float, float]]:
+    ) -> tuple[dict[StateSharding, Update], dict[StateSharding, Layout], tuple[int, int, float, float]]:
         """Updates of a rank of a group and layouts that have them, by the way to share the state; and its own work:
         blocks, microbatches, and the seconds of a forward and a backward of one.
         """
@@ -80,7 +80,7 @@ class StepTimes:
         updates = self.candidates.updates(degrees, candidate.sizes[place], group.has_head)
         return updates, self.candidates.examples(degrees), own_work
 
-    def step_s(self, sharding: Sharding) -> float:
+    def step_s(self, sharding: StateSharding) -> float:
         """`Estimator.time`: the pipeline is played, once for all variants."""
         updates = [self.update_s(sharding, place) for place in range(len(self._finished_s))]
         return max(map(add, self._finished_s, updates)) + self._fixed_s

@@ -18,22 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import AttentionKernel, list_kernels
-from dtlayout.kernels import Compile
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.mesh.axes import CP, TP
 from dtlayout.ops.loss import Head
 from dtlayout.plans.context import ATTENTION_OPERATOR, apply_context
 from dtlayout.plans.fsdp import GradientSync, shard
-from dtlayout.plans.offload import KeptOnHost, keep_results
+from dtlayout.plans.offload import ActivationOffloader, keep_results
 from dtlayout.plans.plan import Plan, TensorStyle, match_names
-from dtlayout.plans.styles import STYLES, Colwise, Input, LoneColwise
-from dtlayout.recompute import Kept, Recompute
+from dtlayout.plans.styles import STYLES, Colwise, ColwiseWithInputReduce, GatherInput
+from dtlayout.spec.kernel_table import AttentionKernel, list_kernels
+from dtlayout.spec.kernels import Compile
+from dtlayout.spec.recompute import Kept, Recompute
 
 
 def apply_plan(
     module: nn.Module, plan: Plan, mesh: DeviceMesh, reduction_group: dist.ProcessGroup | None = None,
-    kept: KeptOnHost | None = None,
+    kept: ActivationOffloader | None = None,
 ) -> GradientSync:  # fmt: skip
     """Shard `module` in place over a mesh with the axes of `build_mesh`; whoever runs backward follows the result.
 
@@ -46,7 +46,7 @@ def apply_plan(
     if mesh[CP].size() > 1:
         apply_context(module, plan.context, plan.attention, mesh[CP])
     if plan.offloads_activations and kept is None:
-        kept = KeptOnHost(mesh.device_type)
+        kept = ActivationOffloader(mesh.device_type)
     prepare_blocks(
         module, plan.blocks, plan.recompute, attention=plan.attention, compiles=plan.compile == "blocks", kept=kept
     )
@@ -64,10 +64,10 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
     for pattern, style in styles.items():
         for name in match_names(pattern, names):
             found.setdefault(name, STYLES[style]())  # the first pattern that matches decides
-    below_inputs = tuple(f"{name}." for name, each in found.items() if isinstance(each, Input))
+    below_inputs = tuple(f"{name}." for name, each in found.items() if isinstance(each, GatherInput))
     for name, each in found.items():
         if isinstance(each, Colwise) and not name.startswith(below_inputs):
-            found[name] = LoneColwise()
+            found[name] = ColwiseWithInputReduce()
     parallelize_module(module, tp_mesh, found)
     for first, *others in names_of.values():  # parallelize_module splits each on its own, and so unties them
         for owner, _, attribute in (other.rpartition(".") for other in others):
@@ -75,7 +75,7 @@ def split_tensors(module: nn.Module, styles: dict[str, TensorStyle], tp_mesh: De
 
 
 def prepare_blocks(
-    module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool, kept: KeptOnHost | None = None,
+    module: nn.Module, blocks: str, recompute: Recompute, *, compiles: bool, kept: ActivationOffloader | None = None,
     attention: str = "",
 ) -> None:  # fmt: skip
     """Recompute, compile and offload the forward of each block; a block's number is the last part of its name.
@@ -132,7 +132,7 @@ _REDUCTIONS = {
 whole."""
 
 
-def _keep_results(kept: Collection[Kept], attention: str, on_host: KeptOnHost | None) -> tuple[Any, Any]:
+def _keep_results(kept: Collection[Kept], attention: str, on_host: ActivationOffloader | None) -> tuple[Any, Any]:
     """By name, since not every operator is there before documents come: ops/varlen.py.
 
     What computes scores as matmuls has an operator that others have too: where another kernel is the blocks'

@@ -4,8 +4,8 @@
 they belong to (`model.prepare_mask`), and how they attend to all others (each block's `attend`, a function of queries,
 keys, values and a mask). Everything else in a block works on each token for itself, and needs no change. The ways:
 
-- ring (arXiv:2310.01889 with the zig-zag order of context_parallel.py): keys and values go from rank to rank. While a
-  rank attends to those of rank s, it sends them on and receives those of rank s - 1. Parts are joined by the
+- ring (arXiv:2310.01889 with the zig-zag order of spec/context_parallel.py): keys and values go from rank to rank.
+  While a rank attends to those of rank s, it sends them on and receives those of rank s - 1. Parts are joined by the
   log-sum-exp of their scores. In backward they go round once more, and gradients follow one step behind, each rank
   adding its term, until they are where their keys are.
 - gather (arXiv:2407.21783, sec. 3.3.2): all keys and values come at once, and again in backward, since nobody keeps
@@ -39,17 +39,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtlayout.context_parallel import CONTEXT_METHODS, own_parts
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import AttentionKernel, find_kernel
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.attention import Attend
 from dtlayout.ops.composite import composite
 from dtlayout.ops.documents import Documents, share_positions
 from dtlayout.ops.partial import join
 from dtlayout.ops.rope import RotaryEmbedding
+from dtlayout.plans.attention_tiles import AttentionTile, Queries
 from dtlayout.plans.collectives import Group, Moved, begin_gather, begin_scatter, wait
-from dtlayout.plans.context_pieces import Piece, Queries
 from dtlayout.plans.plan import match_names
+from dtlayout.spec.context_parallel import CONTEXT_METHODS, own_parts
+from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
 
 _operators = torch.ops._c10d_functional
 ATTENTION_OPERATOR = "dtlayout.context_attention.default"
@@ -172,10 +172,10 @@ class _Pieces(Protocol):
 
     def __init__(self, own: Queries): ...
 
-    def forward(self, k: Tensor, v: Tensor) -> Iterator[list[Piece]]:
+    def forward(self, k: Tensor, v: Tensor) -> Iterator[list[AttentionTile]]:
         """All pieces, own keys first: those of keys that came together, together."""
 
-    def backward(self, k: Tensor, v: Tensor, differentiate: Callable[[Piece], Tensor]) -> Tensor:
+    def backward(self, k: Tensor, v: Tensor, differentiate: Callable[[AttentionTile], Tensor]) -> Tensor:
         """The gradients of own k and v over all ranks, [2, B, G, s, K]; `differentiate` gives those of a piece."""
 
 
@@ -185,7 +185,7 @@ class _Ring:
     def __init__(self, own: Queries):
         self.own = own
 
-    def forward(self, k: Tensor, v: Tensor) -> Iterator[list[Piece]]:
+    def forward(self, k: Tensor, v: Tensor) -> Iterator[list[AttentionTile]]:
         """The next keys and values are on their way while whoever iterates attends to pieces."""
         own, group, kv = self.own, self.own.group, torch.stack((k, v))
         for step in range(group.size):
@@ -194,7 +194,7 @@ class _Ring:
             if coming is not None:
                 kv = wait(coming).view_as(kv)
 
-    def backward(self, k: Tensor, v: Tensor, differentiate: Callable[[Piece], Tensor]) -> Tensor:
+    def backward(self, k: Tensor, v: Tensor, differentiate: Callable[[AttentionTile], Tensor]) -> Tensor:
         """Gradients follow their keys one step behind: what comes has the terms of all ranks that saw these before."""
         steps = self.forward(k, v)
         own_terms, coming = _add_up(next(steps), differentiate, k), None
@@ -216,7 +216,7 @@ class _Gather:
         self.places = [by_chunk[chunk] for chunk in self.chunks]
         """Whose a chunk is, and which of this rank's."""
 
-    def forward(self, k: Tensor, v: Tensor) -> Iterator[list[Piece]]:
+    def forward(self, k: Tensor, v: Tensor) -> Iterator[list[AttentionTile]]:
         """Own keys are attended to while the others come."""
         coming = begin_gather(torch.stack((k, v))[None], self.own.group)
         yield self.own.see_own(k, v)
@@ -224,7 +224,7 @@ class _Gather:
         del coming
         yield self.own.see(self.chunks, *kv)
 
-    def backward(self, k: Tensor, v: Tensor, differentiate: Callable[[Piece], Tensor]) -> Tensor:
+    def backward(self, k: Tensor, v: Tensor, differentiate: Callable[[AttentionTile], Tensor]) -> Tensor:
         """Each rank's terms of all gradients are summed over the ranks."""
         steps, group = self.forward(k, v), self.own.group
         own_terms = _add_up(next(steps), differentiate, k)
@@ -245,7 +245,7 @@ class _Gather:
         return [by_chunk[i][rank] for rank, i in self.places]
 
 
-def _add_up(pieces: list[Piece], differentiate: Callable[[Piece], Tensor], like: Tensor) -> Tensor:
+def _add_up(pieces: list[AttentionTile], differentiate: Callable[[AttentionTile], Tensor], like: Tensor) -> Tensor:
     """The terms of keys and values that came together, [2, B, G, s, K]; 0 for what was not seen."""
     total: Tensor | None = None
     for piece in pieces:
@@ -295,7 +295,7 @@ def _differentiate(
     own = Queries(q, documents, attention, Group(group, cp, rank))
     dq = torch.zeros_like(q, dtype=own.exact)
 
-    def differentiate(piece: Piece) -> Tensor:
+    def differentiate(piece: AttentionTile) -> Tensor:
         return own.differentiate(piece, upstream, out, sums, dq)
 
     dk, dv = _WAYS[method](own).backward(k, v, differentiate)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.families import describe
 from dtlayout.ops.rope import RotaryEmbedding
+from dtlayout.spec.model_shape import ModelShape
 
 INIT_STD = 0.02
 """Standard deviation of every matrix, as in GPT-2 and Llama's published code."""

@@ -33,10 +33,10 @@ from dtlayout.ops.offload import copy_to_host
 
 LEAST_BYTES = 512
 """What CUDA's allocator gives out at least."""
-Forward = Callable[..., Any]
+ModuleForward = Callable[..., Any]
 
 
-class Work(NamedTuple):
+class OffloadPass(NamedTuple):
     """A forward or a backward of a stage."""
 
     is_forward: bool
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     microbatch: int
 
 
-class KeptOnHost:
+class ActivationOffloader:
     """What the blocks of all stages of a rank keep for their backward."""
 
     def __init__(self, device_type: str):
@@ -53,8 +53,8 @@ class KeptOnHost:
         self.to_host, self.to_device = (torch.cuda.Stream() if device_type == "cuda" else None for _ in range(2))
         self._ends: dict[tuple[int, int], _Block] = {}
         """Stage and microbatch → its last block, as long as its backward has not begun."""
-        self._work: Work | None = None
-        self._following: Work | None = None
+        self._work: OffloadPass | None = None
+        self._following: OffloadPass | None = None
         self._last: _Block | None = None
         self._copied: _Block | None = None
         """The block of which the device still holds what is copied."""
@@ -62,13 +62,13 @@ class KeptOnHost:
         """The block whose forward runs."""
 
     def before_work(self, work: tuple[bool, int, int], following: tuple[bool, int, int] | None) -> None:
-        """Call before each `Work` of the rank, with the one that it does then."""
-        self._work, self._following = Work(*work), None if following is None else Work(*following)
+        """Call before each `OffloadPass` of the rank, with the one that it does then."""
+        self._work, self._following = OffloadPass(*work), None if following is None else OffloadPass(*following)
         self._let_go(waited=True)
         if not self._work.is_forward:
             self._ends.pop(self._work[1:], None)
 
-    def wrap(self, forward: Forward, block: nn.Module, *, is_first: bool, is_last: bool) -> Forward:
+    def wrap(self, forward: ModuleForward, block: nn.Module, *, is_first: bool, is_last: bool) -> ModuleForward:
         """The forward of a block, which is the stage's first or last or both; it takes the residual stream first."""
 
         def run(stream: Tensor, *others: Any) -> Any:
@@ -103,7 +103,7 @@ class KeptOnHost:
     def _let_go(self, *, waited: bool = False) -> None:
         """The device lets go of what is being copied; if `waited`, only where a block's backward has begun since."""
         if self._copied is not None and (self._copied.has_waited or not waited):
-            self._copied.let_go()
+            self._copied.free_device_copy()
             self._copied = None
 
     @property
@@ -120,7 +120,7 @@ class KeptOnHost:
 class _Block:
     """What one block keeps of one microbatch."""
 
-    def __init__(self, owner: KeptOnHost, before: "_Block | None", shared: set[int]):
+    def __init__(self, owner: ActivationOffloader, before: "_Block | None", shared: set[int]):
         """`before` is the block before it in the stage; storages in `shared` stay where they are."""
         self.owner, self.before, self.shared = owner, before, shared
         self.copies: dict[int, _Copy] = {}
@@ -151,7 +151,7 @@ class _Block:
             for copy in self.copies.values():
                 copy.on_host = copy_to_host(copy.on_device)
 
-    def let_go(self) -> None:
+    def free_device_copy(self) -> None:
         """The device needs the memory of what was copied, unless it is wanted back already."""
         _wait_for(self.left)
         for copy in self.copies.values():
@@ -228,7 +228,7 @@ def _wait_for(done: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream().wait_event(done)
 
 
-def keep_results(operations: Collection[str], owner: KeptOnHost) -> tuple[Any, Any]:
+def keep_results(operations: Collection[str], owner: ActivationOffloader) -> tuple[Any, Any]:
     """As `create_selective_checkpoint_contexts`: results of these operators are kept, on the host too."""
     results: defaultdict[str, list[Any]] = defaultdict(list)
     return _Keep(operations, owner, results), _Give(operations, results)
@@ -237,7 +237,7 @@ def keep_results(operations: Collection[str], owner: KeptOnHost) -> tuple[Any, A
 class _Keep(TorchDispatchMode):
     """Keeps results of operators for the recomputation."""
 
-    def __init__(self, operations: Collection[str], owner: KeptOnHost, results: defaultdict[str, list[Any]]):
+    def __init__(self, operations: Collection[str], owner: ActivationOffloader, results: defaultdict[str, list[Any]]):
         super().__init__()
         self.operations, self.owner, self.results = operations, owner, results
 

@@ -28,13 +28,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dtlayout.kernels import Compile, Kernels
-from dtlayout.layout import Layout, Offload
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Linear, Norm
 from dtlayout.models.families import describe
-from dtlayout.precision import Precision
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Compile, Kernels
+from dtlayout.spec.layout import Layout, Offload
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
+from dtlayout.spec.recompute import Recompute
 
 TensorStyle = Literal[
     "colwise", "rowwise", "rowwise-scatter", "rowwise-overlap", "embedding", "embedding-scatter", "input",

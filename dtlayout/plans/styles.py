@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn import functional as F
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.ops.linear import SplittableLinear
 from dtlayout.ops.loss import Columns, Head
 from dtlayout.ops.norm import RMSNorm
@@ -40,7 +40,7 @@ class _EdgeStyle(ParallelStyle):
         self.edge = edge
 
 
-class Input(_EdgeStyle):
+class GatherInput(_EdgeStyle):
     """A module whose first argument, hidden states, becomes whole; all its matmuls read the one tensor.
 
     So their gradients add up before one collective.
@@ -52,8 +52,8 @@ class Input(_EdgeStyle):
         return module
 
 
-class OverlappedInput(Input):
-    """An `Input` whose gathering goes in pieces beside the matmuls that read it, all that its `project` computes."""
+class OverlappedGatherInput(GatherInput):
+    """A `GatherInput` that gathers in pieces, beside the matmuls that its `project` computes of them."""
 
     def __init__(self) -> None:
         super().__init__(all_gather)
@@ -69,7 +69,7 @@ class OverlappedInput(Input):
 
 
 class Colwise(ParallelStyle):
-    """Splits an `nn.Linear` by its outputs, below an `Input` that makes whole what it reads."""
+    """Splits an `nn.Linear` by its outputs, below an `GatherInput` that makes whole what it reads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Not a forward for each instance, for which torch.compile would compile each block anew.
@@ -77,8 +77,8 @@ class Colwise(ParallelStyle):
         return distribute_module(module, device_mesh, partial(_distribute, weight=Shard(0), bias=Shard(0)))
 
 
-class LoneColwise(Input):
-    """`Colwise` where no `Input` is above, of a tensor that every rank has: it adds up the gradient of that itself."""
+class ColwiseWithInputReduce(GatherInput):
+    """`Colwise` of an input that every rank has: it adds up the input's gradients itself."""
 
     def __init__(self) -> None:
         super().__init__(replicate)
@@ -183,7 +183,7 @@ class _SplitEmbedding(nn.Embedding):
         return self.edge(F.embedding(index, weight_VD).masked_fill(~is_here[..., None], 0), self.group)
 
 
-class VocabParallelHead(Input):
+class VocabParallelHead(GatherInput):
     """Splits a `Head` by columns."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -257,9 +257,9 @@ STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     "rowwise-overlap": OverlappedRowwise,
     "embedding": lambda: VocabParallelEmbedding(all_reduce),
     "embedding-scatter": lambda: VocabParallelEmbedding(reduce_scatter),
-    "input": lambda: Input(replicate),
-    "input-gather": lambda: Input(all_gather),
-    "input-overlap": OverlappedInput,
+    "input": lambda: GatherInput(replicate),
+    "input-gather": lambda: GatherInput(all_gather),
+    "input-overlap": OverlappedGatherInput,
     "sequence": SequenceNorm,
     "head": lambda: VocabParallelHead(replicate),
     "head-gather": lambda: VocabParallelHead(all_gather),

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from dtlayout.errors import InvalidConfig, InvalidLayout
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.models.files import to_hf
 from dtlayout.models.naming import NAME_KEY
-from dtlayout.optimizers import SGD, AdamW
 from dtlayout.programs.program import TORCH_SCHEDULES, Arguments, Job, Program, choose, name_stages
 from dtlayout.programs.yaml import dump
-from dtlayout.recompute import Recompute
+from dtlayout.spec.optimizers import SGD, AdamW
+from dtlayout.spec.recompute import Recompute
 
 _ATTENTION = {"sdpa-cudnn": "cudnn_attention", "sdpa-flash": "flash_attention", "sdpa-math": "math"}
 _FP8: dict[str, dict[str, Any]] = {

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import ceil
 
-from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.optimizers import SGD, AdamW
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
+from dtlayout.base.formatting import plural
 from dtlayout.programs.program import Arguments, Job, Program, choose
-from dtlayout.recompute import Recompute
-from dtlayout.text import plural
+from dtlayout.spec.optimizers import SGD, AdamW
+from dtlayout.spec.recompute import Recompute
 
 _ATTENTION = {
     "sdpa-cudnn": "fused", "flash-attn": "flash", "fa3": "flash", "sdpa-flash": "flash", "sdpa-math": "unfused",

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.files import to_hf
-from dtlayout.optimizers import SGD, AdamW
 from dtlayout.programs.program import Arguments, Job, Program, choose
 from dtlayout.programs.yaml import dump
-from dtlayout.recompute import Recompute
+from dtlayout.spec.optimizers import SGD, AdamW
+from dtlayout.spec.recompute import Recompute
 
 _SCHEDULES = {"1f1b": "1f1b", "gpipe": "afab"}
 _FAMILIES = {"llama": {"is_llama_config": True}, "qwen2": {"is_qwen2_config": True, "attention_bias": True}}

@@ -13,9 +13,9 @@ from typing import Any
 from dtlayout.costmodel.engine import find_usual
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario, count_state_shards
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 TORCH_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B"}
 """Our name of a schedule → that of torch.distributed.pipelining."""

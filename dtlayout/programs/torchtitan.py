@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from dtlayout import toml
-from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts, ModelShape
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.models.presets import PRESETS
-from dtlayout.optimizers import AdamW
 from dtlayout.programs.program import TORCH_SCHEDULES, Arguments, Job, Program, choose, name_stages
-from dtlayout.recompute import Recompute
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts, ModelShape
+from dtlayout.spec.optimizers import AdamW
+from dtlayout.spec.recompute import Recompute
 
 _FLAVORS = {f"llama3.1-{size}": size.upper() for size in ("8b", "70b", "405b")} | {
     f"qwen3-{size}": size.upper() for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")

@@ -59,7 +59,7 @@ def _draw_keys(colours: Mapping[str, int], mark: str = "") -> str:
     return f'<div class="keys">{"".join(keys)}</div>' if keys else ""
 
 
-class Piece(NamedTuple):
+class TrackSpan(NamedTuple):
     """What stands on a track from one place to another."""
 
     start: float
@@ -71,7 +71,9 @@ class Piece(NamedTuple):
     """What it is read out as."""
 
 
-def draw_tracks(tracks: Sequence[tuple[str, Sequence[Piece], str]], colours: Mapping[str, int], whole: float) -> str:
+def draw_tracks(
+    tracks: Sequence[tuple[str, Sequence[TrackSpan], str]], colours: Mapping[str, int], whole: float
+) -> str:
     """Lines of pieces below each other, each with a name and a number in words, all from 0 to `whole`.
 
     `colours` are named in a legend. Lines of many pieces are wider than the page, which scrolls sideways then.

@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dtlayout.config import load_config
-from dtlayout.errors import DtlayoutError
-from dtlayout.files import parse_json
+from dtlayout.base.errors import DtlayoutError
+from dtlayout.base.files import parse_json
+from dtlayout.base.formatting import choose_unit
+from dtlayout.config.config import load_config
 from dtlayout.report import html
-from dtlayout.text import choose_unit
 from dtlayout.training.metrics import Validation, read_summary, time_steps
 
 _COLOURS = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors  # type: ignore[attr-defined]

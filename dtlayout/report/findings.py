@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from dtlayout.planner.runs import Run
+from dtlayout.base.formatting import plural
+from dtlayout.records.run import Run
 from dtlayout.report.chance import MOST_CHANCE, deal, group, rarity, sign_test
 from dtlayout.report.questions import QUESTIONS, Question, choose
-from dtlayout.text import plural
 
 _FASTEST = 0.1
 """Share of a sweep's rows that are its fastest."""

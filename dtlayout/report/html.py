@@ -19,7 +19,7 @@ matplotlib.use("Agg")  # pictures are written, never shown; before pyplot looks 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from dtlayout.files import PAGE_MARK, check_own, write
+from dtlayout.base.files import PAGE_MARK, check_own, write
 
 matplotlib.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from dtlayout.base.formatting import choose_unit, escape_markdown, plural, to_markdown
 from dtlayout.models.counting import count_model_flops_per_token
-from dtlayout.planner.plots import draw_equality
-from dtlayout.planner.runs import Run
-from dtlayout.planner.scores import Prediction, by_table
-from dtlayout.planner.validate import predict
+from dtlayout.records.run import Run
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, Ratio, beside, draw_bars, draw_heat, draw_ratios
 from dtlayout.report.findings import Finding, find, find_common, list_options
 from dtlayout.report.questions import choose
-from dtlayout.text import choose_unit, escape_markdown, plural, to_markdown
+from dtlayout.validation.plots import draw_equality
+from dtlayout.validation.predict import predict
+from dtlayout.validation.scores import Prediction, by_table
 
 _BARS = 24
 """Layouts of which memory is drawn."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from dtlayout.planner.runs import Run
+from dtlayout.records.run import Run
 
 
 @dataclass(frozen=True)

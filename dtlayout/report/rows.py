@@ -2,7 +2,7 @@
 
 | given | holds |
 |---|---|
-| a CSV file | a table (columns as in planner/columns.py) |
+| a CSV file | a table (columns as in validation/columns.py) |
 | a sweep's folder, or its trials.jsonl wherever it lies | a trial a line |
 | a run's folder, its summary.json, or what `dtlayout dryrun --json` printed | one run |
 """
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.files import parse_json
-from dtlayout.planner.runs import UNTRIED, Run
-from dtlayout.planner.tables import Unpredicted, read_tables
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.base.files import parse_json
+from dtlayout.records.run import UNTRIED, Run
 from dtlayout.sweep.results import keep_longest, read_results
 from dtlayout.training.metrics import SUMMARY_NAME
+from dtlayout.validation.tables import Unpredicted, read_tables
 
 ROWS = "CSV tables, folders of sweeps or runs, a trials.jsonl, a summary.json, what dryrun --json printed"
 """What is read, for who asks a command for help."""
@@ -28,7 +28,7 @@ _MOST_REASONS = 5
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReportRows:
     """The rows of a report."""
 
     runs: list[Run]
@@ -46,14 +46,14 @@ class Rows:
         return f"left out: {'; '.join(reasons)}" if reasons else ""
 
 
-def read_rows(paths: Sequence[Path], engine: str | None = None) -> Rows:
+def read_rows(paths: Sequence[Path], engine: str | None = None) -> ReportRows:
     """All rows; `engine` goes before what a table says, the others know theirs.
 
     DtlayoutError for what is none of these, and where no row is left, nor one that only cannot be predicted.
     """
     documents = {path: document for path in paths if (document := _find_document(path))}
     tables = read_tables([path for path in paths if path not in documents], engine)
-    rows = Rows(tables.runs, Counter(" and ".join(row.reasons) for row in tables.unpredicted), tables.unpredicted)
+    rows = ReportRows(tables.runs, Counter(" and ".join(row.reasons) for row in tables.unpredicted), tables.unpredicted)
     if tables.num_repeats:
         rows.left_out[REPEATS] = tables.num_repeats
     for path, document in documents.items():

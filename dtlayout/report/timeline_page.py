@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from dtlayout.pipelining.actions import Kind
-from dtlayout.pipelining.placement import Placement
 from dtlayout.pipelining.timeline import Timeline, Transfer, find_scales
 from dtlayout.pipelining.timing import Span
 from dtlayout.report import html
-from dtlayout.report.charts import Piece, draw_tracks
+from dtlayout.report.charts import TrackSpan, draw_tracks
+from dtlayout.schedules.actions import Kind
+from dtlayout.schedules.placement import Placement
 
 _COLOURS = {Kind.FORWARD: 0, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 2, Kind.BACKWARD_WEIGHT: 3}
 _NAMES = {
@@ -58,13 +58,13 @@ def _parts(timelines: Mapping[str, Timeline], placement: Placement, findings: Se
     yield html.paragraph(_NOTATION, "note")
 
 
-def _to_piece(span: Span, placement: Placement, timeline: Timeline) -> Piece:
+def _to_piece(span: Span, placement: Placement, timeline: Timeline) -> TrackSpan:
     action = span.action
     is_later = placement.chunk_of(action.stage) > 0
     when = f"{span.start:.4f} to {span.end:.4f} s" if timeline.knows_time else f"{span.start:.2%} to {span.end:.2%}"
-    return Piece(span.start, span.end, _COLOURS[action.kind], is_later, f"{action}: {when}")
+    return TrackSpan(span.start, span.end, _COLOURS[action.kind], is_later, f"{action}: {when}")
 
 
-def _to_transfer(transfer: Transfer) -> Piece:
+def _to_transfer(transfer: Transfer) -> TrackSpan:
     name, start, end = transfer
-    return Piece(start, end, _TRANSFERS[name], name == "message", f"{name}: {start:.4f} to {end:.4f} s")
+    return TrackSpan(start, end, _TRANSFERS[name], name == "message", f"{name}: {start:.4f} to {end:.4f} s")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig
 
 T = TypeVar("T", bound=Hashable)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
-from dtlayout.interpreter import run_module
+from dtlayout.base.interpreter import run_module
 
 _MARK = "DTLAYOUT_TRIAL"
 _PR_SET_PDEATHSIG = 1

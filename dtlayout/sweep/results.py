@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtlayout.batch import Batch
-from dtlayout.errors import DtlayoutError
-from dtlayout.files import parse_json
-from dtlayout.planner.runs import Outcome, Performance, Run
-from dtlayout.text import plural
+from dtlayout.base.errors import DtlayoutError
+from dtlayout.base.files import parse_json
+from dtlayout.base.formatting import plural
+from dtlayout.records.run import Outcome, Performance, Run
+from dtlayout.spec.batch import Batch
 from dtlayout.training.metrics import MetricsFile, read_summary, time_steps
 
 FAILURES: tuple[Outcome, ...] = ("oom", "crashed", "killed", "hung", "non_finite", "refused", "skipped")

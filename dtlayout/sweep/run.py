@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dtlayout.errors import DtlayoutError
-from dtlayout.planner.runs import Outcome, Performance
+from dtlayout.base.errors import DtlayoutError
+from dtlayout.base.formatting import GIB
+from dtlayout.records.run import Outcome, Performance
 from dtlayout.sweep import processes
 from dtlayout.sweep.halving import halve
 from dtlayout.sweep.results import Journal, TrialResult, diagnose, measure
 from dtlayout.sweep.spec import Sweep, Trial, make_trial, to_command, to_environment, trial_folder
-from dtlayout.text import GIB
 from dtlayout.training.metrics import read_summary
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class SweepObserver:
     """Who is told how a sweep goes, and may stop it."""
 
     is_stopped: Callable[[], bool] = lambda: False
@@ -37,7 +37,7 @@ def run_sweep(
     sweep: Sweep,
     trials: Sequence[Trial],
     folder: Path,
-    watch: Watch = Watch(),
+    watch: SweepObserver = SweepObserver(),
     *,
     tries_oom: bool = False,
     again: Collection[str] = (),
@@ -74,7 +74,13 @@ def run_sweep(
 
 
 def _run_each(
-    sweep: Sweep, trials: Sequence[Trial], folder: Path, watch: Watch, again: Collection[str], *, tries_oom: bool
+    sweep: Sweep,
+    trials: Sequence[Trial],
+    folder: Path,
+    watch: SweepObserver,
+    again: Collection[str],
+    *,
+    tries_oom: bool,
 ) -> None:
     with (folder / "lock").open("w") as file:
         try:
@@ -96,7 +102,7 @@ def _run_each(
             watch.on_result(result)
 
 
-def _run(sweep: Sweep, trial: Trial, folder: Path, watch: Watch, *, tries_oom: bool) -> TrialResult | None:
+def _run(sweep: Sweep, trial: Trial, folder: Path, watch: SweepObserver, *, tries_oom: bool) -> TrialResult | None:
     """Run a trial, unless it need not be, to its end or its time limit; None if the sweep is stopped meanwhile."""
     if trial.config is None:
         return _to_result(trial, "refused", "; ".join(trial.problems))

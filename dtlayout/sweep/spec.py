@@ -22,20 +22,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from dtlayout import toml
-from dtlayout.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named
-from dtlayout.config import Config, check_layout, load_config
+from dtlayout.base import toml
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.base.interpreter import SAFE_PATH, torchrun
+from dtlayout.config.config import Config, check_layout, load_config
 from dtlayout.costmodel.estimate import Estimate
-from dtlayout.device import device_of, expect_device
-from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.interpreter import SAFE_PATH, torchrun
-from dtlayout.layout import OpenLayout
 from dtlayout.measure.devices import ask_device_names
 from dtlayout.planner.explain import find_overrides
 from dtlayout.planner.prediction import own_scenario, predict, to_predicted
-from dtlayout.planner.runs import Run
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.records.run import Run
+from dtlayout.spec.cluster import Gpu, find_gpu, find_gpu_by_device, gpu_named
+from dtlayout.spec.device import device_of, expect_device
+from dtlayout.spec.layout import OpenLayout
 from dtlayout.sweep.halving import Halving
 from dtlayout.sweep.results import AnyTrial
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dtlayout.data.samples import Samples, find_starts
-from dtlayout.layout import Layout
 from dtlayout.mesh.axes import CP, coordinate, own_positions
 from dtlayout.ops.documents import share_positions
+from dtlayout.spec.layout import Layout
 from dtlayout.training.transfer import send_to_device
 
 

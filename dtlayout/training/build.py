@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtlayout.batch import Batch
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.mesh.axes import PP
 from dtlayout.mesh.build import build_mesh, open_reduction_group
-from dtlayout.model_shape import ModelShape
 from dtlayout.pipelining.partition import StageSlice, layer_costs, partition
 from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import Schedule, make_schedule
@@ -19,9 +15,13 @@ from dtlayout.pipelining.stage import build_stage, stage_boundary
 from dtlayout.plans.apply import apply_plan
 from dtlayout.plans.fsdp import GradientSync, share_context
 from dtlayout.plans.init import initialize, move_tables
-from dtlayout.plans.offload import KeptOnHost
+from dtlayout.plans.offload import ActivationOffloader
 from dtlayout.plans.plan import make_plan
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def assemble(
         build_stage(model, kernels, precision, batch, slices[stage], left_out) for stage in stages
     ]
     reduction_group = open_reduction_group(mesh, timeout_s)
-    kept = KeptOnHost(device_type) if plan.offloads_activations else None
+    kept = ActivationOffloader(device_type) if plan.offloads_activations else None
     sync = [apply_plan(module, plan, mesh, reduction_group, kept) for module in modules]
     share_context(sync)
     give_weights(modules, model, seed, "cpu" if plan.offloads_state else device_type)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtlayout.base.errors import CheckpointError, DtlayoutError
+from dtlayout.base.formatting import find_version, plural
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.background import Saving
 from dtlayout.checkpoint.copies import HostCopies
@@ -15,12 +17,10 @@ from dtlayout.checkpoint.folder import check_own, clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
 from dtlayout.checkpoint.manifest import CHECKPOINTS, find_checkpoint, list_checkpoints, read_step
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, read_origin, save_checkpoint
-from dtlayout.config import Config
-from dtlayout.errors import CheckpointError, DtlayoutError
+from dtlayout.config.config import Config
 from dtlayout.mesh.build import open_host_group
 from dtlayout.models.beside import KEPT
-from dtlayout.text import find_version, plural
-from dtlayout.training.watch import SPARE_S, Watch
+from dtlayout.training.watchdog import SPARE_S, Watchdog
 
 SPIKES = "spikes"
 """States that are kept to be looked at."""
@@ -29,7 +29,7 @@ SPIKES = "spikes"
 class Checkpoints:
     """The folders of a run in which its state is, as all ranks use them together."""
 
-    def __init__(self, config: Config, say: Callable[[str], None], watch: Watch, look: Callable[[], None]):
+    def __init__(self, config: Config, say: Callable[[str], None], watch: Watchdog, look: Callable[[], None]):
         """Open the groups that ranks save and load over, and find where the run begins; `say` gets lines for people.
 
         `look` is called before anything there is published or removed: `Lease.check`. `newest` is the newest checkpoint

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from dtlayout.cluster import Gpu
-from dtlayout.device import Device, describe_cpu, describe_gpu
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import find_packages
-from dtlayout.text import plural
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.formatting import plural
+from dtlayout.spec.cluster import Gpu
+from dtlayout.spec.device import Device, describe_cpu, describe_gpu
+from dtlayout.spec.kernel_table import find_packages
 
 
 def repeat_bits(wanted: str) -> None:

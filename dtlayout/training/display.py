@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from typing_extensions import Self
 
-from dtlayout.text import plural
+from dtlayout.base.formatting import plural
 from dtlayout.training.metrics import StepMetrics, Validation
 
 _RECENT_STEPS = 50

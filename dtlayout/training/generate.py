@@ -13,14 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from dtlayout.batch import Batch
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.hf import load_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.checkpoint.sharded import load_parameters, read_model
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.files import find_model
 from dtlayout.models.llama import Block, Llama
 from dtlayout.models.stored import find_weights
@@ -29,6 +25,10 @@ from dtlayout.ops.attention import Attend
 from dtlayout.plans.apply import split_tensors
 from dtlayout.plans.init import allocate
 from dtlayout.plans.plan import tensor_styles
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 KERNELS = Kernels(attention="sdpa-math", norm="fused")
 """Of which attention is replaced by one that remembers."""

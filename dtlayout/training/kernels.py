@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from dtlayout.kernel import AttentionKernel, find_kernel
 from dtlayout.measure.kernels import KernelRecorder
-from dtlayout.pipelining.actions import Action, Kind
 from dtlayout.pipelining.runtime import Runtime
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.spec.kernel_table import AttentionKernel, find_kernel
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from ipaddress import IPv6Address
 from itertools import pairwise
 from pathlib import Path
 
-from dtlayout.text import join_words
-from dtlayout.training.progress import Record
+from dtlayout.base.formatting import join_words
+from dtlayout.training.progress import RankProgress
 
 _PEERS = (re.compile(r"\[([0-9A-Fa-f.:]+)\]:\d+"), re.compile(r"([\w.:-]+)<\d+>"))
 """An address, or a host's name, and its port: as gloo has them, and as NCCL."""
@@ -26,7 +26,7 @@ class Node:
     """What a node says of its ranks."""
 
     host: str
-    records: Sequence[Record]
+    records: Sequence[RankProgress]
     addresses: Sequence[str] = ()
     """Of its network interfaces, without those that every host has."""
     is_silent: bool = False

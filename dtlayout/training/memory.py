@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from dtlayout.layout import Layout
 from dtlayout.measure.ledger import UPDATE, Highest
 from dtlayout.measure.memory import StorageTracker
-from dtlayout.pipelining.actions import Action
+from dtlayout.schedules.actions import Action
+from dtlayout.spec.layout import Layout
 
 
 class MemoryMeter:

@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dtlayout.batch import Batch
+from dtlayout.base.errors import EXIT_REFUSED, DtlayoutError
+from dtlayout.base.files import parse_json, write_whole
 from dtlayout.checkpoint.manifest import CHECKPOINTS, list_checkpoints, read_step
-from dtlayout.errors import EXIT_REFUSED, DtlayoutError
-from dtlayout.files import parse_json, write_whole
 from dtlayout.measure.ledger import Highest
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_model_flops_per_token
 from dtlayout.pipelining.timeline import Timeline
-from dtlayout.planner.runs import Run
+from dtlayout.records.run import Run
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.model_shape import ModelShape
 
 _T = TypeVar("_T")
 SUMMARY_NAME = "summary.json"

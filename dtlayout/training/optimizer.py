@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from dtlayout.model_shape import ModelShape
+from dtlayout.base.formatting import plural
 from dtlayout.models.families import describe
-from dtlayout.optimizers import Optimizer
-from dtlayout.text import plural
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import Optimizer
 
 
 def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: Optimizer) -> torch.optim.Optimizer:
@@ -32,23 +32,6 @@ def build_optimizer(modules: Sequence[nn.Module], model: ModelShape, settings: O
     make = pkgutil.resolve_name(settings.torch_class)
     built: torch.optim.Optimizer = make(groups, lr=0.0, **settings.torch_arguments)
     return built
-
-
-def fill_state(optimizer: torch.optim.Optimizer, settings: Optimizer, num_steps: int = 0) -> None:
-    """Give parameters that have no state one of zeros, from which the first update is the same, after `num_steps`."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if not (state := optimizer.state[parameter]):
-            if settings.step_bytes:
-                state["step"] = torch.tensor(float(num_steps), device=parameter.device)
-            for name, number_format in settings.state.items():
-                state[name] = torch.zeros_like(parameter, dtype=number_format and getattr(torch, number_format))
-
-
-def set_updates(optimizer: torch.optim.Optimizer, num_updates: int) -> None:
-    """Have an optimizer that counts its updates go on after so many: fewer than steps, where some were left out."""
-    for kept in optimizer.state.values():
-        if "step" in kept:
-            kept["step"].fill_(num_updates)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

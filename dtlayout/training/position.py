@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtlayout.batch import Batch
+from dtlayout.base.errors import CheckpointError
+from dtlayout.base.formatting import plural
 from dtlayout.data.samples import Seen
-from dtlayout.errors import CheckpointError
-from dtlayout.text import plural
+from dtlayout.spec.batch import Batch
 
 _KEY = "seen"
 

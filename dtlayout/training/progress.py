@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtlayout.process import is_gone, is_stopped
+from dtlayout.base.process import is_gone, is_stopped
 
 _FORM = struct.Struct("<qqqd?10s80s160s64s")
 """Rank, process, step, since when it does what it does or has ended, whether that is to wait for others, how it ended,
@@ -25,7 +25,7 @@ assert _FORM.size <= _SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RankProgress:
     """What one rank did when somebody looked."""
 
     rank: int
@@ -49,7 +49,7 @@ class Record:
         return f"step {self.step}, {self.doing}" if self.step else self.doing
 
 
-class Board:
+class SharedStatus:
     """The records of a node's ranks."""
 
     def __init__(self, path: Path, num_ranks: int, *, local_rank: int, rank: int):
@@ -87,13 +87,13 @@ class Board:
         # In one go: `pack_into` would empty the record first, and who is killed then would be missed by nobody.
         self._memory[self._own : self._own + _FORM.size] = _FORM.pack(*values)
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[RankProgress]:
         """The records of all ranks of the node that have begun and have not ended well."""
         now, records = time.monotonic(), []
         for rank, pid, step, since, waits, state, doing, reason, peer in self._unpack():
             found = _text(state) or ("gone" if is_gone(pid) else "stopped" if is_stopped(pid) else "running")
             values = {"rank": rank, "step": step, "doing": _text(doing), "state": found, "reason": _text(reason)}
-            records.append(Record(**values, waits=waits, age_s=now - since, peer=_text(peer)))
+            records.append(RankProgress(**values, waits=waits, age_s=now - since, peer=_text(peer)))
         return records
 
     def find_process(self, rank: int) -> int | None:

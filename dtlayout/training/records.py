@@ -9,25 +9,25 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from dtlayout.cluster import gpu_named
-from dtlayout.config import Config
+from dtlayout.base.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
+from dtlayout.base.files import write_whole
+from dtlayout.base.formatting import join_alike, plural
+from dtlayout.base.terminal import open_console
+from dtlayout.config.config import Config
 from dtlayout.data.samples import Samples
-from dtlayout.data.suspects import Suspects
+from dtlayout.data.suspects import BadBatch
 from dtlayout.data.tokenizer import find_other_tokenizer
-from dtlayout.device import Device
-from dtlayout.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED
-from dtlayout.files import write_whole
-from dtlayout.kernels import Chosen, OpenKernels
-from dtlayout.layout import Layout
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.weights import find_other_positions
 from dtlayout.pipelining.partition import StageSlice, count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
-from dtlayout.planner.runs import Performance, Run
-from dtlayout.terminal import open_console
-from dtlayout.text import join_alike, plural
+from dtlayout.records.run import Performance, Run
+from dtlayout.spec.cluster import gpu_named
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
+from dtlayout.spec.layout import Layout
 from dtlayout.training.display import Display, compare, describe_peaks, describe_validation
 from dtlayout.training.metrics import (
     MemoryCurves,
@@ -50,7 +50,7 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_fi
 class Records:
     """Those of one run, of which one rank writes and talks."""
 
-    def __init__(self, config: Config, layout: Layout, chosen: Chosen, device: Device):
+    def __init__(self, config: Config, layout: Layout, chosen: ResolvedKernels, device: Device):
         """`chosen` are the config's kernels without an auto."""
         self.config, self.layout, self.chosen, self.device = config, layout, chosen, device
         self.folder = Path(config.train.run_folder)
@@ -135,7 +135,7 @@ class Records:
         if not self.is_writer:
             return ""
         try:
-            suspects = Suspects.of(samples, step, result.loss, result.grad_norm)
+            suspects = BadBatch.of(samples, step, result.loss, result.grad_norm)
             return f"dtlayout data show {suspects.write(self.folder, kind)} has its samples"
         except OSError as error:
             return f"its samples were not noted: {error.strerror}"

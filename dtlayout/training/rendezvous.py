@@ -15,10 +15,10 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from dtlayout.device import Device
-from dtlayout.errors import LostRanks
-from dtlayout.signals import Stopped, StopRequest
-from dtlayout.text import plural
+from dtlayout.base.errors import LostRanks
+from dtlayout.base.formatting import plural
+from dtlayout.base.signals import Stopped, StopRequest
+from dtlayout.spec.device import Device
 
 _LOOK_EVERY_S = 0.05
 _AGREED = "meeting/agreed"

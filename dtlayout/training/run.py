@@ -11,34 +11,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dtlayout.base.errors import EXIT_DONE, EXIT_NON_FINITE, EXIT_STOPPED, DtlayoutError, InvalidConfig, KernelError
+from dtlayout.base.files import expand
+from dtlayout.base.lease import TRUSTED_S, Lease, is_of_another
+from dtlayout.base.signals import StopRequest
 from dtlayout.checkpoint.hf import load_weights
 from dtlayout.checkpoint.kept import keep
 from dtlayout.checkpoint.manifest import CHECKPOINTS
+from dtlayout.checkpoint.optimizer_state import fill_state, set_updates
 from dtlayout.checkpoint.sharded import find_changes
-from dtlayout.config import Config, DataConfig
+from dtlayout.config.config import Config, DataConfig
 from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, Seen, check_held_out, open_samples, own_indices
-from dtlayout.device import Device, find_host_bytes
-from dtlayout.errors import (
-    EXIT_DONE,
-    EXIT_NON_FINITE,
-    EXIT_STOPPED,
-    DtlayoutError,
-    InvalidConfig,
-    KernelError,
-)
-from dtlayout.files import expand
-from dtlayout.kernels import Chosen, OpenKernels
-from dtlayout.layout import Layout, OpenLayout
-from dtlayout.lease import TRUSTED_S, Lease, is_of_another
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.mesh.axes import dp_rank
 from dtlayout.ops.attention import attention_implementation
-from dtlayout.pipelining.actions import Action
 from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless
 from dtlayout.plans.init import initialize
-from dtlayout.signals import StopRequest
+from dtlayout.schedules.actions import Action
+from dtlayout.spec.device import Device, find_host_bytes
+from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
+from dtlayout.spec.layout import Layout, OpenLayout
 from dtlayout.training.batches import Batches, OwnBatch
 from dtlayout.training.build import assemble
 from dtlayout.training.checkpoints import SPIKES, Checkpoints
@@ -46,14 +40,14 @@ from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.metrics import note_crash
-from dtlayout.training.optimizer import LearningRate, build_optimizer, fill_state, set_learning_rate, set_updates
+from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 from dtlayout.training.position import find_seen, note_seen
 from dtlayout.training.records import Records
 from dtlayout.training.rendezvous import join_ranks, meet, open_store
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import Launched, StepResult, TrainStep
 from dtlayout.training.timeline import TimelineRecorder
-from dtlayout.training.watch import SPARE_S, Watch
+from dtlayout.training.watchdog import SPARE_S, Watchdog
 
 STEPS_DRAWN = 4
 """How many steps of a run memory.json shows."""
@@ -87,7 +81,7 @@ def train(config: Config, layout: Layout, stop: StopRequest, lease: Lease | None
     meet(store, stop, config.train.timeout_s)
     note = partial(_note_crash, folder, store.get("lease").decode())
     patience_s = max(config.train.timeout_s, config.checkpoint.timeout_s)
-    watch = Watch(store, config.train.timeout_s, patience_s, note=note, flight=folder / "flight")
+    watch = Watchdog(store, config.train.timeout_s, patience_s, note=note, flight=folder / "flight")
     if lease:
         lease.before_end = watch.note_refusal
     with watch, attention_implementation(kernels.attention):
@@ -110,8 +104,8 @@ class _Run:
     """One rank's side of a run."""
 
     def __init__(
-        self, config: Config, layout: Layout, chosen: Chosen, device: Device, samples: Samples,
-        held_out: Samples | None, stop: StopRequest, watch: Watch, lease: Lease | None,
+        self, config: Config, layout: Layout, chosen: ResolvedKernels, device: Device, samples: Samples,
+        held_out: Samples | None, stop: StopRequest, watch: Watchdog, lease: Lease | None,
     ):  # fmt: skip
         """`chosen` are the config's kernels without an auto, `held_out` the samples of [validation]."""
         self.lease = lease

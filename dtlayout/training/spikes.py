@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtlayout.config import SpikesConfig
-from dtlayout.training.step import NO_LIMITS, Limits, StepResult
+from dtlayout.config.config import SpikesConfig
+from dtlayout.training.step import NO_LIMITS, StepLimits, StepResult
 
 
 class SpikeDetector:
@@ -31,7 +31,7 @@ class SpikeDetector:
         self._grad_norms = deque[float](maxlen=settings.window)
 
     @property
-    def step_limits(self) -> Limits:
+    def step_limits(self) -> StepLimits:
         """Those beyond which the next step updates nothing."""
         return self.limits if self.settings.action in ("skip", "save") else NO_LIMITS
 
@@ -69,7 +69,7 @@ class SpikeDetector:
 
     def _set_limits(self) -> None:
         if self.settings.action != "off" and len(self._losses) >= self.settings.min_steps:
-            self.limits = Limits(loss=self._limit(self._losses), grad_norm=self._limit(self._grad_norms))
+            self.limits = StepLimits(loss=self._limit(self._losses), grad_norm=self._limit(self._grad_norms))
 
     def _limit(self, recent: Sequence[float]) -> float:
         median, quantile = find_quantile(recent, 0.5), find_quantile(recent, self.settings.quantile)

@@ -17,24 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtlayout.batch import IGNORED
 from dtlayout.mesh.axes import PP, TP
 from dtlayout.ops.documents import Documents
 from dtlayout.pipelining.runtime import Runtime
 from dtlayout.pipelining.tied import sum_tied_gradients
+from dtlayout.spec.batch import IGNORED
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
 from dtlayout.training.transfer import OnHost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class StepLimits:
     """Beyond which a step's numbers are too large; infinity for any."""
 
     loss: float
     grad_norm: float
 
 
-NO_LIMITS = Limits(loss=math.inf, grad_norm=math.inf)
+NO_LIMITS = StepLimits(loss=math.inf, grad_norm=math.inf)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepResult:
         """False if loss or norm is NaN or infinite; the step has updated nothing then."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def exceeds(self, limits: Limits) -> bool:
+    def exceeds(self, limits: StepLimits) -> bool:
         """Whether loss or norm is above its limit; a step that was given the limits has updated nothing then."""
         return self.loss > limits.loss or self.grad_norm > limits.grad_norm
 
@@ -107,7 +107,7 @@ class TrainStep:
 
     def launch(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False,
-        limits: Limits = NO_LIMITS,
+        limits: StepLimits = NO_LIMITS,
     ) -> Launched:  # fmt: skip
         """The step without waiting for its numbers, which updates nothing if these exceed the limits."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
@@ -122,7 +122,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         return launched
 
-    def _update(self, launched: Launched, loss: Tensor, norm: Tensor, limits: Limits) -> None:
+    def _update(self, launched: Launched, loss: Tensor, norm: Tensor, limits: StepLimits) -> None:
         """The optimizer's step, or none: [Note: no update without numbers]."""
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             is_fine = loss.isfinite() & norm.isfinite() & (loss <= limits.loss) & (norm <= limits.grad_norm)

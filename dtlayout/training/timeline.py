@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dtlayout.layout import Layout
-from dtlayout.pipelining.actions import COMPUTE, RECEIVE, Action, Kind
 from dtlayout.pipelining.timeline import Timeline
+from dtlayout.schedules.actions import COMPUTE, RECEIVE, Action, Kind
+from dtlayout.spec.layout import Layout
 
 _PINGS = 8
 """Times that a rank asks another host's for its clock; the answer that came fastest counts."""

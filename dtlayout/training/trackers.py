@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from dtlayout import toml
-from dtlayout.files import write_whole
-from dtlayout.trackers import TRACKERS
+from dtlayout.base import toml
+from dtlayout.base.files import write_whole
+from dtlayout.spec.trackers import TRACKERS
 from dtlayout.training.metrics import StepMetrics
 
 _TAGS = {

@@ -7,16 +7,16 @@ from itertools import product
 import pytest
 from machine import GPU_LINK, LINK, MACHINE, NETWORK, PEAK, STREAM, TP_NETWORK, measure_gpus, measure_machine, step_s
 
-from dtlayout.batch import Batch
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.calibrate.file import to_toml
 from dtlayout.calibrate.fit import calibrate
 from dtlayout.calibrate.measured import Measured
-from dtlayout.cluster import find_gpu, load_cluster
 from dtlayout.costmodel.comm import Link, all_reduce_s
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
-from dtlayout.errors import InvalidConfig
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import find_gpu, load_cluster
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from machine import measure_machine
 from tiny import ROOT
 from trap import list_caught, set_trap
 
-from dtlayout.calibrate.clock import Busy
+from dtlayout.base.interpreter import run_module
+from dtlayout.calibrate.clock import ProcessorWatch
 from dtlayout.calibrate.measured import Measured
 from dtlayout.cli import main
-from dtlayout.cluster import load_cluster
-from dtlayout.interpreter import run_module
+from dtlayout.spec.cluster import load_cluster
 from dtlayout.sweep import processes
 
 
@@ -86,4 +86,4 @@ def test_an_end_of_the_command_ends_its_ranks(tmp_path):
 def test_time_that_others_had_is_a_share(monkeypatch):
     ticks = iter([[100, 0, 50, 500, 20, 0, 0, 10], [160, 0, 80, 900, 30, 0, 0, 20]])
     monkeypatch.setattr("dtlayout.calibrate.clock._read_ticks", lambda: next(ticks))
-    assert Busy().steal() == 10 / 100  # 60 user, 30 system, 10 stolen; idle and waiting don't count
+    assert ProcessorWatch().steal() == 10 / 100  # 60 user, 30 system, 10 stolen; idle and waiting don't count

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from machine import MACHINE, TRUTH, measure_machine, step_s
 
-from dtlayout import toml
+from dtlayout.base import toml
 from dtlayout.calibrate.file import to_toml, update
 from dtlayout.cli import main
-from dtlayout.cluster import load_cluster
 from dtlayout.commands.refit import make_record
-from dtlayout.config import load_config
+from dtlayout.config.config import load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.planner.prediction import predict
-from dtlayout.planner.runs import Performance
+from dtlayout.records.run import Performance
+from dtlayout.spec.cluster import load_cluster
 from dtlayout.sweep.results import Journal, TrialResult
 from dtlayout.sweep.spec import make_trials, read_sweep
 

@@ -13,11 +13,11 @@ from checkpoint_ranks import build, message_of, save, update
 from tiny import SHAPE
 from watched_disk import watched_disk
 
+from dtlayout.base.process import name_process
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.folder import name_partial
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_damage, list_checkpoints, read_manifest
-from dtlayout.layout import Layout
-from dtlayout.process import name_process
+from dtlayout.spec.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -20,20 +20,20 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
 from benchmarks.convert import measure
+from dtlayout.base.errors import CheckpointError, InvalidConfig
 from dtlayout.checkpoint import hf, sharded
 from dtlayout.checkpoint.hf import export_weights, import_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.cli import main
-from dtlayout.config import DataConfig, load_config, parse_config
-from dtlayout.errors import CheckpointError, InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.config.config import DataConfig, load_config, parse_config
 from dtlayout.models.beside import find_ends
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.llama import Llama
 from dtlayout.models.stored import find_weights
 from dtlayout.models.weights import check_init_from, find_other_positions, list_weights
-from dtlayout.optimizers import SGD, Optimizer
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import SGD, Optimizer
 
 LAYOUTS = [
     Layout(tp=4),

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, _hash_document, find_damage, list_checkpoints
 from dtlayout.checkpoint.metadata import parse_metadata
 from dtlayout.checkpoint.opcodes import RefusedPickle
 from dtlayout.checkpoint.sharded import load_checkpoint, read_origin
-from dtlayout.errors import CheckpointError
-from dtlayout.layout import Layout
+from dtlayout.spec.layout import Layout
 
 HEAD = b"\x80\x04"
 METADATA, FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"

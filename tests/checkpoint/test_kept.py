@@ -10,11 +10,11 @@ from real_folders import CHATML, REAL, find_id, save_real, save_words
 from safetensors.torch import load_file
 from tiny import write_tiny
 
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.kept import write_beside
 from dtlayout.cli import main
-from dtlayout.config import Config, DataConfig, load_config, parse_config
-from dtlayout.errors import InvalidConfig
+from dtlayout.config.config import Config, DataConfig, load_config, parse_config
 from dtlayout.launch import main as train
 from dtlayout.models.files import find_model
 from dtlayout.models.weights import check_init_from

@@ -10,15 +10,15 @@ from checkpoint_ranks import start_from_hf
 from hf_models import save_made
 from safetensors.torch import load_file, save_file
 
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.checkpoint.hf import export_weights, import_weights, load_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.cli import main
-from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.files import find_model
 from dtlayout.models.llama import Llama
 from dtlayout.models.weights import check_init_from
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 WAYS_OUT = "to keep it, say tied_embeddings=false (in config.json tie_word_embeddings), or remove it from its file"

@@ -37,6 +37,7 @@ from tiny import SHAPE
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
+from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint import folder as checkpoint_folder
 from dtlayout.checkpoint import manifest, sharded
 from dtlayout.checkpoint.equality import digest
@@ -44,9 +45,8 @@ from dtlayout.checkpoint.folder import clean, set_aside
 from dtlayout.checkpoint.hf import export_weights
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, find_checkpoint, find_damage, list_checkpoints, read_manifest
 from dtlayout.checkpoint.sharded import find_changes, find_intact, load_checkpoint, read_origin
-from dtlayout.errors import CheckpointError
-from dtlayout.layout import Layout
-from dtlayout.optimizers import SGD, Optimizer
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import SGD, Optimizer
 
 TIED = replace(SHAPE, tied_embeddings=True)
 LAYOUTS = [

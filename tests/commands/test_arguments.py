@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tiny import write_tiny
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import COMMANDS, main
 from dtlayout.commands.arguments import check_options
-from dtlayout.errors import InvalidConfig
 
 
 def list_actions(command: str) -> list[argparse.Action]:

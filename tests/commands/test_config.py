@@ -9,11 +9,11 @@ from dataclasses import fields, make_dataclass
 import pytest
 from tiny import ROOT
 
+from dtlayout.base.toml import loads
 from dtlayout.cli import main
-from dtlayout.config import DataConfig
-from dtlayout.keys import list_sections
-from dtlayout.optimizers import OPTIMIZERS, Optimizer
-from dtlayout.toml import loads
+from dtlayout.config.config import DataConfig
+from dtlayout.config.reference import list_sections
+from dtlayout.spec.optimizers import OPTIMIZERS, Optimizer
 
 
 def test_the_page_is_what_the_command_prints():

@@ -10,16 +10,16 @@ import pytest
 from browser import CHROMIUM, check_readable
 
 from dtlayout.cli import main
-from dtlayout.cluster import find_gpu
 from dtlayout.commands.dryrun_tables import list_tables
-from dtlayout.config import load_config
+from dtlayout.config.config import load_config
 from dtlayout.costmodel.memory import MemoryEstimate, RankMemory
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.ledger import Footprint, Highest
 from dtlayout.mesh.axes import coordinate
 from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
-from dtlayout.planner.runs import Run
+from dtlayout.records.run import Run
+from dtlayout.spec.cluster import find_gpu
 from dtlayout.training.metrics import MemoryCurves
 
 DEBUG = ("dryrun", "configs/debug.toml", "--gpu", "cpu")

@@ -13,8 +13,8 @@ from tiny import ROOT
 
 from dtlayout.cli import main
 from dtlayout.commands.recommend_answer import find_alike
-from dtlayout.layout import Layout
-from dtlayout.planner.ranking import Idea
+from dtlayout.planner.ranking import LayoutKind
+from dtlayout.spec.layout import Layout
 
 
 def test_the_best_come_first_with_cost_and_reason(capsys):
@@ -155,7 +155,7 @@ def test_where_all_is_fixed_there_are_no_other_choices(capsys, tmp_path):
 
 
 def test_the_best_places_are_different_ideas(capsys):
-    ideas = [Idea.of(Layout(**e["layout"])) for e in ask(capsys, *LLAMA)["layouts"]]
+    ideas = [LayoutKind.of(Layout(**e["layout"])) for e in ask(capsys, *LLAMA)["layouts"]]
     assert len(ideas) == len(set(ideas)) == 5
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 from recommending import DEBUG, HF, LLAMA, ask, refuse, with_model
 
-from dtlayout import files
+from dtlayout.base import files
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.config import check_layout, load_config
-from dtlayout.errors import InvalidConfig
+from dtlayout.config.config import check_layout, load_config
 from dtlayout.models.presets import PRESETS
 
 

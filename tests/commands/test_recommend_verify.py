@@ -6,14 +6,14 @@ from dataclasses import asdict, replace
 import pytest
 from recommending import DEBUG, ask_with_progress, refuse
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.commands.verify import verify
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.presets import PRESETS
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
 
 
 def test_the_best_are_dry_run_and_a_misfit_is_dropped(capsys, monkeypatch):

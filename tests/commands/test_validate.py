@@ -12,15 +12,15 @@ import pytest
 from tiny import ROOT
 
 from benchmarks.validate import explain_row
-from dtlayout import toml
+from dtlayout.base import toml
+from dtlayout.base.formatting import GIB
 from dtlayout.cli import main
 from dtlayout.costmodel import engine
 from dtlayout.costmodel.engine import find_engine, register_engine
 from dtlayout.costmodel.engine_constants import BOUNDS
-from dtlayout.planner import fit
-from dtlayout.planner.tables import read_tables
-from dtlayout.planner.validate import predict
-from dtlayout.text import GIB
+from dtlayout.validation import fit
+from dtlayout.validation.predict import predict
+from dtlayout.validation.tables import read_tables
 
 COMMON = {
     "layers": 8, "vocab": 32000, "tied": False, "seq_len": 2048, "engine": "nanotron", "gpu": "h100-80g-sxm", "gpus": 8,

@@ -7,7 +7,7 @@ from small import US, scenario
 
 from dtlayout.costmodel.comm import Link, all_reduce_s, data_link, half_all_reduce_s, message_link, message_s, tp_link
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.layout import Layout
+from dtlayout.spec.layout import Layout
 
 INSIDE = Link(bytes_per_s=50e9, start_s=10e-6, latency_s=5e-6, crosses_nodes=False)
 

@@ -18,9 +18,9 @@ from dtlayout.costmodel.compute import (
 )
 from dtlayout.costmodel.engine import Features
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.precision import Precision
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
 
 TP2, TP2_SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2)
 HALF_S = (10 + 20 + 5) * US
@@ -83,8 +83,8 @@ def test_a_program_may_keep_a_share_of_the_matmuls_it_is_to_keep():
     setting = scenario(features=Features(checkpointing="torch", kept_matmuls=0.25))
     layout = Layout(recompute="selective")
     block = block_time(setting, layout, Kernels())
-    again_s, _ = recompute_time(setting, layout, Kernels(), block)
-    assert again_s == pytest.approx((104 / 3 + 0.75 * 280) * US)
+    recompute_s, _ = recompute_time(setting, layout, Kernels(), block)
+    assert recompute_s == pytest.approx((104 / 3 + 0.75 * 280) * US)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from dtlayout import toml
-from dtlayout.cluster import known_gpus
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel import engine
 from dtlayout.costmodel.engine import (
     ANY_GPU,
@@ -19,7 +19,7 @@ from dtlayout.costmodel.engine import (
     find_unfitted,
     known_engines,
 )
-from dtlayout.errors import InvalidConfig
+from dtlayout.spec.cluster import known_gpus
 
 GPU = "h100-80g-sxm"
 FITTED = [
@@ -36,7 +36,7 @@ def install(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "mine.toml").write_text('engine = "mine"\n' + text, encoding="utf-8")
         (tmp_path / "constants" / "achieved.toml").write_text(achieved, encoding="utf-8")
-        monkeypatch.setattr(toml, "__file__", str(tmp_path / "toml.py"))
+        monkeypatch.setattr(toml, "__file__", str(tmp_path / "base/toml.py"))
         engine._read_engines.cache_clear()
         engine._achieved_on.cache_clear()
 

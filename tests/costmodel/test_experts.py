@@ -6,23 +6,23 @@ import pytest
 from small import MODEL, US
 from small import scenario as dense_scenario
 
+from dtlayout.costmodel.cache_keys import StageClass
 from dtlayout.costmodel.comm import exchange_s
 from dtlayout.costmodel.compute import block_time, recompute_time
 from dtlayout.costmodel.engine import Features
 from dtlayout.costmodel.estimate import Estimator, estimate
-from dtlayout.costmodel.fsdp2_blocks import WeightGradients, block_backward, block_forward
-from dtlayout.costmodel.fsdp2_sizes import Sizes
-from dtlayout.costmodel.fsdp2_units import Sharding, block_unit
+from dtlayout.costmodel.fsdp2.blocks import WeightGradients, block_backward, block_forward
+from dtlayout.costmodel.fsdp2.phase import sequence
+from dtlayout.costmodel.fsdp2.sizes import Sizes
+from dtlayout.costmodel.fsdp2.units import UnitBytes, block_unit
 from dtlayout.costmodel.memory import block_bytes_per_token, count_stage_experts, count_stage_parameters
-from dtlayout.costmodel.parts import StageClass
-from dtlayout.costmodel.phase import sequence
 from dtlayout.costmodel.scenario import Scenario, count_expert_shards, cut
 from dtlayout.costmodel.update import find_update, update_times
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts, LatentAttention
 from dtlayout.models.counting import count_block_parameters, count_parameters
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts, LatentAttention
+from dtlayout.spec.recompute import Recompute
 
 ONE = Experts(number=1, per_token=1, ffn_size=MODEL.ffn_size)
 """An expert as wide as the dense feed-forward, for all tokens."""
@@ -176,8 +176,8 @@ def test_torch_does_not_compute_the_experts_last_matmul_again():
     setting = scenario(EIGHT, features=Features(checkpointing="torch"))
     layout, kernels = Layout(recompute="full"), Kernels()
     block = block_time(setting, layout, kernels)
-    again_s, _ = recompute_time(setting, layout, kernels, block)
-    assert (block.forward_s - again_s) / US == pytest.approx(2 * 2000 * 1000 * 500 / 50e12 / US)
+    recompute_s, _ = recompute_time(setting, layout, kernels, block)
+    assert (block.forward_s - recompute_s) / US == pytest.approx(2 * 2000 * 1000 * 500 / 50e12 / US)
 
 
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_have_the_same():
@@ -297,7 +297,7 @@ def test_a_fsdp2_rank_gathers_its_own_experts_alone():
     setting, experts = scenario(EIGHT, features=FSDP2), 8 * 3 * 1000 * 500
     dense = count_block_parameters(setting.model) - experts
     for ep, gathered in ((1, dense + experts), (8, dense + experts / 8)):
-        sharding, unit = Sharding(setting, Layout(dp_shard=8, ep=ep, zero=3)), block_unit(setting.model, 1, ep)
+        sharding, unit = UnitBytes(setting, Layout(dp_shard=8, ep=ep, zero=3)), block_unit(setting.model, 1, ep)
         assert sharding.padded(unit) == pytest.approx(gathered, rel=3e-3)  # 500 rows of k and v are padded to 504
         assert sharding.shard(unit) == pytest.approx((dense + experts) / 8, rel=3e-3)
 

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.fsdp2_memory import estimate_curve
+from dtlayout.costmodel.fsdp2.memory import estimate_curve
+from dtlayout.costmodel.fsdp2.phase import IDLE, NOTHING, MemoryKind, Phase, add, changes, fullest_of, sequence
 from dtlayout.costmodel.memory import RankMemory
-from dtlayout.costmodel.phase import IDLE, NOTHING, Part, Phase, add, changes, fullest_of, sequence
 from dtlayout.costmodel.scenario import Scenario, cut
-from dtlayout.kernels import Kernels, count_loss_chunks
-from dtlayout.layout import Layout
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters, count_parameters
 from dtlayout.models.presets import PRESETS
-from dtlayout.pipelining.schedules import find_schedule
-from dtlayout.precision import Precision
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels, count_loss_chunks
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
 
 MODEL = replace(PRESETS["llama-13b"], num_layers=8)
 H, NUM_TENSORS = MODEL.hidden_size, 9 * MODEL.num_layers + 3
@@ -193,7 +193,7 @@ def test_long_steps_hold_what_short_ones_do():
 
 # Phases
 
-parts = st.sampled_from(list(Part))
+parts = st.sampled_from(list(MemoryKind))
 steps = st.lists(st.tuples(parts, st.integers(-50, 50)), max_size=6)
 
 
@@ -210,7 +210,7 @@ def test_a_repeated_phase_is_its_changes_repeated(some, count):
 @given(st.lists(steps, min_size=1, max_size=4))
 def test_the_fullest_of_phases_is_that_of_their_sequence(lists):
     phases = [changes(*some) for some in lists]
-    start = (10.0,) * len(Part)
+    start = (10.0,) * len(MemoryKind)
     assert sum(fullest_of(start, phases, range(len(phases)))) == sum(add(start, sequence(phases).fullest))
 
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu, known_gpus
 from dtlayout.costmodel.engine import find_engine, known_engines
 from dtlayout.costmodel.estimate import Estimate, Estimator, estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.presets import PRESETS
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu, known_gpus
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 ENGINES, GPUS = known_engines(), [*known_gpus(), "cpu"]
 MEGATRON_STATE = [name for name in ENGINES if find_engine(name, "cpu").features.sharding == "distributed-optimizer"]

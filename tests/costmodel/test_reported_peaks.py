@@ -10,16 +10,16 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator, estimate
-from dtlayout.costmodel.fsdp2_sizes import Sizes
+from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.models.presets import find_preset
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 GPU = "h100-96g-500w"
 T, V, TP = 64, 4000, 4

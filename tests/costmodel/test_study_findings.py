@@ -9,14 +9,14 @@ from statistics import mean, median
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 BEST = Kernels(attention="sdpa-flash", norm="fused")
 EAGER_NORM = Kernels(attention="sdpa-flash", norm="eager")

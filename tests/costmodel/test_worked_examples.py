@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.costmodel.memory import block_bytes_per_token, count_stage_parameters, state_bytes
 from dtlayout.costmodel.scenario import Scenario, cut
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.presets import find_preset
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 
 def gpt(name: str, hidden: int, layers: int, heads: int, *, vocab: int = 51_200, **sizes) -> ModelShape:

@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from waiting import wait_until
 
-from dtlayout.config import DataConfig
-from dtlayout.data.chat import ChatTemplate, Limits, load_template
+from dtlayout.base.errors import DataError
+from dtlayout.base.interpreter import run_code
+from dtlayout.base.process import is_gone
+from dtlayout.config.config import DataConfig
+from dtlayout.data.chat import ChatTemplate, TemplateLimits, load_template
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.template import scale_limit
 from dtlayout.data.tokens import TokenFile
-from dtlayout.errors import DataError
-from dtlayout.interpreter import run_code
-from dtlayout.process import is_gone
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -115,7 +115,10 @@ FLOODS = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_template_that_takes_too_much_is_refused_and_leaves_no_process(name):
-    template, started = ChatTemplate(FLOODS[name], {}, Limits(cpu_s=0, memory_bytes=1 << 28)), time.process_time()
+    template, started = (
+        ChatTemplate(FLOODS[name], {}, TemplateLimits(cpu_s=0, memory_bytes=1 << 28)),
+        time.process_time(),
+    )
     with pytest.raises(DataError, match=r"^the chat template (cannot write this conversation|is not Jinja): ") as error:
         template.find_answers(CONVERSATION)
     assert len(str(error.value)) < 2100 and "\n" not in str(error.value) and "Traceback" not in str(error.value)
@@ -128,7 +131,7 @@ def test_a_template_that_takes_too_much_is_refused_and_leaves_no_process(name):
 
 def test_a_template_may_take_its_time_for_each_conversation_again_and_goes_on_after_one_that_took_too_much():
     loop = "{% for i in range(messages[0].n) %}{% for j in range(30000) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(loop + "done", {}, Limits(cpu_s=1))
+    template = ChatTemplate(loop + "done", {}, TemplateLimits(cpu_s=1))
     assert [template.render([{"role": "user", "n": 150}]) for _ in range(15)] == ["done"] * 15  # some .2 s each
     with pytest.raises(DataError, match=r"this conversation: it takes more than 1 s$"):
         template.render([{"role": "user", "n": 90000}])
@@ -149,7 +152,7 @@ def test_what_a_template_process_answers_is_not_believed(monkeypatch):
         code = f"print({answer[:20]!r} + 'x' * {max(0, len(answer) - 20)}, flush=True); input()"
         monkeypatch.setattr("dtlayout.data.chat.run_module", lambda *_, code=code: run_code(code))
         with pytest.raises(DataError, match=r"this conversation: its process ended with exit code -?\d+$"):
-            ChatTemplate("x", {}, Limits(characters=1 << 20)).render([])
+            ChatTemplate("x", {}, TemplateLimits(characters=1 << 20)).render([])
 
 
 def test_templates_are_found_where_tokenizers_have_them(tmp_path, write_tokenizer):

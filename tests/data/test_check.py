@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 from tiny import write_tiny
 
-from dtlayout.config import load_config
+from dtlayout.base.errors import DtlayoutError
+from dtlayout.config.config import load_config
 from dtlayout.data.check import check_beginnings, check_data
-from dtlayout.errors import DtlayoutError
 from dtlayout.training.run import _open_held_out, _open_samples
 
 pytestmark = pytest.mark.usefixtures("offline", "no_torchrun")

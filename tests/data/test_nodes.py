@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from node_ranks import prepare_as_one_of_two_nodes, write_tokens
 
-from dtlayout.config import DataConfig
+from dtlayout.base.errors import DataError
+from dtlayout.config.config import DataConfig
 from dtlayout.data import nodes
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.prepare import INFO_NAME
-from dtlayout.errors import DataError
 
 DATA = DataConfig(source="x/y", folder="somewhere")
 

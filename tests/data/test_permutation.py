@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtlayout.base.errors import DataError
 from dtlayout.data.permutation import hash_integers, permute
-from dtlayout.errors import DataError
 
 any_seed = st.integers(-(1 << 70), 1 << 70)
 

@@ -13,11 +13,11 @@ import pytest
 
 import dtlayout.data.documents
 import dtlayout.data.prepare
-from dtlayout.config import DataConfig
+from dtlayout.base.errors import DataError
+from dtlayout.config.config import DataConfig
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.sources import Corpus
 from dtlayout.data.tokens import TokenFile
-from dtlayout.errors import DataError
 
 
 def as_corpus(source, documents):

@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dtlayout.data.samples
-from dtlayout.batch import IGNORED, Batch
-from dtlayout.config import DataConfig, Source
+from dtlayout.base.errors import DataError
+from dtlayout.base.formatting import plural
+from dtlayout.config.config import DataConfig, Source
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.samples import (
     ROUND,
-    Cut,
+    SampledSource,
     Samples,
     Seen,
     deal,
@@ -33,8 +34,7 @@ from dtlayout.data.samples import (
     shuffle,
 )
 from dtlayout.data.tokens import TokenFile
-from dtlayout.errors import DataError
-from dtlayout.text import plural
+from dtlayout.spec.batch import IGNORED, Batch
 
 END = 2
 degrees = st.integers(1, 8)
@@ -42,7 +42,9 @@ degrees = st.integers(1, 8)
 
 def make_samples(folder, seq_len, global_batch, seed=0, **options):
     return Samples(
-        (Cut(TokenFile.open(folder), seq_len, **options),), Batch(seq_len=seq_len, global_batch=global_batch), seed
+        (SampledSource(TokenFile.open(folder), seq_len, **options),),
+        Batch(seq_len=seq_len, global_batch=global_batch),
+        seed,
     )
 
 
@@ -64,10 +66,10 @@ def test_prepared_tokens_open(tmp_path, offline):
 def test_a_sample_needs_one_token_more_than_its_length(write_tokens, num_tokens, num_samples):
     tokens = TokenFile.open(write_tokens(range(num_tokens)))
     if num_samples:
-        assert Cut(tokens, 4).num_samples == num_samples
+        assert SampledSource(tokens, 4).num_samples == num_samples
     else:
         with pytest.raises(DataError, match=f"holds {plural(num_tokens, 'token')}, one sample of seq_len=4 needs 5"):
-            Cut(tokens, 4)
+            SampledSource(tokens, 4)
 
 
 def test_targets_are_the_tokens_shifted_by_one(write_tokens):
@@ -116,7 +118,7 @@ def test_a_larger_model_vocabulary_is_fine_and_a_smaller_one_is_not(write_tokens
 def test_an_id_that_no_tokenizer_gave_is_an_error_with_its_place(write_tokens, options):
     ids = [*range(9), 257, 300, *range(9)]
     folder = write_tokens(ids, documents=[8, 6, 6])
-    cut = Cut(TokenFile.open(folder), 4, **options)
+    cut = SampledSource(TokenFile.open(folder), 4, **options)
     cut.read(np.array([0]))
     with pytest.raises(
         DataError, match=r"tokens\.bin' holds id (257|300) at position (9|10), the tokenizer has 257: the"
@@ -124,7 +126,7 @@ def test_an_id_that_no_tokenizer_gave_is_an_error_with_its_place(write_tokens, o
         for number in range(cut.num_samples):
             cut.read(np.array([number]))
     (folder / "tokens.bin").write_bytes(np.minimum(ids, 256).astype("<u2").tobytes())
-    Cut(TokenFile.open(folder), 4, **options).read(np.arange(cut.num_samples))
+    SampledSource(TokenFile.open(folder), 4, **options).read(np.arange(cut.num_samples))
 
 
 def test_truncated_tokens_are_an_error(write_tokens):
@@ -161,7 +163,7 @@ def test_a_description_of_something_else_is_an_error(write_tokens, change):
 def test_too_few_tokens_for_one_sample_says_how_many_are_needed(write_tokens):
     tokens = TokenFile.open(write_tokens(range(8)))
     with pytest.raises(DataError, match=r"holds 8 tokens, one sample of seq_len=8 needs 9;.*seq_len of at most 7"):
-        Cut(tokens, 8)
+        SampledSource(tokens, 8)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=6), degrees)
@@ -257,7 +259,7 @@ def test_samples_without_a_target_are_those_that_are_counted(write_tokens, monke
 
 @given(st.lists(st.floats(0.1, 50), min_size=2, max_size=5), st.integers(0, 1 << 40))
 def test_several_sources_have_their_shares_of_each_round_and_none_is_dealt_twice(weights, seed):
-    cut = Cut(TokenFile(np.zeros(9, np.uint16), np.array([0, 9]), None, 1, 0, ""), 4)
+    cut = SampledSource(TokenFile(np.zeros(9, np.uint16), np.array([0, 9]), None, 1, 0, ""), 4)
     samples = Samples((cut,) * len(weights), Batch(seq_len=4, global_batch=1), seed, tuple(weights))
     quotas = samples._quotas
     assert sum(quotas) == ROUND
@@ -289,7 +291,7 @@ def test_a_mixture_is_the_same_samples_in_any_parts_and_its_sources_start_again_
 
 
 def test_a_weight_too_small_to_count_is_an_error(write_tokens):
-    cut = Cut(TokenFile.open(write_tokens(range(9))), 4, "tiny.txt")
+    cut = SampledSource(TokenFile.open(write_tokens(range(9))), 4, "tiny.txt")
     with pytest.raises(DataError, match=r"the weight of tiny\.txt is less than 1 / 10000 of all"):
         Samples((cut, cut), Batch(seq_len=4, global_batch=1), 0, (1e-6, 1.0))
 

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dtlayout.base.errors import DataError
 from dtlayout.data import sources
 from dtlayout.data.sources import STDLIB, Corpus, list_files
-from dtlayout.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("offline")
 

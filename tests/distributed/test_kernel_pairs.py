@@ -12,12 +12,12 @@ from ranks import Ranks
 from thorough import mostly_thorough
 from torch.torch_version import TorchVersion
 
-from dtlayout.config import check_layout, parse_config
-from dtlayout.device import Device
-from dtlayout.errors import InvalidLayout
-from dtlayout.kernel import KERNELS
-from dtlayout.kernels import Compile, Kernels
-from dtlayout.layout import Layout
+from dtlayout.base.errors import InvalidLayout
+from dtlayout.config.config import check_layout, parse_config
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import KERNELS
+from dtlayout.spec.kernels import Compile, Kernels
+from dtlayout.spec.layout import Layout
 
 AXES: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa-flash", "sdpa-math", "blockwise"),

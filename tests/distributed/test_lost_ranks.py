@@ -9,7 +9,7 @@ from tiny import ROOT, write_tiny
 
 FAULTS = """
 import os, signal, time
-from dtlayout.training.watch import Watch
+from dtlayout.training.watchdog import Watch
 
 begin, faults = Watch.begin_step, os.environ["FAULTS"].split()
 

@@ -8,10 +8,10 @@ from parity import BF16, EXACT, FP32, QWEN2, QWEN3, SHAPE, TIED, Case
 from ranks import Ranks
 from thorough import mostly_thorough
 
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.optimizers import SGD
-from dtlayout.precision import Precision
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import SGD
+from dtlayout.spec.precision import Precision
 from tests.distributed.test_parity import AXES, FAMILY_LAYOUTS, SCHEDULED, TIED_LAYOUTS
 
 COARSE = Precision(params="bfloat16", compute="bfloat16", reduce="bfloat16")

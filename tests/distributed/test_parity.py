@@ -31,12 +31,12 @@ from parity import (
 from ranks import Ranks
 from thorough import mostly_thorough, thorough
 
-from dtlayout.context_parallel import CONTEXT_METHODS
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.optimizers import SGD, Optimizer
-from dtlayout.pipelining.schedules import SCHEDULES
+from dtlayout.schedules.schedules import SCHEDULES
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import SGD, Optimizer
 
 AXES = {
     "dp4": Layout(dp_shard=4),

@@ -16,12 +16,12 @@ from sharding import (
 )
 from thorough import mostly_thorough, thorough
 
-from dtlayout.kernels import count_loss_chunks
-from dtlayout.layout import Layout
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
 from dtlayout.models.llama import Llama
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import OVERLAPPED_PIECES
+from dtlayout.spec.kernels import count_loss_chunks
+from dtlayout.spec.layout import Layout
 
 DATA = ("dp_replicate", "dp_shard")
 LOSS_SUMS = 2 * count_loss_chunks(4 * SEQ_LEN)

@@ -12,8 +12,8 @@ from parity import FP32, Case, build_step, local_rows
 from tiny import ROOT, write_tiny
 
 from dtlayout.cli import main
-from dtlayout.layout import Layout
-from dtlayout.pipelining.schedules import find_schedule
+from dtlayout.schedules.schedules import find_schedule
+from dtlayout.spec.layout import Layout
 from dtlayout.training.metrics import RecordedTimelines
 from dtlayout.training.timeline import TimelineRecorder
 

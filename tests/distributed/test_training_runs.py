@@ -14,15 +14,15 @@ from planted import plant_noise
 from tiny import SHAPE, TinyFiles, write_tiny
 from tracked import read_tensorboard, read_wandb
 
+from dtlayout.base.lease import LEASE_NAME
 from dtlayout.checkpoint.manifest import read_manifest
 from dtlayout.cli import main
-from dtlayout.config import load_config
-from dtlayout.device import Device
-from dtlayout.kernel import Need
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.lease import LEASE_NAME
+from dtlayout.config.config import load_config
 from dtlayout.models.counting import count_parameters
-from dtlayout.planner.runs import Run
+from dtlayout.records.run import Run
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import KernelRequest
+from dtlayout.spec.kernels import Kernels, OpenKernels
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu",
@@ -132,7 +132,7 @@ def test_a_run_leaves_its_metrics_its_config_and_how_it_ended(straight):
     log = (straight.config.parent / "log").read_text()
     assert (
         summary["chosen"]
-        == OpenKernels().resolve(Need(device=Device("cpu"), compute="float32", head_width=8)).describe()
+        == OpenKernels().resolve(KernelRequest(device=Device("cpu"), compute="float32", head_width=8)).describe()
     )
     assert all(log.splitlines().count(line) == 1 for line in summary["chosen"]) and len(summary["chosen"]) == 5
     assert "USDT" not in log  # what the profiler says to nobody

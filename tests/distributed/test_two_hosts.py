@@ -114,15 +114,15 @@ nodes.prepare_tokens = note
 
 SLOW = """
 import time
-from dtlayout.training.watch import Watch
+from dtlayout.training.watchdog import Watchdog
 
-begin = Watch.begin_step
+begin = Watchdog.begin_step
 
 def begin_step(watch, step):
     begin(watch, step)
     time.sleep(1)
 
-Watch.begin_step = begin_step
+Watchdog.begin_step = begin_step
 """
 """A plugin: steps take a second at least, so that a link can be cut within a run."""
 

@@ -6,7 +6,7 @@ import pytest
 from parity import SHAPE, Case
 
 from dtlayout.dryrun.blocks import Added, Held, add_blocks, find_cut
-from dtlayout.layout import Layout
+from dtlayout.spec.layout import Layout
 
 DEEPER = replace(SHAPE, num_layers=32)
 

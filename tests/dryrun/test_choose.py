@@ -2,15 +2,15 @@
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.dryrun.choose import fullest_ranks
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.dryrun import SUBJECTS, Subject
-from dtlayout.cluster import find_gpu
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.fsdp2_memory import estimate_curve
+from dtlayout.costmodel.fsdp2.memory import estimate_curve
 from dtlayout.dryrun.choose import default_ranks
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
 from dtlayout.planner.prediction import own_scenario, predict
+from dtlayout.spec.cluster import find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 STUDY_13B, LLAMA_8B, LLAMA_70B = (
     replace(subject, global_batch=max(2, subject.layout.pp) * subject.layout.dp)

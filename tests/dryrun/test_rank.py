@@ -12,16 +12,16 @@ from recording import CollectiveRecorder
 from rehearsal import NUM_PLANTED, PLANTS, rehearse, rehearse_with
 from thorough import mostly_thorough, thorough
 
-from dtlayout.context_parallel import CONTEXT_METHODS
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.dryrun.rank import fold
 from dtlayout.dryrun.report import Message, RankReport
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.measure.ledger import Footprint
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.mesh.axes import PP
-from dtlayout.optimizers import SGD
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import SGD
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer
 from dtlayout.training.step import TrainStep

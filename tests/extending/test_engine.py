@@ -3,8 +3,8 @@
 import pytest
 from plugged import PLUGINS, ask, ask_programs, count_files, plugged_in
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine import find_engine, register_engine
-from dtlayout.errors import InvalidConfig
 
 LLAMA = ("--model", "llama3.1-8b", "--gpu", "h100-80g-sxm", "--gpus", "16", "--seq-len", "4096", "--global-batch", "64")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from plugged import ask_programs, count_files, plugged_in
 
-from dtlayout.kernels import Kernels
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import describe
 from dtlayout.models.presets import find_preset
+from dtlayout.spec.kernels import Kernels
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 48, "vocab_size": 260}  # fmt: skip

@@ -4,8 +4,8 @@ import pytest
 from launching import read_lines
 from plugged import PLUGINS, ask_programs, count_files, plugged_in
 
-from dtlayout.cluster import find_gpu, find_gpu_by_device, register_gpu
-from dtlayout.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.spec.cluster import find_gpu, find_gpu_by_device, register_gpu
 
 
 @pytest.fixture(autouse=True)

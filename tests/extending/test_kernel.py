@@ -11,7 +11,7 @@ import pytest
 from tiny import ROOT, TinyFiles, write_tiny
 
 RECORD = """
-from dtlayout.kernel import AttentionKernel, register_kernel
+from dtlayout.spec.kernel_table import AttentionKernel, register_kernel
 
 register_kernel(
     AttentionKernel(

@@ -10,7 +10,7 @@ PROGRAM = """
 import sys
 import dtlayout
 from dtlayout.models.families import FAMILIES
-from dtlayout.optimizers import OPTIMIZERS
+from dtlayout.spec.optimizers import OPTIMIZERS
 print(*FAMILIES, *OPTIMIZERS, "torch" in sys.modules)
 """
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlayout.measure.work import WorkCounter, describe
-from dtlayout.models.operations import Attention, Matmul, Operation, Pass
+from dtlayout.models.operations import AttentionCall, KernelCall, Matmul, Pass
 
 
 class Listing(TorchDispatchMode):
@@ -15,7 +15,7 @@ class Listing(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Operation] = []
+        self.found: list[KernelCall] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -67,7 +67,7 @@ def test_attention_counts_whole_and_two_and_a_half_times_backward():
     with Listing() as listing, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     whole = 2 * 4 * 4 * 16**2 * 8
-    assert [each.flops for each in listing.found if isinstance(each, Attention)] == [whole, 2.5 * whole]
+    assert [each.flops for each in listing.found if isinstance(each, AttentionCall)] == [whole, 2.5 * whole]
 
 
 def test_attention_that_hides_nothing_counts_as_if_it_hid_half():
@@ -76,7 +76,7 @@ def test_attention_that_hides_nothing_counts_as_if_it_hid_half():
         F.scaled_dot_product_attention(q, k, v)
         F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(16, 24))
     whole = 2 * 4 * 4 * 16 * 24 * 8
-    assert [each.flops for each in listing.found if isinstance(each, Attention)] == [2 * whole, whole]
+    assert [each.flops for each in listing.found if isinstance(each, AttentionCall)] == [2 * whole, whole]
 
 
 def test_fused_adam_reads_four_tensors_and_writes_three():

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtlayout.base.errors import InvalidLayout
 from dtlayout.dryrun.world import fake_world
-from dtlayout.errors import InvalidLayout
-from dtlayout.layout import Layout
 from dtlayout.mesh import build
 from dtlayout.mesh.build import build_mesh, open_reduction_group
+from dtlayout.spec.layout import Layout
 
 
 def test_a_layout_of_another_world_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

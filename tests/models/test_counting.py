@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtlayout.kernels import Kernels
-from dtlayout.model_shape import Experts, LatentAttention, ModelShape
 from dtlayout.models import counting
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.model_shape import Experts, LatentAttention, ModelShape
 
 SHAPE = ModelShape(name="m", hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=40)
 SEQ_LEN = 16

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen3Config
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import FAMILIES, Family, describe, find_family, register_family
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.presets import PRESETS, find_preset
+from dtlayout.spec.kernels import Kernels
 
 SHAPES = {
     **{family: next(s for s in PRESETS.values() if s.family == family) for family in FAMILIES},

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.model_shape import ModelShape
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.families import COMMON_DEFAULTS, FAMILIES, describe
@@ -25,6 +24,7 @@ from dtlayout.models.files import to_hf
 from dtlayout.models.hf_config import parse_hf
 from dtlayout.models.presets import PRESETS
 from dtlayout.ops.rope import rotary_frequencies
+from dtlayout.spec.model_shape import ModelShape
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILY_NAMES = ("llama", "qwen2", "qwen3")  # those that are here without a plugin

@@ -16,12 +16,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dtlayout.batch import IGNORED
 from dtlayout.data.samples import find_starts
-from dtlayout.kernels import Kernels
-from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
+from dtlayout.spec.batch import IGNORED
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
 SHAPE = ModelShape(name="m", hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_size=96, vocab_size=50)
 GQA = replace(SHAPE, num_kv_heads=2)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import PRESETS, find_preset
+from dtlayout.spec.kernels import Kernels
 
 PUBLISHED = {  # sum of the safetensors of each model on the HF hub
     "llama-7b": 6_738_415_616,

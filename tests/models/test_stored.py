@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dtlayout.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models import stored
 from dtlayout.models.stored import INDEX, SINGLE_FILE, are_equal, find_weights
 

@@ -8,8 +8,7 @@ import torch
 from attention import STARTS, attention_of_each_document, explicit_attention, make_inputs
 from torch.nn.attention import SDPBackend
 
-from dtlayout.errors import KernelError
-from dtlayout.kernel import AttentionKernel, find_kernel, find_packages, list_kernels
+from dtlayout.base.errors import KernelError
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.ops import blockwise
 from dtlayout.ops.attention import (
@@ -21,6 +20,7 @@ from dtlayout.ops.attention import (
 )
 from dtlayout.ops.blockwise import _weigh
 from dtlayout.ops.documents import Documents, make_mask
+from dtlayout.spec.kernel_table import AttentionKernel, find_kernel, find_packages, list_kernels
 
 KERNELS = [kernel for kernel in list_kernels(AttentionKernel) if kernel.formats()]
 RAN = {"sdpa-flash": "flash", "sdpa-math": "math", "blockwise": "blockwise"}

@@ -12,16 +12,16 @@ from parity import SHAPE, compiling_with
 from torch._dynamo.utils import counters
 from torch.nn.attention import current_flash_attention_impl
 
-from dtlayout.errors import KernelError
-from dtlayout.kernel import AttentionKernel, find_kernel, kernels_replaced
-from dtlayout.kernels import Kernels
+from dtlayout.base.errors import KernelError
 from dtlayout.models.llama import Llama
 from dtlayout.ops.attention import attention_implementation, causal_attention, prepare_mask
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.flash_attn import FlashAttn
 from dtlayout.plans.apply import prepare_blocks
 from dtlayout.plans.init import initialize
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernel_table import AttentionKernel, find_kernel, kernels_replaced
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.recompute import Recompute
 
 FORWARD, BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
 BY_DOCUMENT = "_flash_attention_forward", "_flash_attention_backward"

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dtlayout import kernel
-from dtlayout.batch import IGNORED
-from dtlayout.kernels import count_loss_chunks
 from dtlayout.ops.loss import Head, token_losses
+from dtlayout.spec import kernel_table
+from dtlayout.spec.batch import IGNORED
+from dtlayout.spec.kernels import count_loss_chunks
 
-LOSSES = [name for name, known in kernel.KERNELS["loss"].items() if known.cpu]  # the others are predicted only
+LOSSES = [name for name, known in kernel_table.KERNELS["loss"].items() if known.cpu]  # the others are predicted only
 B, S, D, V = 3, 7, 5, 11
 generator = torch.Generator().manual_seed(0)
 HIDDEN = torch.randn(B, S, D, dtype=torch.float64, generator=generator)

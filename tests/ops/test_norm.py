@@ -5,9 +5,9 @@ import torch
 from liger import compare, needs_liger
 from torch.autograd import gradcheck
 
-from dtlayout.errors import KernelError
-from dtlayout.kernel import NormKernel, find_kernel
+from dtlayout.base.errors import KernelError
 from dtlayout.ops.norm import RMSNorm, liger_rms_norm
+from dtlayout.spec.kernel_table import NormKernel, find_kernel
 
 EPS = 1e-3
 generator = torch.Generator().manual_seed(0)

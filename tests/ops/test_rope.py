@@ -10,7 +10,6 @@ from liger import compare, needs_liger
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dtlayout.model_shape import ModelShape, RopeScaling
 from dtlayout.models.presets import PRESETS, find_preset
 from dtlayout.ops.rope import (
     RotaryEmbedding,
@@ -20,6 +19,7 @@ from dtlayout.ops.rope import (
     rotary_frequencies,
     stretch_frequencies,
 )
+from dtlayout.spec.model_shape import ModelShape, RopeScaling
 
 SHAPE = ModelShape(name="m", hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_size=8)
 POSITIONS = 64

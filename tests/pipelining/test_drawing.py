@@ -3,10 +3,10 @@
 import pytest
 
 from dtlayout.pipelining.drawing import draw, draw_transfers, to_trace
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timeline import Timeline, Transfer
 from dtlayout.pipelining.timing import play_spans
-from dtlayout.pipelining.waves import StageTimes
+from dtlayout.schedules.fast_timing import StageTimes
+from dtlayout.schedules.schedules import find_schedule
 
 
 def play(name: str, v: int, m: int) -> Timeline:

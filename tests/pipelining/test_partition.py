@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtlayout.batch import Batch
-from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS, find_preset
 from dtlayout.pipelining.partition import (
     LayerCosts,
@@ -16,6 +14,8 @@ from dtlayout.pipelining.partition import (
     layer_costs,
     partition,
 )
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
 
 cost = st.integers(0, 20)
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from dtlayout.batch import Batch
-from dtlayout.layout import Layout
-from dtlayout.pipelining.actions import Action, Kind
-from dtlayout.pipelining.placement import Looped, Placement
 from dtlayout.pipelining.schedule import Schedule, make_schedule
 from dtlayout.pipelining.timing import simulate
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.schedules.placement import Looped, Placement
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtlayout.pipelining.timing import time_pipeline, time_shared_pipeline
-from dtlayout.pipelining.waves import StageTimes
+from dtlayout.schedules.fast_timing import StageTimes
 
 SECONDS = st.floats(0.01, 1.0)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from dtlayout.pipelining.split_backward import PutOff, StageWeights, accumulate
+from dtlayout.pipelining.split_backward import DelayedWeightGradient, StageWeights, accumulate
 
 
 def test_between_both_parts_neither_the_input_of_the_stage_nor_its_gradient_is_kept() -> None:
@@ -46,8 +46,8 @@ def test_what_was_put_off_adds_up_over_microbatches_and_hooks_are_told() -> None
 
 def test_no_gradient_that_was_put_off_is_copied() -> None:
     weight, gradient = nn.Parameter(torch.zeros(4, 4)), torch.randn(4, 4)
-    work = PutOff([get_gradient_edge(weight)], gradient, gradient)
-    with mock.patch.object(PutOff, "make", lambda self: [gradient]):
+    work = DelayedWeightGradient([get_gradient_edge(weight)], gradient, gradient)
+    with mock.patch.object(DelayedWeightGradient, "make", lambda self: [gradient]):
         accumulate([work])
     assert weight.grad is gradient
 
@@ -56,7 +56,9 @@ def test_parts_of_a_parameter_that_share_a_graph_get_their_gradients_at_once() -
     both = nn.Parameter(torch.randn(5, 4))
     scaled = both * both  # a graph that keeps something
     weight, bias = scaled[:4], scaled[4]
-    work = PutOff([get_gradient_edge(weight), get_gradient_edge(bias)], torch.randn(3, 4), torch.randn(3, 4))
+    work = DelayedWeightGradient(
+        [get_gradient_edge(weight), get_gradient_edge(bias)], torch.randn(3, 4), torch.randn(3, 4)
+    )
     of_weight, of_bias = work.make()
     accumulate([work])
     assert torch.allclose(both.grad, 2 * both * torch.cat([of_weight, of_bias[None]]))

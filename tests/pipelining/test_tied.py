@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtlayout.pipelining import tied
-from dtlayout.pipelining.placement import Looped
+from dtlayout.schedules.placement import Looped
 
 
 class Mesh(dict):

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dtlayout.pipelining.actions import Action, Kind
-from dtlayout.pipelining.schedules import find_schedule
 from dtlayout.pipelining.timeline import Timeline, Transfer, find_scales
 from dtlayout.pipelining.timing import simulate
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.schedules.schedules import find_schedule
 
 
 def play(name: str, p: int, v: int, m: int, slowness: Callable[[Action], float] = lambda action: 1.0) -> Timeline:

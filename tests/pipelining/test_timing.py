@@ -8,11 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from outside import LATE_WEIGHTS, V_GPIPE, registered
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.pipelining import waves
-from dtlayout.pipelining.actions import Action, Kind
-from dtlayout.pipelining.placement import Looped, Placement
-from dtlayout.pipelining.schedules import PipelineSchedule, find_schedule
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.pipelining.timing import (
     Moment,
     PipelineTime,
@@ -24,7 +20,11 @@ from dtlayout.pipelining.timing import (
     time_pipeline,
     weigh_moments,
 )
-from dtlayout.pipelining.waves import StageTimes
+from dtlayout.schedules import fast_timing
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.schedules.fast_timing import StageTimes
+from dtlayout.schedules.placement import Looped, Placement
+from dtlayout.schedules.schedules import PipelineSchedule, find_schedule
 
 Case = tuple[str, int, int, int]  # schedule, ranks, virtual stages, microbatches
 
@@ -101,15 +101,17 @@ def play_every_action(case: Case, times: StageTimes) -> PipelineTime:
 
 def play_every_wave(case: Case, times: StageTimes) -> PipelineTime:
     """What time_pipeline gives if it never skips a period."""
-    with mock.patch.object(waves, "TOLERANCE", -1.0):
+    with mock.patch.object(fast_timing, "TOLERANCE", -1.0):
         return time_pipeline(*case, times)
 
 
 def count_waves(case: Case, times: StageTimes) -> int:
     """How many waves time_pipeline plays."""
     with (
-        mock.patch.object(waves, "_advance_1f1b", wraps=waves._advance_1f1b) as of_1f1b,
-        mock.patch.object(waves, "_advance_interleaved", wraps=waves._advance_interleaved) as of_interleaved,
+        mock.patch.object(fast_timing, "_advance_1f1b", wraps=fast_timing._advance_1f1b) as of_1f1b,
+        mock.patch.object(
+            fast_timing, "_advance_interleaved", wraps=fast_timing._advance_interleaved
+        ) as of_interleaved,
     ):
         time_pipeline(*case, times)
     return of_1f1b.call_count + of_interleaved.call_count

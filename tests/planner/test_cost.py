@@ -2,12 +2,12 @@
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.presets import PRESETS
-from dtlayout.planner.cost import Budget, Cost, Marks, find_cost, find_marks
+from dtlayout.planner.cost import Budget, Marks, TrainingCost, find_cost, find_marks
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
 
 
 def scenario_on(gpu, num_gpus):
@@ -19,7 +19,9 @@ def scenario_on(gpu, num_gpus):
 
 def test_days_hours_energy_and_money_follow_from_the_steps():
     cost = find_cost(scenario_on("h100-80g-sxm", 16), 3.6, Budget(tokens=100_000_000, price=2.0))
-    assert cost == Cost(steps=1000, days=pytest.approx(1 / 24), gpu_hours=16.0, energy_mwh=16 * 700 / 1e6, money=32.0)
+    assert cost == TrainingCost(
+        steps=1000, days=pytest.approx(1 / 24), gpu_hours=16.0, energy_mwh=16 * 700 / 1e6, money=32.0
+    )
 
 
 def test_a_step_that_is_not_full_is_a_step_and_what_nobody_says_is_unknown():
@@ -28,7 +30,7 @@ def test_a_step_that_is_not_full_is_a_step_and_what_nobody_says_is_unknown():
 
 
 def costs(*pairs):
-    return [pair and Cost(1, *pair, None, None) for pair in pairs]
+    return [pair and TrainingCost(1, *pair, None, None) for pair in pairs]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.config import check_layout, parse_config
+from dtlayout.config.config import check_layout, parse_config
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.presets import PRESETS
 from dtlayout.planner.explain import (
@@ -24,7 +20,11 @@ from dtlayout.planner.explain import (
     find_overrides,
 )
 from dtlayout.planner.space import KERNEL_NAMES
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
 
 
 def make_scenario(model="llama-13b", global_batch=512, seq_len=2048, num_gpus=64, precision=None) -> Scenario:

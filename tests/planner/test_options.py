@@ -5,24 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.commands.emit import make_config
 from dtlayout.costmodel.engine import find_engine, find_usual, known_engines
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import DtlayoutError, InvalidConfig
-from dtlayout.kernel import KERNELS
-from dtlayout.layout import OFFLOADS
-from dtlayout.model_shape import Experts
 from dtlayout.models.presets import find_preset
-from dtlayout.optimizers import OPTIMIZERS
-from dtlayout.pipelining.schedules import SCHEDULES
 from dtlayout.planner.choices import CHOICES, find_idle
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.precision import BYTES, MATMUL_FORMATS
 from dtlayout.programs.program import Job
 from dtlayout.programs.registry import PROGRAMS
+from dtlayout.schedules.schedules import SCHEDULES
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernel_table import KERNELS
+from dtlayout.spec.layout import OFFLOADS
+from dtlayout.spec.model_shape import Experts
+from dtlayout.spec.optimizers import OPTIMIZERS
+from dtlayout.spec.precision import BYTES, MATMUL_FORMATS
 
 GPU = "h100-80g-sxm"
 MODELS = {

@@ -8,16 +8,16 @@ import pytest
 from layouts import all_layouts
 from tiny import SHAPE
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.costmodel.cache_keys import PipelineLayout, StageLayout, StateLayout, key_of
 from dtlayout.costmodel.engine import find_engine, known_engines
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.parts import PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.model_shape import Experts, ModelShape
-from dtlayout.optimizers import SGD, AdamW
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.space import Space
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.model_shape import Experts, ModelShape
+from dtlayout.spec.optimizers import SGD, AdamW
 
 FEWER = {"recompute": ["every-4", "every-8"], "micro_batch": [8, 16], "attention": ["sdpa-math"]}
 DEEP = ModelShape(
@@ -48,8 +48,8 @@ def test_held_and_state_add_up_to_no_more_than_the_fullest_rank_needs(engine, mo
     Random(0).shuffle(pairs)
     for layout, kernels in islice((pair for pair in pairs if pair[0].is_legal(model, scenario.batch)), 80):
         pipeline, m = PipelineLayout.of(layout), layout.num_microbatches(scenario.batch)
-        block = peaks.block_bytes(part_of(layout, StageLayout), kernels)
-        way, in_flight = part_of(layout, StateLayout), peaks.in_flight(pipeline, m)
+        block = peaks.block_bytes(key_of(layout, StageLayout), kernels)
+        way, in_flight = key_of(layout, StateLayout), peaks.in_flight(pipeline, m)
         held = list(peaks.held_bytes(block, in_flight))
         sizes = [peaks.sizes(each.group.counts, layout.tp, layout.ep) for each in in_flight]
         state = [peaks.state_bytes(way, size, each.has_gradients) for each, size in zip(in_flight, sizes, strict=True)]

@@ -10,16 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import SHAPE
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import find_gpu, gpu_named, known_gpus
-from dtlayout.config import ClusterConfig, Config, DataConfig, TrainConfig, parse_config
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
+from dtlayout.config.config import ClusterConfig, Config, DataConfig, TrainConfig, parse_config
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.kernels import Kernels, OpenKernels
-from dtlayout.layout import Layout
 from dtlayout.models.presets import PRESETS
-from dtlayout.planner.intervals import find_intervals
 from dtlayout.planner.prediction import (
     describe,
     own_scenario,
@@ -29,8 +24,13 @@ from dtlayout.planner.prediction import (
     refuse_hopeless,
     to_predicted,
 )
-from dtlayout.planner.runs import Predicted, Run
-from dtlayout.precision import Precision
+from dtlayout.records.intervals import find_intervals
+from dtlayout.records.run import Predicted, Run
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import find_gpu, gpu_named, known_gpus
+from dtlayout.spec.kernels import Kernels, OpenKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
 
 A100 = find_gpu("a100-80g-sxm")
 

@@ -6,18 +6,18 @@ import pytest
 from outside import LATE_WEIGHTS, registered
 from tiny import SHAPE
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine import find_engine, find_usual
 from dtlayout.costmodel.scenario import Scenario, find_refusals
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts
 from dtlayout.planner.explain import explain
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
+from dtlayout.spec.precision import Precision
 
 MODEL = replace(SHAPE, hidden_size=1024, ffn_size=2048, num_layers=4, vocab_size=8192)
 

@@ -13,22 +13,22 @@ from machine import MACHINE
 from thorough import mostly_thorough
 from tiny import SHAPE
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
-from dtlayout.costmodel import parts
+from dtlayout.costmodel import cache_keys
+from dtlayout.costmodel.cache_keys import BlockLayout, CutLayout, PipelineLayout, StageLayout, StateLayout, key_of
 from dtlayout.costmodel.engine import find_engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.parts import BlockLayout, CutLayout, PipelineLayout, StageLayout, StateLayout, part_of
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts
-from dtlayout.planner.candidates import Candidates, Spread
+from dtlayout.planner.candidates import Candidates, StepMapping
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Degrees, Space
 from dtlayout.planner.step_times import StepTimes
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
+from dtlayout.spec.precision import Precision
 
 MODEL = replace(SHAPE, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_size=1024, num_layers=12, vocab_size=8192)
 BATCH = Batch(global_batch=64, seq_len=512)
@@ -160,9 +160,9 @@ def find_candidates(scenario: Scenario) -> CandidatesOf:
 def describe(candidates_of: CandidatesOf, layout: Layout, kernels: Kernels) -> tuple[Any, ...]:
     """All that a search asks of a layout."""
     candidates = candidates_of(layout.stage_layers)
-    m, part = layout.num_microbatches(candidates.space.scenario.batch), part_of(layout, StageLayout)
+    m, part = layout.num_microbatches(candidates.space.scenario.batch), key_of(layout, StageLayout)
     work = candidates.work(layout, part, kernels)
-    spread = Spread(Degrees.of(layout), layout.schedule, layout.virtual_stages, m, 1)
+    spread = StepMapping(Degrees.of(layout), layout.schedule, layout.virtual_stages, m, 1)
     pipeline = PipelineLayout.of(layout)
     candidate = candidates.make(work, spread, pipeline)
     if candidate is None:
@@ -211,9 +211,7 @@ def say(name: str) -> Iterator[Any]:
         for layout, kernels in CASES[1::3]:
             yield estimator.lower_bound_s(layout, kernels), estimator.memory(layout, kernels)
             for group in estimator.groups(PipelineLayout.of(layout)).groups:
-                yield peaks.state_bytes(
-                    part_of(layout, StateLayout), peaks.sizes(group.counts, layout.tp, layout.ep), 2
-                )
+                yield peaks.state_bytes(key_of(layout, StateLayout), peaks.sizes(group.counts, layout.tp, layout.ep), 2)
         return
     candidates_of = find_candidates(SCENARIOS[name])
     for layout, kernels in CASES[1::3]:
@@ -221,7 +219,7 @@ def say(name: str) -> Iterator[Any]:
         yield candidates.estimator.lower_bound_s(layout, kernels)
         for group in candidates.estimator.groups(PipelineLayout.of(layout)).groups:
             size = candidates.peaks.sizes(group.counts, layout.tp, layout.ep)
-            yield candidates.peaks.state_bytes(part_of(layout, StateLayout), size, 2)
+            yield candidates.peaks.state_bytes(key_of(layout, StateLayout), size, 2)
     for case in cases_on(SCENARIOS[name])[1::3]:
         yield describe(candidates_of, *case)
 
@@ -238,8 +236,8 @@ def test_every_field_of_every_part_matters_to_some_case(part, field, right, monk
         new, value = part.__new__, getattr(part.of(BASES[0]), field)
         monkeypatch.setattr(part, "__new__", lambda *values: new(*values)._replace(**{field: value}))
     else:
-        read, value = parts._READ[part], getattr(part_of(BASES[0], part), field)
-        monkeypatch.setitem(parts._READ, part, lambda layout: part._make(read(layout))._replace(**{field: value}))
+        read, value = cache_keys._READ[part], getattr(key_of(BASES[0], part), field)
+        monkeypatch.setitem(cache_keys._READ, part, lambda layout: part._make(read(layout))._replace(**{field: value}))
 
     def is_noticed(name: str) -> bool:
         try:

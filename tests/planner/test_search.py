@@ -12,23 +12,23 @@ from machine import MACHINE
 from thorough import mostly_thorough, thorough
 from tiny import SHAPE
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.base.errors import DtlayoutError
 from dtlayout.costmodel.engine import find_engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
-from dtlayout.errors import DtlayoutError
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.baselines import choose_by_playbook, choose_by_thumb
 from dtlayout.planner.choices import parse_choices
-from dtlayout.planner.ranking import MOST_TIMES, TIE, Idea
-from dtlayout.planner.remarks import remark_on_offload
+from dtlayout.planner.ranking import MOST_TIMES, TIE, LayoutKind
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Degrees, Space
-from dtlayout.precision import Precision
+from dtlayout.planner.suggestions import remark_on_offload
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts
+from dtlayout.spec.precision import Precision
 
 SMALL = replace(SHAPE, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=8192, num_layers=6, vocab_size=32_000)
 
@@ -72,7 +72,7 @@ def try_all(name, avoided, fixed=(), share=1.0):
     return fitting, Counter({"not legal": num_illegal, "does not fit": len(estimates) - len(fitting)})
 
 
-def only_costs(estimate, better):
+def is_dominated(estimate, better):
     """The rule of `dtlayout.planner.ranking`, written down once more."""
     parts = [
         (e.layout.tp > 1, e.layout.pp > 1, e.layout.cp > 1, e.layout.ep > 1, e.layout.virtual_stages > 1,
@@ -149,7 +149,7 @@ def test_the_best_found_are_the_best_of_all(name):
     result, ideas = search.run(top=4), search.run_ideas(top=4)
     for found, expected in (
         (result, rank_all(fitting, 4)),
-        (ideas, rank_all(fitting, 4, alike=Idea.of, most_times=MOST_TIMES, is_worse=only_costs)),
+        (ideas, rank_all(fitting, 4, alike=LayoutKind.of, most_times=MOST_TIMES, is_worse=is_dominated)),
     ):  # fmt: skip
         assert [(e.layout, e.kernels) for e in found.ranked] == [(e.layout, e.kernels) for e in expected]
         assert [e.step_time_s for e in found.ranked] == [e.step_time_s for e in expected]

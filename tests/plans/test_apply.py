@@ -8,12 +8,12 @@ from tiny import SHAPE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernels import Kernels
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import prepare_blocks
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.recompute import Recompute
 
 
 class Counting(nn.Linear):

@@ -12,16 +12,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtlayout.costmodel.fsdp2_sizes import Sizes
-from dtlayout.kernels import Compile, Kernels
-from dtlayout.layout import Layout
+from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.plans.apply import compile_rest, prepare_blocks
 from dtlayout.plans.init import initialize
 from dtlayout.plans.plan import make_plan
-from dtlayout.precision import Precision
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Compile, Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
+from dtlayout.spec.recompute import Recompute
 
 MODEL = replace(SHAPE, num_layers=3)
 TOKENS = torch.arange(32).view(2, 16)

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtlayout.context_parallel import CONTEXT_METHODS, chunk_length, own_parts
-from dtlayout.errors import InvalidConfig
-from dtlayout.layout import Layout
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.mesh.axes import own_positions
-from dtlayout.model_shape import ModelShape
 from dtlayout.ops.documents import Documents, count_scores, share_positions
 from dtlayout.ops.rope import RotaryEmbedding
+from dtlayout.plans.attention_tiles import Queries
 from dtlayout.plans.collectives import Group
 from dtlayout.plans.context import apply_context
-from dtlayout.plans.context_pieces import Queries
+from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length, own_parts
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
 
 SHAPE = ModelShape(
     name="m", hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_size=8

@@ -11,22 +11,22 @@ from rehearsal import rehearse
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtlayout.costmodel.fsdp2_sizes import Sizes
+from dtlayout.costmodel.fsdp2.sizes import Sizes
 from dtlayout.dryrun.report import RankReport
 from dtlayout.dryrun.world import fake_world
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.mesh.axes import TP
 from dtlayout.mesh.build import build_mesh
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.description import Linear, Norm, SelfAttention
 from dtlayout.models.families import describe
 from dtlayout.models.llama import Llama
-from dtlayout.models.operations import Attention, Matmul, Pass
+from dtlayout.models.operations import AttentionCall, Matmul, Pass
 from dtlayout.pipelining.schedule import Kind
 from dtlayout.plans.apply import split_tensors
 from dtlayout.plans.plan import tensor_styles
-from dtlayout.recompute import Recompute
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.recompute import Recompute
 
 MODELS = pytest.mark.parametrize("model", [SHAPE, QWEN2, QWEN3], ids=lambda model: model.family)
 
@@ -67,7 +67,7 @@ def test_a_dry_run_does_the_operations_of_the_description(model: ModelShape, tp:
         assert report.flops[module] == 2 * 6 * SEQ_LEN * outputs * inputs  # two microbatches, backward twice forward
     (attention,) = (o for o in operations if isinstance(o, SelfAttention))
     flops = SEQ_LEN * attention.flops_per_token(SEQ_LEN) / tp
-    assert forwards(report).count(("model.layers.0.self_attn", Attention(int(flops)))) == 1
+    assert forwards(report).count(("model.layers.0.self_attn", AttentionCall(int(flops)))) == 1
     for norm in (o for o in operations if isinstance(o, Norm)):
         assert any(m == f"model.layers.0.{norm.module}" and isinstance(w, Pass) for m, w in forwards(report))
 

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtlayout.dryrun.world import fake_world
-from dtlayout.kernels import Kernels
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
 from dtlayout.plans import init
 from dtlayout.plans.init import INIT_STD, fill_normal, initialize
+from dtlayout.spec.kernels import Kernels
 
 NUM = 200_000
 

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtlayout.context_parallel import CONTEXT_METHODS
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.description import BLOCKS
 from dtlayout.models.llama import Llama
 from dtlayout.models.presets import find_preset
 from dtlayout.plans.plan import make_plan, match_names, tensor_styles
-from dtlayout.precision import Precision
+from dtlayout.spec.context_parallel import CONTEXT_METHODS
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import Precision
 
 MODEL = find_preset("debug")
 part = st.text("ab0.", min_size=1, max_size=3).filter(lambda t: not (t.startswith(".") or t.endswith(".") or ".." in t))

@@ -4,7 +4,7 @@ import pytest
 from norm_ranks import TORCH, find_differences
 from ranks import Ranks
 
-from dtlayout.kernel import KERNELS
+from dtlayout.spec.kernel_table import KERNELS
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS["norm"], TORCH])

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtlayout import toml
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.costmodel.engine import find_engine, find_usual
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import Experts, LatentAttention
 from dtlayout.models.presets import PRESETS
-from dtlayout.optimizers import SGD, AdamW, Optimizer
-from dtlayout.precision import Precision
 from dtlayout.programs.megatron import split_stages
 from dtlayout.programs.program import Job
 from dtlayout.programs.registry import PROGRAMS
 from dtlayout.programs.yaml import dump
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import Experts, LatentAttention
+from dtlayout.spec.optimizers import SGD, AdamW, Optimizer
+from dtlayout.spec.precision import Precision
 
 PUBLISHED = toml.loads((Path(__file__).parent / "options.toml").read_text())
 DOCS = (Path(__file__).parents[2] / "docs" / "emit.md").read_text()

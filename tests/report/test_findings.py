@@ -7,16 +7,16 @@ from itertools import product
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.presets import find_preset
-from dtlayout.planner.runs import Performance, Run
+from dtlayout.records.run import Performance, Run
 from dtlayout.report.findings import Finding, find, find_common
 from dtlayout.report.questions import QUESTIONS, Question
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 GPU = find_gpu("a100-80g-sxm")
 WORLD = 64

@@ -11,15 +11,15 @@ import pytest
 from browser import check_readable, needs_browser
 from tiny import write_tiny
 
+from dtlayout.base.formatting import escape_markdown
 from dtlayout.cli import main
-from dtlayout.cluster import Cluster, find_gpu, gpu_named
-from dtlayout.config import load_config
+from dtlayout.config.config import load_config
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
-from dtlayout.planner.runs import Performance, Run
+from dtlayout.records.run import Performance, Run
 from dtlayout.report.page import Report
-from dtlayout.report.rows import Rows, read_rows
+from dtlayout.report.rows import ReportRows, read_rows
+from dtlayout.spec.cluster import Cluster, find_gpu, gpu_named
 from dtlayout.sweep.results import Journal, TrialResult
-from dtlayout.text import escape_markdown
 from dtlayout.training.metrics import Summary
 
 HEADER = (
@@ -135,7 +135,7 @@ def test_a_run_and_a_dry_run_are_reported_and_validated_as_rows(sweep, tmp_path,
     Summary(outcome="running").write(tmp_path / "runs" / "two")
     (tmp_path / "dry.json").write_text(json.dumps({"ok": True, "run": dry.to_dict(), "ranks": []}))
     folders = [tmp_path / "runs" / name for name in ("one", "two")]
-    assert read_rows([*folders, tmp_path / "dry.json"]) == Rows([ran, dry], Counter(running=1))
+    assert read_rows([*folders, tmp_path / "dry.json"]) == ReportRows([ran, dry], Counter(running=1))
     assert read_rows([folders[0] / "summary.json"]).runs == [ran]
     paths = [str(path) for path in (*folders, tmp_path / "dry.json")]
     assert main(["report", *paths]) == 0

@@ -3,9 +3,9 @@
 import sys
 from itertools import islice
 
+from dtlayout.base.process import leave
 from dtlayout.calibrate import clock, measures, probes, ranks
 from dtlayout.mesh import build
-from dtlayout.process import leave
 
 
 def main() -> int:

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from dtlayout.batch import Batch
+from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint import hf, sharded
 from dtlayout.checkpoint.agreement import RepeatedPlanner
 from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.hf import load_weights
 from dtlayout.checkpoint.sharded import collect_state, find_intact, load_checkpoint, save_checkpoint
-from dtlayout.errors import CheckpointError
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.optimizers import SGD, AdamW, Optimizer
 from dtlayout.plans.init import find_place
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import SGD, AdamW, Optimizer
+from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import product
 
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.planner.space import Space
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 
 
 def all_layouts(space: Space) -> Iterator[tuple[Layout, Kernels]]:

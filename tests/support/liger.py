@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtlayout.kernel import find_packages
+from dtlayout.spec.kernel_table import find_packages
 
 _MISSING = [
     reason

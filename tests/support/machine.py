@@ -4,18 +4,18 @@ import random
 from dataclasses import replace
 from itertools import product
 
-from dtlayout.batch import Batch
 from dtlayout.calibrate.measured import AttentionTime, CollectiveTime, MatmulTime, Measured, ProbeTime
 from dtlayout.calibrate.probes import plan_probes
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.comm import Link, half_all_reduce_s
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
 
 KERNELS = Kernels(attention="sdpa-flash")
 FP32 = Precision(compute="float32")

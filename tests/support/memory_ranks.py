@@ -3,11 +3,11 @@
 import torch
 from parity import MAX_NORM, SEED, Case, local_rows, local_starts
 
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.memory import RankMemory
 from dtlayout.costmodel.scenario import Scenario
+from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.training.build import assemble
 from dtlayout.training.memory import MemoryMeter
 from dtlayout.training.optimizer import build_optimizer

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from dtlayout.pipelining import schedules
-from dtlayout.pipelining.actions import Action, Kind
-from dtlayout.pipelining.placement import Placement, VShaped
-from dtlayout.pipelining.schedules import PipelineSchedule, register_schedule
+from dtlayout.schedules import schedules
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.schedules.placement import Placement, VShaped
+from dtlayout.schedules.schedules import PipelineSchedule, register_schedule
 
 
 def order_v_gpipe(placement: Placement, rank: int, m: int) -> list[Action]:

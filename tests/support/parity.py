@@ -19,19 +19,19 @@ from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtlayout.batch import IGNORED, Batch
 from dtlayout.data.samples import find_starts
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.mesh.axes import dp_rank
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
 from dtlayout.ops.documents import Documents
 from dtlayout.ops.offload import copy_to_host
-from dtlayout.optimizers import AdamW, Optimizer
 from dtlayout.plans.collectives import Group
 from dtlayout.plans.init import initialize
-from dtlayout.precision import Precision
+from dtlayout.spec.batch import IGNORED, Batch
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.optimizers import AdamW, Optimizer
+from dtlayout.spec.precision import Precision
 from dtlayout.training.batches import take_own
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate

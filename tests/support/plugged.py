@@ -17,11 +17,12 @@ from launching import launch as launch_ranks
 from launching import losses
 from tiny import ROOT, write_tiny
 
-from dtlayout import cluster, kernel, launch, optimizers, trackers
+from dtlayout import launch
 from dtlayout.cli import main
 from dtlayout.costmodel import engine
 from dtlayout.models import families, presets
-from dtlayout.pipelining import schedules
+from dtlayout.schedules import schedules
+from dtlayout.spec import cluster, kernel_table, optimizers, trackers
 
 PLUGINS = ROOT / "tests" / "extending" / "plugins"
 SCENARIO = ("--seq-len", "16", "--global-batch", "8", "--precision", "compute=float32")
@@ -41,7 +42,7 @@ def plugged_in(name: str) -> Iterator[ModuleType]:
     """A block in which a plugin is imported, and after which nobody knows what it has registered."""
     module = f"extending.plugins.{name}"
     registries: list[dict[str, Any]] = [
-        cluster._read_constants(), engine._read_engines(), *kernel.KERNELS.values(), schedules.SCHEDULES,
+        cluster._read_constants(), engine._read_engines(), *kernel_table.KERNELS.values(), schedules.SCHEDULES,
         families.FAMILIES, presets.PRESETS, optimizers.OPTIMIZERS, trackers.TRACKERS,
     ]  # fmt: skip
     with ExitStack() as stack:

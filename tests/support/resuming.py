@@ -9,11 +9,11 @@ import torch.distributed as dist
 from checkpoint_ranks import note_equal
 from parity import SMOOTH, TIED, Case, Outcome, build_step, local_rows
 
-from dtlayout.batch import Batch
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
-from dtlayout.layout import Layout
-from dtlayout.pipelining.placement import VShaped
-from dtlayout.pipelining.schedules import SCHEDULES
+from dtlayout.schedules.placement import VShaped
+from dtlayout.schedules.schedules import SCHEDULES
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
 
 NUM_STEPS = 3
 SAVED_AFTER = 2

@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtlayout.batch import Batch
-from dtlayout.layout import Layout
 from dtlayout.mesh.build import build_mesh
 from dtlayout.pipelining.runtime import Runtime, build_runtime
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.pipelining.stage import Boundary
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.layout import Layout
 
 LAYOUT, BATCH = Layout(pp=4), Batch(global_batch=4, seq_len=1)
 

@@ -2,17 +2,17 @@
 
 from dataclasses import fields
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimate, TimeEstimate
 from dtlayout.costmodel.memory import MemoryEstimate, RankMemory
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
-from dtlayout.model_shape import ModelShape
-from dtlayout.planner.runs import Performance, Run
-from dtlayout.planner.scores import Prediction
+from dtlayout.records.run import Performance, Run
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.validation.scores import Prediction
 
 GPU = find_gpu("a100-80g-sxm")
 SCENARIO = Scenario(

@@ -1,11 +1,11 @@
 """A scenario of round numbers, whose every estimate can be computed by hand."""
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, Gpu
 from dtlayout.costmodel.engine import Engine, Features
 from dtlayout.costmodel.engine_constants import Constants
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.model_shape import ModelShape
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, Gpu
+from dtlayout.spec.model_shape import ModelShape
 
 US = 1e-6
 GPU = Gpu(

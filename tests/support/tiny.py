@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtlayout.model_shape import ModelShape
+from dtlayout.spec.model_shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
 """The checkout: train.py and configs/ are here."""

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dtlayout.layout import Layout
 from dtlayout.mesh.build import build_mesh
+from dtlayout.spec.layout import Layout
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
 from dtlayout.training.memory import MemoryMeter
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from sweeping import read_starts, write_sweep
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.errors import InvalidConfig
 from dtlayout.sweep.halving import Halving, halve
 from dtlayout.sweep.spec import read_sweep
 

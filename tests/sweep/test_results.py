@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dtlayout.batch import Batch
+from dtlayout.spec.batch import Batch
 from dtlayout.sweep.results import diagnose, measure
 
 ROOT_CAUSE = """

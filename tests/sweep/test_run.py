@@ -14,12 +14,12 @@ from tiny import write_tiny
 from waiting import wait_until
 
 from dtlayout.cli import main
-from dtlayout.cluster import find_gpu
-from dtlayout.config import load_config
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
+from dtlayout.config.config import load_config
 from dtlayout.planner.prediction import own_scenario
-from dtlayout.planner.runs import Performance, Run
+from dtlayout.records.run import Performance, Run
+from dtlayout.spec.cluster import find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 from dtlayout.sweep import processes
 from dtlayout.sweep.results import Journal, TrialResult, sort_by_time
 

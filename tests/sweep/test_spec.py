@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tiny import ROOT, write_tiny
 
-from dtlayout.cluster import find_gpu
-from dtlayout.errors import InvalidConfig
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.spec.cluster import find_gpu
 from dtlayout.sweep.spec import Trial, find_trial_gpu, make_trials, read_sweep, to_command
 
 

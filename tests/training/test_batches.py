@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from dtlayout.data.samples import Rows
-from dtlayout.errors import DataError
-from dtlayout.layout import Layout
+from dtlayout.base.errors import DataError
+from dtlayout.data.samples import SampleRows
+from dtlayout.spec.layout import Layout
 from dtlayout.training.batches import Batches, take_own
 
 
@@ -25,7 +25,7 @@ class Slow:
         self.read_by.add(threading.current_thread())
         self.steps.append(step)
         tokens = torch.full((len(indices), 4), step)
-        return Rows(tokens, tokens + 1, torch.tensor([False, True]).repeat(len(indices), 2))
+        return SampleRows(tokens, tokens + 1, torch.tensor([False, True]).repeat(len(indices), 2))
 
 
 class Numbered(Slow):
@@ -33,7 +33,7 @@ class Numbered(Slow):
 
     def batch(self, step, indices):
         tokens = torch.arange(4).repeat(len(indices), 1)
-        return Rows(tokens, tokens + 1, torch.tensor([False, True]).repeat(len(indices), 2))
+        return SampleRows(tokens, tokens + 1, torch.tensor([False, True]).repeat(len(indices), 2))
 
 
 def open_batches(samples, **options):

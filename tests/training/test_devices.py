@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtlayout.cluster import find_gpu, gpu_named, known_gpus
-from dtlayout.device import Device, describe_cpu, describe_gpu, device_of, expect_device
-from dtlayout.errors import InvalidConfig
-from dtlayout.kernel import find_packages
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.spec.cluster import find_gpu, gpu_named, known_gpus
+from dtlayout.spec.device import Device, describe_cpu, describe_gpu, device_of, expect_device
+from dtlayout.spec.kernel_table import find_packages
 from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.rendezvous import join_ranks
 

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.config import load_config
+from dtlayout.config.config import load_config
 from dtlayout.data.tokenizer import BYTES
-from dtlayout.errors import InvalidConfig
 from dtlayout.launch import main as train
 from dtlayout.training.generate import Sampling, generate, open_model, stream_text
 

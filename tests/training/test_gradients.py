@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from training_ranks import PLACEMENTS, make_gradients, norm_and_clipped, norm_over_two_meshes
 
-from dtlayout.layout import Layout
 from dtlayout.mesh.build import build_mesh
+from dtlayout.spec.layout import Layout
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
 
 

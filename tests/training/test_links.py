@@ -7,26 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtlayout.training.links import Node, describe_cut_links, describe_isolation, find_addresses, find_peer
-from dtlayout.training.progress import Board, Record
-from dtlayout.training.watch import judge, judge_alone
+from dtlayout.training.progress import RankProgress, SharedStatus
+from dtlayout.training.watchdog import judge, judge_alone
 
 HOSTS = "abcdef"
 
 
-def cut_off(rank: int, peer: str = "") -> Record:
+def cut_off(rank: int, peer: str = "") -> RankProgress:
     """A rank that has lost a connection."""
-    return Record(rank=rank, step=5, doing="the update", age_s=1.0 + rank, state="cut off", reason="lost", peer=peer)
+    return RankProgress(
+        rank=rank, step=5, doing="the update", age_s=1.0 + rank, state="cut off", reason="lost", peer=peer
+    )
 
 
 def nodes_of(pairs: set[tuple[int, int]], num_nodes: int = 4, *, both: bool = True) -> list[Node]:
     """Nodes of which these cannot reach each other; of each pair both ends say so, or the first one alone."""
-    records: list[list[Record]] = [[] for _ in range(num_nodes)]
+    records: list[list[RankProgress]] = [[] for _ in range(num_nodes)]
     for one, other in pairs:
         records[one].append(cut_off(10 * one + other, f"10.0.0.{other}"))
         if both:
             records[other].append(cut_off(10 * other + one, f"10.0.0.{one}"))
     for i, own in enumerate(records):
-        own.append(Record(rank=10 * i + 9, step=5, doing="waiting", age_s=90.0, state="running", waits=True))
+        own.append(RankProgress(rank=10 * i + 9, step=5, doing="waiting", age_s=90.0, state="running", waits=True))
     return [Node(host=HOSTS[i], records=own, addresses=[f"10.0.0.{i}"]) for i, own in enumerate(records)]
 
 
@@ -84,7 +86,7 @@ def test_hosts_of_one_name_are_told_by_their_addresses():
 
 def test_what_is_gone_or_failed_is_to_blame_before_any_link():
     nodes = nodes_of({(1, 2)})
-    gone = Record(rank=77, step=5, doing="the update", age_s=1.0, state="gone")
+    gone = RankProgress(rank=77, step=5, doing="the update", age_s=1.0, state="gone")
     assert judge([*nodes, Node(host="e", records=[gone])]).line.startswith("rank 77 on e is gone: ")
 
 
@@ -105,7 +107,9 @@ def test_a_node_that_reaches_nobody_blames_its_link_and_none_of_its_ranks_that_o
         "the link of a, or that of the host of rank 0, is cut: nothing was heard of other nodes within 15 s; "
         "rank 9 was in step 5, waiting"
     )
-    stopped = Node(host="a", records=[*own.records, Record(rank=3, step=5, doing="x", age_s=2.0, state="stopped")])
+    stopped = Node(
+        host="a", records=[*own.records, RankProgress(rank=3, step=5, doing="x", age_s=2.0, state="stopped")]
+    )
     assert judge_alone(stopped, 15.0).line == (
         "rank 3 on a is stopped by a signal, for 2 s, in step 5, x; nothing was heard of other nodes within 15 s"
     )
@@ -140,6 +144,6 @@ def test_a_hosts_addresses_are_those_of_its_interfaces(tmp_path):
 
 
 def test_a_record_keeps_with_whom_its_rank_lost_a_connection(tmp_path):
-    board = Board(tmp_path / "board", 1, local_rank=0, rank=0)
+    board = SharedStatus(tmp_path / "board", 1, local_rank=0, rank=0)
     board.fail("cut off", "lost", "fd00::2")
     assert board.read()[0].peer == "fd00::2"

@@ -3,7 +3,7 @@
 import pytest
 from training_ranks import measured_peaks
 
-from dtlayout.layout import Layout
+from dtlayout.spec.layout import Layout
 
 KIB = 1024
 

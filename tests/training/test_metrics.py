@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SHAPE
 
-from dtlayout.batch import Batch
-from dtlayout.cluster import Cluster, find_gpu
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.kernels import Kernels
-from dtlayout.layout import Layout
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.presets import PRESETS
-from dtlayout.planner.runs import Performance, Predicted, Run
+from dtlayout.records.run import Performance, Predicted, Run
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import Cluster, find_gpu
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
 from dtlayout.training.metrics import (
     MetricsFile,
     Speed,

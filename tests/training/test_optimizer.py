@@ -13,7 +13,7 @@ from dtlayout.measure.work import WorkCounter
 from dtlayout.models.description import describe_llama
 from dtlayout.models.families import FAMILIES, Family
 from dtlayout.models.presets import find_preset
-from dtlayout.optimizers import SGD, AdamW
+from dtlayout.spec.optimizers import SGD, AdamW
 from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
 
 ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

@@ -8,11 +8,11 @@ from launching import read_lines
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
-from dtlayout.batch import Batch
+from dtlayout.base.errors import CheckpointError
 from dtlayout.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, read_manifest
 from dtlayout.data import samples
 from dtlayout.data.samples import Seen
-from dtlayout.errors import CheckpointError
+from dtlayout.spec.batch import Batch
 from dtlayout.training.position import find_seen, note_seen
 
 BATCH = Batch(global_batch=8, seq_len=16)

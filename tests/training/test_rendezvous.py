@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dtlayout.errors import LostRanks
-from dtlayout.signals import Stopped, StopRequest
+from dtlayout.base.errors import LostRanks
+from dtlayout.base.signals import Stopped, StopRequest
 from dtlayout.training import rendezvous
 from dtlayout.training.rendezvous import find_fresh, meet
 

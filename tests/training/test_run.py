@@ -9,23 +9,23 @@ from unittest import mock
 
 import pytest
 
-from dtlayout.batch import Batch
-from dtlayout.config import SpikesConfig, parse_config
+from dtlayout.base.errors import CheckpointError, InvalidConfig, KernelError
+from dtlayout.base.lease import LEASE_NAME
+from dtlayout.base.signals import StopRequest
+from dtlayout.config.config import SpikesConfig, parse_config
 from dtlayout.data.samples import Seen
-from dtlayout.device import Device
-from dtlayout.errors import CheckpointError, InvalidConfig, KernelError
-from dtlayout.kernel import find_packages
-from dtlayout.layout import Layout
-from dtlayout.lease import LEASE_NAME
 from dtlayout.pipelining.schedule import make_schedule
-from dtlayout.signals import StopRequest
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import find_packages
+from dtlayout.spec.layout import Layout
 from dtlayout.training import run
 from dtlayout.training.checkpoints import Checkpoints, check_steps_left
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.metrics import Summary, read_summary, write_summary
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import StepResult
-from dtlayout.training.watch import Watch
+from dtlayout.training.watchdog import Watchdog
 
 
 def test_another_attention_kernel_than_was_asked_for_is_found():
@@ -68,7 +68,7 @@ def test_a_kernel_that_is_not_here_is_refused_before_ranks_join(monkeypatch, nam
     )  # fmt: skip
     monkeypatch.setattr(run, "open_device", lambda *_: Device("cuda", "a GPU", None, (8, 0), packages=find_packages()))
     monkeypatch.setattr(run, "join_ranks", lambda *_: pytest.fail("ranks joined"))
-    monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: None)
+    monkeypatch.setattr("dtlayout.spec.kernel_table.find_spec", lambda module: None)
     with pytest.raises(InvalidConfig, match=reason) as caught:
         run.train(config, Layout(), StopRequest())
     assert len(caught.value.problems) == 1
@@ -192,7 +192,7 @@ def play(
         config=config, _find_seen=lambda done: Seen(done, done, 16 * done),
         held_out=object() if validated else None, _validate=validate, num_drawn=0, timeline=None,
         has_peaks=has_peaks, memory=SimpleNamespace(watch=nullcontext, gather_peaks=lambda layout: [1]), layout=None,
-        watch=mock.Mock(spec=Watch), _launch=launch, records=SimpleNamespace(note=note),
+        watch=mock.Mock(spec=Watchdog), _launch=launch, records=SimpleNamespace(note=note),
         batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
         display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
         spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,

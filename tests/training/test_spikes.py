@@ -12,9 +12,9 @@ from planted import plant_noise
 from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
+from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.manifest import read_manifest
-from dtlayout.config import SpikesConfig, load_config
-from dtlayout.errors import InvalidConfig
+from dtlayout.config.config import SpikesConfig, load_config
 from dtlayout.training.spikes import SpikeDetector
 from dtlayout.training.step import NO_LIMITS, StepResult
 

@@ -8,8 +8,8 @@ from parity import Case, make_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtlayout.batch import IGNORED
-from dtlayout.layout import Layout
+from dtlayout.spec.batch import IGNORED
+from dtlayout.spec.layout import Layout
 from dtlayout.training import step, transfer
 from dtlayout.training.build import assemble
 from dtlayout.training.optimizer import build_optimizer

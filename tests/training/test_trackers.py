@@ -15,11 +15,11 @@ import pytest
 from tiny import write_tiny
 from tracked import list_wandb_processes, read_tensorboard, read_wandb
 
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.cli import main
-from dtlayout.config import check_layout, load_config
-from dtlayout.errors import InvalidConfig, InvalidLayout
-from dtlayout.kernel import Package
-from dtlayout.trackers import TRACKERS, Tracker, register_tracker
+from dtlayout.config.config import check_layout, load_config
+from dtlayout.spec.kernel_table import Package
+from dtlayout.spec.trackers import TRACKERS, Tracker, register_tracker
 from dtlayout.training.metrics import StepMetrics
 from dtlayout.training.trackers import Start, Trackers, name_numbers
 
@@ -104,7 +104,7 @@ def test_a_tracker_that_is_not_installed_is_refused_where_it_runs_and_noted_wher
     override, path = '--metrics.to=["tensorboard", "wandb"]', write_tiny(tmp_path).config
     config = load_config(path, [override])
     check_layout(config, 1)
-    monkeypatch.setattr("dtlayout.kernel.find_spec", lambda module: None)
+    monkeypatch.setattr("dtlayout.spec.kernel_table.find_spec", lambda module: None)
     expected = [
         f"metrics.to has {name!r}: no package {name} here; install it: pip install 'dtlayout[{name}]'"
         for name in ("tensorboard", "wandb")

@@ -1,8 +1,8 @@
 """Eager 1F1B, arXiv:2211.05322, as somebody adds it: warm-ups of twice the depth, so that messages hide behind them."""
 
 from dtlayout import PipelineSchedule, register_schedule
-from dtlayout.pipelining.actions import Action, Kind
-from dtlayout.pipelining.placement import Placement
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.schedules.placement import Placement
 
 
 def order(placement: Placement, rank: int, m: int) -> list[Action]:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtlayout.kernels import Kernels
-from dtlayout.model_shape import ModelShape
 from dtlayout.models.llama import Llama
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.model_shape import ModelShape
 
 
 class InternLM(Llama):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dtlayout import Optimizer, register_optimizer
-from dtlayout.ranges import ranged
+from dtlayout.base.validators import ranged
 
 
 @register_optimizer

@@ -1,0 +1,138 @@
+"""Files that others read while they are written, or that minutes of work end in; paths and JSON that users give."""
+
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from dtlayout.base.errors import DtlayoutError, InvalidConfig
+from dtlayout.base.formatting import shorten
+
+PAGE_MARK = "<!doctype html>"
+"""What every page begins with."""
+_HEAD_BYTES = 400
+_PATH_BYTES, _NAME_BYTES = 4095, 255
+"""What Linux takes of a path, and of each name in it."""
+_MOST_NESTED = 100
+"""Tables and lists inside one another that a file may have; Python's own limits depend on what else is going on."""
+
+
+def expand(text: str | os.PathLike[str]) -> Path:
+    """A path whose `~` is a home, where there is such a home; InvalidConfig if no path can be so long or hold a NUL."""
+    path = os.path.expanduser(text)  # Path's own raises where there is no such home
+    if problem := find_path_problem(path):
+        raise InvalidConfig(f"{shorten(repr(path))} {problem}")
+    return Path(path)
+
+
+def find_path_problem(text: str) -> str:
+    """Why a text can be no path, whatever there is on a disk; empty if it can."""
+    if "\0" in text:
+        return "must not hold a NUL"
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "holds what no file's name can"
+    size, longest = len(encoded), max(map(len, encoded.split(b"/")))
+    if longest > _NAME_BYTES:
+        return f"has a name of {longest:,} bytes, and no file's has more than {_NAME_BYTES}"
+    return f"is {size:,} bytes long, and no path has more than {_PATH_BYTES:,}" if size > _PATH_BYTES else ""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON document holds; ValueError if it is none, or is nested deeper than any that is meant."""
+    import json  # only now: most commands read none
+
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_MOST_NESTED} deep") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """ValueError if tables and lists are nested deeper than any that are meant."""
+    level = [value]
+    for _ in range(_MOST_NESTED + 1):
+        level = [
+            entry
+            for each in level
+            if isinstance(each, dict | list)
+            for entry in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {_MOST_NESTED} deep")
+
+
+def find_inside(folder: Path, name: str, *others: Path) -> Path:
+    """The file of that name below a folder that somebody else made, be it there or not.
+
+    InvalidConfig if the name or a link leads out of the folder and of the `others`, which count as inside. A link in
+    the folder may lead to a file that is called as the link is, wherever that lies, and to a blob of the Hugging Face
+    hub's cache: people link the files of a model. It may not lead to a file of another name, such as a key.
+    """
+    try:
+        home, file = folder.resolve(), (folder / name).resolve()
+        place = (folder / name).parent.resolve()
+        blobs = [(parent.parent / "blobs").resolve() for parent in home.parents if parent.name == "snapshots"]
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a loop of links
+        raise InvalidConfig(f"{name!r} is no file of {folder}: {error}") from None
+    is_blob = file.parent.name == "blobs" and file.parent.parent.name.startswith("models--")
+    is_link = place.is_relative_to(home) and (is_blob or file.name == Path(name).name)
+    if not (is_link or any(file.is_relative_to(root) for root in (home, *blobs, *others))):
+        raise InvalidConfig(f"{name!r} leads out of {folder}, to {str(file)!r}; copy that file into the folder")
+    return folder / name
+
+
+def write(path: Path, text: str, what: str) -> None:
+    """Write a file; DtlayoutError, with `what` it should be, if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DtlayoutError(f"{what} {path} cannot be written: {error.strerror}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of what a file holds, in hexadecimal; OSError if it cannot be read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_writable(path: Path) -> None:
+    """InvalidConfig if no file can be written there; for those whose work before it takes long."""
+    if not path.parent.is_dir():
+        raise InvalidConfig(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise InvalidConfig(f"{path} cannot be written: it is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidConfig(f"{path} cannot be written: Permission denied")
+
+
+def check_own(path: Path, mark: str, what: str) -> None:
+    """InvalidConfig where something is there that is not `what`, which has a mark in its head."""
+    try:
+        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise InvalidConfig(f"{path} is there already, and cannot be read: {error.strerror}") from None
+    if head and mark.encode() not in head:
+        raise InvalidConfig(f"{path} is there already, and is not {what}; name another file")
+
+
+def check_page(path: Path) -> None:
+    """InvalidConfig if no page can be written there, or something else would be lost."""
+    check_writable(path)
+    check_own(path, PAGE_MARK, "a page")

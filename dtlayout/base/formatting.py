@@ -1,0 +1,135 @@
+"""What people read: tables of cells that are text, aligned for a terminal or as Markdown, long lists, counts, sizes."""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from dtlayout.base.terminal import clean
+
+GIB = 2**30
+"""Bytes of a GiB, in which people read the memory of GPUs."""
+
+
+def align(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> list[str]:
+    """A line for each row; each column is as wide as its widest cell, with two blanks between.
+
+    `columns` says of the first ones on which side their cells stand, and how wide they are at least. The others have
+    theirs on the right, but for the very first.
+
+    >>> align([["layout", "step, s"], ["tp2", "1.5"]], ["<8"])
+    ['layout    step, s', 'tp2           1.5']
+    """
+    sides = [*columns, *["<", *[">"] * len(rows[0])][len(columns) : len(rows[0])]]
+    widths = [
+        max(int(side[1:] or 0), *map(len, column)) for side, column in zip(sides, zip(*rows, strict=True), strict=True)
+    ]
+    forms = [f"{{:{side[0]}{width}}}" for side, width in zip(sides, widths, strict=True)]
+    return ["  ".join(forms).format(*row).rstrip() for row in rows]
+
+
+def to_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table of plain text; the first row has the names of the columns."""
+    head, *body = [f"| {' | '.join(map(escape_markdown, row))} |" for row in rows]
+    return [head, "|" + "---|" * len(rows[0]), *body]
+
+
+def escape_markdown(text: str) -> str:
+    r"""Text as Markdown that shows it as it is, in a line: no table, link, code, HTML or heading comes of it.
+
+    >>> print(escape_markdown("a|b `<b>` micro_batch=2, _c_"))
+    a\|b \`\<b>\` micro_batch=2, \_c\_
+    """
+    return _MARKDOWN.sub(r"\\\g<0>", clean(" ".join(text.split())))
+
+
+_MARKDOWN = re.compile(r"[\\`|<&\[\]*~$]|(?<!\w)_|_(?!\w)|(?<=:)/|(?<=\w)@(?=\w)|(?<=\bwww)\.")
+"""What Markdown reads as more than a letter; an underscore inside a word is one."""
+
+
+def plural(number: int, noun: str, form: str = "") -> str:
+    """So many things; `form` is how a format writes the number.
+
+    >>> plural(1, "microbatch"), plural(2, "microbatch"), plural(16384, "rank", ",")
+    ('1 microbatch', '2 microbatches', '16,384 ranks')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:{form}} {noun}{ending}"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits, or all of those before the point.
+
+    >>> three_digits(5.583), three_digits(92.26), three_digits(1078.3)
+    ('5.58', '92.3', '1,078')
+    """
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def shorten(text: str, length: int = 80) -> str:
+    """A text that is as long at most; of a longer one the beginning.
+
+    >>> shorten("a" * 90, 4)
+    'aaa…'
+    """
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Words as a sentence lists them.
+
+    >>> join_words(["tp"]), join_words(["tp", "cp", "ep"])
+    ('tp', 'tp, cp and ep')
+    """
+    *firsts, last = words or [""]
+    return f"{', '.join(firsts)} and {last}" if firsts else last
+
+
+def join_alike(values: Sequence[object]) -> str:
+    """Values with commas between, a row of more than two that are alike as one.
+
+    >>> join_alike([1, 2, 2, 2, 3, 3])
+    '1, 2 (3 times), 3, 3'
+    """
+    rows = [(str(value), len(list(alike))) for value, alike in groupby(values)]
+    return ", ".join(f"{value} ({n} times)" if n > 2 else ", ".join([value] * n) for value, n in rows)
+
+
+def choose_unit(nbytes: float) -> tuple[str, int]:
+    """The unit in which people read so many bytes, and its size."""
+    return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
+
+
+def format_bytes(nbytes: float, digits: int = 2) -> str:
+    """So many bytes in the unit in which people read them.
+
+    >>> format_bytes(22_020_096), format_bytes(85_899_345_920, 1)
+    ('21.00 MiB', '80.0 GiB')
+    """
+    unit, size = choose_unit(nbytes)
+    return f"{nbytes / size:.{digits}f} {unit}"
+
+
+def wrap(start: str, words: Sequence[str], width: int = 118) -> list[str]:
+    """Words after a start, with commas between, in lines of a width; further lines are indented below the first."""
+    lines, line = [], start
+    for i, word in enumerate(words):
+        word += "," * (i < len(words) - 1)
+        if len(line) + len(word) > width:
+            lines.append(line.rstrip())
+            line = " " * (len(start) - len(start.lstrip()) + 4)
+        line += f"{word} "
+    return [*lines, line.rstrip()]
+
+
+def find_version(package: str, otherwise: str = "a checkout") -> str:
+    """The version of an installed package; else what it is then, by default a checkout that is on the path.
+
+    >>> find_version("none-of-this-name", otherwise="not installed")
+    'not installed'
+    """
+    from importlib.metadata import PackageNotFoundError, version  # only now: it is slow, and few ask
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return otherwise

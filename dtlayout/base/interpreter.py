@@ -1,0 +1,58 @@
+"""Start another Python without the working directory among the places that it imports from.
+
+`python -m NAME` and `python -c CODE` look into the working directory before the standard library, so a file there that
+is called ctypes.py is run in its place. Python 3.11 has -P against that; this works for 3.10 as well. PYTHONPATH stays.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""For the environment of a program that starts Pythons of its own: from 3.11 on they leave the directory out too."""
+_DROP = "import sys; sys.path[:] = filter(None, sys.path)"
+_RUN = (
+    f"{_DROP}; sys.path.append(sys.argv.pop(1)); from runpy import run_module; del sys.argv[0]; "
+    "run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+"""The first argument is where dtlayout lies, which may be nowhere that Python looks; the next one the module."""
+
+
+def run_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module as `python -m` does.
+
+    >>> run_module("json.tool", "--help")[-2:]
+    ['json.tool', '--help']
+    """
+    return [sys.executable, "-c", _RUN, str(Path(__file__).parents[2]), module, *arguments]
+
+
+def run_code(code: str) -> list[str]:
+    """The command that runs some code as `python -c` does."""
+    return [sys.executable, "-c", f"{_DROP}; {code}"]
+
+
+def torchrun(options: Sequence[str], module: str, *arguments: str) -> list[str]:
+    """The command that runs a module on the ranks of one host; `options` are torchrun's.
+
+    torchrun starts each rank with `python -m`, unless it is told that what it starts is no Python.
+    """
+    return run_module("torch.distributed.run", *options, "--no-python", *run_module(module, *arguments))
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """A block in which this process, with all its threads, has "/" as its working directory.
+
+    Start multiprocessing's workers inside: they are `python -c`, which imports from the working directory first. Each
+    worker then returns to the parent's directory by itself; the servers that start workers stay in "/". Relative paths
+    do not work in the block. FileNotFoundError if the working directory was removed.
+    """
+    here = os.getcwd()
+    os.chdir(os.sep)
+    try:
+        yield
+    finally:
+        os.chdir(here)

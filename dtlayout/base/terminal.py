@@ -1,0 +1,190 @@
+"""What reaches a terminal, a pipe or a log: the one place that all text on stdout and stderr goes through.
+
+A name, a path or a line of a file may hold escape sequences, which a terminal would obey, or letters that an encoding
+lacks. Inside `guarded` stdout and stderr show both as text, whoever prints: this package, argparse or a traceback. What
+`rich` draws with sequences of its own, a progress bar for instance, goes through `open_console`, which shows those of
+others in the same way.
+"""
+
+import codecs
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+from dtlayout.base.errors import DtlayoutError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# C0 but for tab and line feed, DEL, C1, the marks that turn the direction of a line, and separators of lines.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_INSTEAD = {"…": "...", "–": "-", "—": "-", "×": "x", "→": "->", "−": "-", "“": '"', "”": '"', "’": "'", "≤": "<="}
+"""What stands for a letter where an encoding lacks it; others are shown by their number."""
+
+
+class Unwritten(DtlayoutError):
+    """An answer that could not be written to stdout."""
+
+
+def clean(text: str) -> str:
+    r"""Text in which control characters are shown by their number, except tabs and ends of lines.
+
+    >>> print(clean("a\x1b[31mname\x07"))
+    a\x1b[31mname\x07
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError), "it is for encoding alone"
+    text = error.object[error.start : error.end]
+    return "".join(_INSTEAD.get(each) or ascii(each)[1:-1] for each in text), error.end
+
+
+codecs.register_error("dtlayout", _replace)
+
+
+class _Encoded:
+    """A stream that takes every letter; what it does else is the stream's."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def isatty(self) -> bool:
+        """No terminal for those who would colour or move what they print; `is_terminal` tells."""
+        return False
+
+    def write(self, text: str) -> int:
+        """Write text; how long it was."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.stream.write(text.encode(encoding, "dtlayout").decode(encoding))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each."""
+        for line in lines:
+            self.write(line)
+
+
+class _Answer(_Encoded):
+    """stdout of a command, whose answer is its work: Unwritten where it cannot be written."""
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        with _named_errors():
+            return super().write(clean(text))
+
+    def flush(self) -> None:
+        """Write what is kept back."""
+        with _named_errors():
+            self.stream.flush()
+
+
+class _Talk(_Encoded):
+    """A stream that is beside the work: what it cannot take is lost, and work goes on."""
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        with suppress(OSError, ValueError):
+            super().write(clean(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is kept back."""
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+class _Drawing(_Encoded):
+    """What `rich` draws on, with sequences of its own; beside the work too."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self.stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        with suppress(OSError, ValueError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is kept back."""
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # who reads has seen enough
+        raise
+    except OSError as error:
+        raise Unwritten(f"the answer cannot be written to stdout: {error.strerror}") from None
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody watches a stream, guarded or not."""
+    return (stream.stream if isinstance(stream, _Encoded) else stream).isatty()
+
+
+@contextmanager
+def guarded(*, is_answer: bool) -> Iterator[None]:
+    """A block in which stdout and stderr show control characters as text, and replace letters that an encoding lacks.
+
+    With `is_answer` a write that fails on stdout raises `Unwritten`, or BrokenPipeError if nobody reads it any more.
+    Then call `finish_answer`, which flushes, before the block ends. Without `is_answer` text that cannot be written is
+    lost without an error; on stderr it always is. In the block `isatty()` is False for both; ask `is_terminal` instead.
+    """
+    before = sys.stdout, sys.stderr
+    streams = [stream or open(os.devnull, "w", encoding="utf-8") for stream in before]  # noqa: SIM115, closed at the end
+    sys.stdout = (_Answer if is_answer else _Talk)(streams[0])
+    sys.stderr = _Talk(streams[1])
+    try:
+        yield
+    finally:
+        if not is_answer:
+            sys.stdout.flush()
+        sys.stderr.flush()
+        for stream in streams:
+            _hush_if_full(stream)
+        sys.stdout, sys.stderr = before
+
+
+def finish_answer() -> None:
+    """Write all that was printed; `Unwritten` or BrokenPipeError if that cannot be."""
+    sys.stdout.flush()
+
+
+def _hush_if_full(stream: TextIO) -> None:
+    """Let a stream that takes nothing take everything, so that Python does not fail at its own end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def open_console(*, stderr: bool = False, **options: Any) -> "Console":
+    """A console of `rich` on stdout or stderr, which shows the control characters of texts and takes every letter."""
+    from rich.console import Console  # only now: most answers are plain lines
+    from rich.segment import Segment
+
+    class CleanConsole(Console):
+        def render(self, *arguments: Any, **more: Any) -> Iterator[Segment]:
+            for segment in super().render(*arguments, **more):
+                if segment.control or not _CONTROL.search(segment.text):
+                    yield segment
+                else:
+                    yield Segment(clean(segment.text), segment.style)
+
+    stream = sys.stderr if stderr else sys.stdout
+    inner = stream.stream if isinstance(stream, _Encoded) else stream
+    return CleanConsole(file=_Drawing(inner), **options)  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""TOML in and out: one reader that checks what a file says against a frozen dataclass, and one writer.
+
+`parse` takes no string for a number and no truth value for a 1, refuses unknown keys with the nearest that is known,
+and says everything that is wrong with a table at once; `read_keys` does so for keys that are no dataclass.
+"""
+
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
+from dtlayout.base.files import check_depth, expand
+from dtlayout.base.formatting import shorten
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+_WORDS = {
+    int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path", list: "a list",
+    tuple: "a list",
+}  # fmt: skip
+"""Type → what its values are called."""
+_TOO_LARGE = 1 << 1023
+"""What no float holds."""
+_INNER_ARRAY = re.compile(r"(?<=^    \[)\n((?:        .*,\n)+)    (?=\],$)", re.MULTILINE)
+_FLAT_ARRAY = re.compile(r"(?<= = \[)\n((?:    [^\[\n].*,\n)+)(?=\]$)", re.MULTILINE)
+
+
+def loads(text: str) -> dict[str, Any]:
+    """The tables of a TOML document; ValueError if it is none, or is nested deeper than any that is meant."""
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    check_depth(tables)
+    return tables
+
+
+def dumps(tables: Mapping[str, Any]) -> str:
+    """Tables as TOML, which has no null: a None is left out.
+
+    >>> dumps({"layout": {"tp": 2, "stage_layers": (3, 4), "note": None}})
+    '[layout]\\ntp = 2\\nstage_layers = [3, 4]\\n'
+
+    A list of lists has a line for each of them.
+    """
+    import tomli_w  # only now: most of what reads TOML writes none
+
+    text = tomli_w.dumps(_without_none(tables))
+    for array in (_INNER_ARRAY, _FLAT_ARRAY):
+        text = array.sub(lambda found: " ".join(line.strip(" ") for line in found[1].split("\n")).strip(" ,"), text)
+    return text
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def read(path: str | Path, what: str) -> dict[str, Any]:
+    """The tables of a file; InvalidConfig, with `what` it should be, if it cannot be read or is no TOML."""
+    with problems_of(what):
+        path = expand(path)
+    try:
+        return loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"{what} {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise InvalidConfig(f"{what} {path} is not TOML: {error}") from None
+
+
+def read_constants(*folder: str) -> dict[str, dict[str, Any]]:
+    """Name → tables of each file in the package's constants, or in a folder of them."""
+    paths = sorted(Path(__file__).parents[1].joinpath("constants", *folder).glob("*.toml"))
+    return {path.name: loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def parse_value(text: str) -> Any:
+    """A value as the command line has it: TOML, or a string where it is none."""
+    try:
+        return loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+@contextmanager
+def problems_of(place: str) -> Iterator[None]:
+    """Put where it is in front of each problem that is found inside the block."""
+    try:
+        yield
+    except InvalidConfig as error:
+        raise InvalidConfig([f"{place}: {problem}" for problem in error.problems]) from None
+
+
+def parse(table: Any, into: type[T], name: str = "", /, **given: Any) -> T:
+    """The table called `name` as a dataclass; InvalidConfig with every problem, those of the dataclass itself included.
+
+    Fields that are `given` are no keys. Lists become tuples where the field is one, whole numbers become floats. A
+    field whose metadata has a "key" is called so in the file.
+    """
+    keys = {f.metadata.get("key", f.name): f for f in fields(into) if f.name not in given}  # type: ignore[arg-type]
+    hints = get_type_hints(into)
+    required = [key for key, f in keys.items() if f.default is MISSING and f.default_factory is MISSING]
+    problems: list[str] = []
+    values = read_keys(table, {key: hints[f.name] for key, f in keys.items()}, required, name, problems)
+    if isinstance(table, dict) and values.keys() == {*required, *keys.keys() & table.keys()}:
+        try:
+            made = into(**given, **{keys[key].name: value for key, value in values.items()})
+        except (InvalidConfig, InvalidLayout) as error:
+            problems += error.problems
+    if problems:
+        raise InvalidConfig(problems)
+    return made
+
+
+def read_keys(
+    table: Any, types: Mapping[str, Any], required: Collection[str], name: str, problems: list[str]
+) -> dict[str, Any]:
+    """The values of a table whose keys have these types; of those that are wrong, `problems` gets the reasons."""
+    if not isinstance(table, dict):
+        keys = f"with {', '.join(required)}" if required else "and its keys"
+        problems.append(f"{name} is a table: write [{name}] {keys} below")
+        return {}
+    prefix = f"{name}." if name else ""
+    problems += [describe_unknown_key(key, types, prefix) for key in table if key not in types]
+    problems += [f"{prefix}{key} is missing" for key in required if key not in table]
+    values = {}
+    for key in [key for key in types if key in table]:
+        try:
+            values[key] = _convert(table[key], types[key], f"{prefix}{key}")
+        except InvalidConfig as error:
+            problems += error.problems
+    return values
+
+
+def describe_unknown_key(key: str, known: Collection[str], prefix: str = "") -> str:
+    """Why a key of a table is refused: the nearest that is known, or all of them; `prefix` names the table."""
+    import difflib  # only now: most files have no such key
+
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+    return f"{prefix}{key} is unknown; {advice}"
+
+
+def _convert(value: Any, wanted: Any, name: str) -> Any:
+    """The value as a field of this type holds it; InvalidConfig if it cannot."""
+    origin, args = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return value
+    if origin in (Union, UnionType):  # with None, the only one that there is
+        return None if value is None else _convert(value, args[0], name)
+    if is_dataclass(wanted):
+        return wanted.parse(value, name) if hasattr(wanted, "parse") else parse(value, wanted, name)  # type: ignore[arg-type]
+    if origin is Literal:
+        if any(type(value) is type(each) and value == each for each in args):
+            return value
+        raise InvalidConfig(f"{name}={shorten(repr(value))} is unknown; use one of {list(args)}")
+    kind = origin or wanted
+    if kind is dict:
+        return _convert_all(value, args[1], name)
+    if kind in (list, tuple) and isinstance(value, list | tuple):
+        return kind(_convert_all({f"{name}[{i}]": entry for i, entry in enumerate(value)}, args[0], "").values())
+    if kind is Path and type(value) is str:
+        return expand(value)
+    if type(value) is kind or (kind is float and type(value) is int and abs(value) < _TOO_LARGE):
+        return kind(value)
+    raise InvalidConfig(f"{name}={shorten(repr(value))} must be {_WORDS[kind]}")
+
+
+def describe_type(wanted: Any) -> str:
+    """What the values of a field of this type are called."""
+    origin, args = get_origin(wanted), get_args(wanted)
+    if origin in (Union, UnionType):  # with None, the only one that there is
+        return describe_type(args[0])
+    if origin is Literal:
+        return _WORDS[type(args[0])]
+    if origin is tuple and is_dataclass(args[0]):
+        return "a list of tables"
+    return "a table" if is_dataclass(wanted) else _WORDS[origin or wanted]
+
+
+def _convert_all(table: Any, wanted: Any, name: str) -> dict[str, Any]:
+    """Every entry of a table whose keys may be any."""
+    problems: list[str] = []
+    types = dict.fromkeys(table if isinstance(table, dict) else (), wanted)
+    values = read_keys(table, types, (), name, problems)
+    if problems:
+        raise InvalidConfig(problems)
+    return values

@@ -1,0 +1,134 @@
+"""Keys of a config, as people look them up: type, default, what a value must be, and what it means.
+
+All is read off the dataclasses of the sections, so that no page is written by hand: `dtlayout config` prints what
+docs/config.md holds. The sentence on a key is the string below its field, which stands in the source alone.
+"""
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from dtlayout.base import toml
+from dtlayout.config.config import Config
+from dtlayout.spec.optimizers import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section."""
+
+    name: str
+    type: str
+    """What its values are, in words."""
+    default: str | None
+    """As TOML has it; empty where a key that is left out is nothing, None where it is needed."""
+    rule: str
+    """What a value must be; empty where the type says all, or the sentence does."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the file, or one of a list of tables."""
+
+    title: str
+    """As the file has it."""
+    meaning: str
+    keys: tuple[Key, ...]
+
+    @property
+    def name(self) -> str:
+        """Its path, as overrides have it."""
+        return self.title.strip("[").partition("]")[0]
+
+    def describe(self) -> Iterator[str]:
+        """The lines of Markdown, which a terminal shows as well."""
+        yield f"## {self.title}"
+        yield ""
+        yield from textwrap.wrap(self.meaning, 118)
+        yield ""
+        for key in self.keys:
+            default = "needed" if key.default is None else f"`{key.default}` by default" if key.default else ""
+            facts = ", ".join(filter(None, [key.type, default, key.rule]))
+            text = f"`{key.name}`: {facts}. {key.meaning}".rstrip()
+            yield from textwrap.wrap(
+                text, 118, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+            )
+
+
+def list_sections() -> list[Section]:
+    """Every table that a config may have, in the order of `Config`; of [optimizer] one for each optimizer."""
+    found: list[Section] = []
+    for name, of in get_type_hints(Config).items():
+        if name == "optimizer":
+            found += [_describe(f'[optimizer] with name = "{each}"', kind) for each, kind in OPTIMIZERS.items()]
+        else:
+            found += _list_tables(name, of)
+    return found
+
+
+def _list_tables(name: str, of: type, brackets: str = "[{}]") -> Iterator[Section]:
+    """The table of a dataclass, then those that its keys hold."""
+    yield _describe(brackets.format(name), of)
+    for key, hint in get_type_hints(of).items():
+        for inner in (each for each in get_args(hint) if isinstance(each, type) and is_dataclass(each)):
+            yield from _list_tables(f"{name}.{key}", inner, "[[{}]]" if get_origin(hint) is tuple else "[{}]")
+
+
+def _describe(title: str, of: type) -> Section:
+    hints = get_type_hints(of)
+    keys = [
+        Key(
+            name=f.name, type=toml.describe_type(hints[f.name]), default=_show_default(f),
+            rule=_find_rule(f, hints[f.name]), meaning=_explain(of, f.name),
+        )
+        for f in fields(of)
+    ]  # fmt: skip
+    return Section(title, inspect.cleandoc(of.__doc__ or ""), tuple(keys))
+
+
+def _show_default(f: "Field[Any]") -> str | None:
+    if f.default is MISSING:
+        return None
+    return toml.dumps({"key": f.default}).partition(" = ")[2].strip()
+
+
+def _find_rule(f: "Field[Any]", hint: Any) -> str:
+    choices: Any = get_args(hint) if get_origin(hint) is Literal else f.metadata.get("choices", ())
+    known = choices() if callable(choices) else choices
+    which = "some of" if get_origin(hint) is tuple else "one of"
+    return f"{which} {', '.join(map(str, known))}" if known else str(f.metadata.get("rule", ""))
+
+
+def _explain(of: type, name: str) -> str:
+    """The sentence on a field, in which `Class.field` of the same module at its start is that one's sentence."""
+    owner = next((each for each in of.__mro__ if name in _read_sentences(each)), None)
+    if owner is None:
+        return ""
+    text = _read_sentences(owner)[name]
+    if other := re.match(rf"`([A-Z]\w*)\.{name}`", text):
+        kind = getattr(sys.modules[owner.__module__], other[1])
+        text = _explain(kind, name).removesuffix(".") + text[other.end() :]
+    return text
+
+
+@cache
+def _read_sentences(of: type) -> dict[str, str]:
+    """Field → the string below it, of the fields that a class itself declares."""
+    try:
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(of))).body
+    except (OSError, TypeError):  # no source: built in, or made by a program
+        return {}
+    assert isinstance(found, ast.ClassDef), "what was asked for is a class"
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(found.body, found.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }  # fmt: skip

@@ -1,0 +1,338 @@
+"""Bytes of the tensors of a block, the head and the embedding, from the operations of `models.description`.
+
+Legend: T tokens of a microbatch on one cp rank, h hidden, q width of all query heads, a heads, s sequence, t = tp; e
+bytes of the compute format, w of the exact one (fp32 or finer) in which norms, RoPE and the loss compute. To be read
+with models/llama.py and ops/*.py. fsdp2_blocks.py says when they come and go.
+
+[Note: what a compiled block keeps]
+torch.compile sees forward and backward together and keeps what is cheapest to go on from: the results of matmuls and
+attention and what they read, one number a token for each norm, and the result of o instead of the second norm's input.
+It computes silu(gate) again. Its norms are so as if one kernel did them. `tests/plans/test_compile.py` counts.
+"""
+
+from functools import cached_property
+from itertools import takewhile
+from math import ceil
+from typing import NamedTuple
+
+from dtlayout.costmodel.scenario import Scenario, tokens_of
+from dtlayout.models.description import Activation, Linear, Norm, Operation, RoutedExperts, SelfAttention
+from dtlayout.models.families import describe
+from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
+from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
+from dtlayout.spec.kernels import Kernels, count_loss_chunks
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.precision import BYTES
+from dtlayout.spec.recompute import Recompute
+
+
+class NormBytes(NamedTuple):
+    """Bytes of a norm's tensors."""
+
+    gradient: float
+    """The gradient of its output or of its input, in the compute format."""
+    exact: float
+    """Its output or its input in the exact format."""
+    input: float
+    """Kept for backward: its input itself, or an exact copy."""
+    rest: float
+    """Kept beside the input: one number for each row and, as separate operations, input · scale."""
+
+    @property
+    def kept(self) -> float:
+        """All that it keeps."""
+        return self.input + self.rest
+
+
+class Sizes:
+    """Bytes of one microbatch's tensors on one rank, [Note: what a compiled block keeps]."""
+
+    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
+        """Those of a layout or a BlockLayout; on CPU no kernel of PyTorch does a whole norm."""
+        tokens, e = tokens_of(scenario, layout), BYTES[scenario.precision.compute]
+        norm, swiglu = find_kernel(NormKernel, kernels.norm), find_kernel(SwigluKernel, kernels.swiglu)
+        self.description = describe(scenario.model)
+        """The operations whose tensors these are."""
+        self.element = tokens * e
+        """One element a token in the compute format, T·e."""
+        self.exact_element = tokens * max(e, 4)
+        """One element a token in the exact format, T·w."""
+        self.casts = self.element < self.exact_element
+        """Whether the compute format is not the exact one."""
+        self.tp = layout.tp
+        """Ranks that share what lies inside a branch."""
+        self.is_split = layout.tp > 1
+        """Whether tp splits matmuls."""
+        self.shards_sequence = layout.shards_sequence
+        """Whether tp splits the residual stream too."""
+        self.adds_in_place = not (self.is_split and scenario.engine.features.dtensor_activations)
+        """Whether the gradients of two uses become one in the place of the first."""
+        is_one_sequence = layout.micro_batch == 1 and not scenario.engine.features.dtensor_activations
+        self.reorders = layout.shards_sequence and not is_one_sequence
+        """Whether what tp gathers or scatters is copied from the order of ranks, or into it: of one sequence it is that
+        of tokens."""
+        self.stream_ranks = layout.tp if layout.shards_sequence else 1
+        """Ranks that share the residual stream outside of branches."""
+        self.whole = self.element * scenario.model.hidden_size
+        """Hidden states, T·h·e."""
+        self.stream = self.whole / self.stream_ranks
+        """The residual stream: hidden states outside of branches."""
+        self.input_ranks = self.stream_ranks if scenario.engine.features.regathers_inputs else 1
+        """Ranks that share what a matmul that opens a branch keeps of its input."""
+        self.norm_output = self.whole / self.input_ranks
+        """The output of a norm as the matmuls that read it keep it: whole, or what they gather again in backward."""
+        self.has_norm_kernel = kernels.compiles_blocks or scenario.cluster.gpu.device_type not in norm.separate
+        """Whether a norm is one kernel."""
+        product = self.exact_element if norm.keeps_exact else self.element
+        self.product_element = 0.0 if self.has_norm_kernel else product
+        """One element a token of input · scale, which a norm of separate operations keeps."""
+        self.keeps_stream = self.has_norm_kernel or not self.casts
+        """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
+        self.num_gated_kept = 2 if kernels.compiles_blocks else swiglu.num_kept - 1
+        """Tensors that a gated activation keeps beside its result: its inputs and, if not computed again, silu."""
+        self.kept_matmuls = scenario.engine.features.kept_matmuls
+        """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
+        self.keeps_last = not kernels.compiles_blocks
+        """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
+        self._weigh_attention(scenario, layout, kernels)
+        self._weigh_loss(scenario, layout, kernels)
+
+    def _weigh_attention(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
+        """Flash: q, k, v, the output and a number a row, and backward the gradients of q, k and v.
+
+        sdpa-math: exact copies of q, k and v, each for every query head, and the softmax; results of its two matmuls
+        are exact. Forward has also the scores with the mask, and k as it was, but no output yet; backward the gradients
+        of softmax and scores.
+        """
+        model, seq_len = scenario.model, scenario.batch.seq_len
+        kernel = find_kernel(AttentionKernel, kernels.attention)
+        attention = self.description.attention
+        query, key = self.split(attention.query_width), self.split(attention.num_kv_heads * attention.head_width)
+        output = self.split(attention.output_width)
+        inputs = 2 * query + output if kernel.repeats_heads else self.split(attention.input_width)
+        rows = self.exact_element * model.num_heads / self.tp
+        has_mask = scenario.document_mask and kernel.needs_mask(scenario.cluster.gpu.device_type)
+        self.mask = self.element * seq_len if has_mask else 0.0
+        """The mask that keeps documents apart in all layers of a stage, s numbers a token; 0 where there is none."""
+        self.keeps_mask = kernel.keeps_mask
+        """Whether attention keeps the mask for its backward."""
+        self.attention_results = output + (0.0 if kernel.holds_scores else rows)
+        """Results of attention's kernels, which selective recomputation keeps instead of q and k."""
+        saved: float = getattr(scenario.engine.constants, kernel.saved) if kernel.saved else 0.0
+        saved *= tokens_of(scenario, layout) * model.num_heads / self.tp
+        saved *= seq_len if kernel.holds_scores else model.head_width
+        self.attention = inputs + self.attention_results + saved
+        """Kept by attention, its output included."""
+        self.forward_work = 0.0
+        """Work space of attention's forward at its fullest, beside what it keeps."""
+        self.backward_work = inputs
+        """Work space of attention's backward: gradients of q, k and v, or of scores."""
+        if kernel.copies_exactly:
+            copy, softmax = rows * model.head_width, rows * seq_len
+            self.attention, self.attention_results = 3 * copy + softmax + output, softmax + copy
+            self.forward_work, self.backward_work = softmax + key, max(inputs, 2 * softmax)
+        if layout.cp > 1:
+            by_heads = CONTEXT_METHODS[layout.cp_method].splits_heads
+            (self._weigh_exchanges if by_heads else self._weigh_parts)(scenario, layout, kernel)
+
+    def _weigh_exchanges(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
+        """Own queries, keys and values while heads are exchanged: packed, as they come, and in the order of positions;
+        of gradients what leaves attention, as it goes and as it comes. The output is kept as attention gave it, and as
+        the next matmul reads it."""
+        attention = self.description.attention
+        inputs, output = self.split(attention.input_width), self.split(attention.output_width)
+        self.attention += output
+        self.forward_work = max(inputs + self.forward_work, 3 * inputs - self.attention_results)
+        self.backward_work = max(self.backward_work, 3 * inputs)
+
+    def _weigh_parts(self, scenario: Scenario, layout: Layout, kernel: AttentionKernel) -> None:
+        """Kept are q, k, v, the output and a number a row; joined results and all gradients are exact.
+
+        Ring: keys and values that are seen and the next ones, and of gradients own ones, those of the piece and, of
+        more than two ranks, those that go and come. Gather: keys and values of all other ranks, twice while they are
+        put in order, and gradients of all, own ones and those of the piece. Beside documents a chunk's queries are a
+        piece, as if one document were all.
+        """
+        attention, tokens = self.description.attention, tokens_of(scenario, layout)
+        exact = self.exact_element / self.element
+        inputs, output, kv = map(self.split, (attention.input_width, attention.output_width, attention.kv_width))
+        rows = self.exact_element * attention.num_heads / self.tp
+        gathers, cp, own_keys = layout.cp_method == "gather", layout.cp, tokens / layout.micro_batch
+        self.attention, self.attention_results, self.mask = inputs + output + rows, output + rows, 0.0
+        at_once, others, summed = (cp - 1, cp - 1, cp) if gathers else (1, min(cp, 3) - 1, 2 * min(cp, 3) - 4)
+        own_chunk = chunk_length(scenario.batch.seq_len, cp) / own_keys
+        piece = 2 * own_chunk if scenario.document_mask else 1.0  # the last chunk sees twice what queries do on average
+
+        def work(num_keys: float, copies: float) -> float:
+            """Of each query with so many keys: scores or none, and copies of its own tensors."""
+            num_keys *= piece
+            scores = rows * num_keys if kernel.holds_scores else 0.0
+            cast = scores / exact if self.casts else 0.0
+            return copies * scores + cast
+
+        seen = own_keys * at_once / 2  # keys of other ranks, of each query
+        grouped = (3 if kernel.holds_scores else 1) * output
+        joining = exact * output + max(2 * exact * output, work(seen, 1))
+        ordering = (2 * cp - 1) * kv * gathers + exact * output
+        self.forward_work = max(2 * kv + work(own_keys, 1), others * kv + joining, ordering) - output
+        own_backward = 2 * kv + exact * kv + work(own_keys, 2)
+        others_backward = (others + at_once) * kv + (1 + summed) * exact * kv
+        others_backward += max(at_once * exact * kv, work(seen, 2))
+        self.backward_work = exact * output + grouped + max(own_backward, others_backward)
+
+    def _weigh_loss(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
+        loss, tokens = find_kernel(LossKernel, kernels.loss), tokens_of(scenario, layout)
+        features = scenario.engine.features
+        is_parallel = features.loss == "vocab-parallel"
+        columns = scenario.model.vocab_size / (self.tp if is_parallel else 1)
+        at_once = ceil(tokens / count_loss_chunks(tokens)) / tokens if loss.in_chunks else 1
+        self.logits = self.element * columns * (at_once if loss.joins_matmul else 1)
+        """Logits that are there at once, in the compute format; their gradient is as large."""
+        weight = columns * scenario.model.hidden_size * BYTES[scenario.precision.compute]
+        self.head_weight = weight if loss.joins_matmul else 0.0
+        """The head's weight, and its gradient; 0 where that is not computed in forward."""
+        early = self.head_weight + self.whole if loss.joins_matmul else 0.0
+        num_own, num_exact = 2, loss.num_exact  # the gradient comes in the place of one that is exact
+        if num_exact > 1:
+            num_own = 0 if features.frees_logits else 1
+            num_exact += self.is_split and features.dtensor_activations  # the softmax, on the way to its gradient
+        self.exact_logits = self.exact_element * columns * at_once
+        """The largest tensor of the loss: logits that are there at once, in the exact format."""
+        self.loss = early + num_own * self.logits + num_exact * self.exact_logits
+        """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
+
+    @cached_property
+    def block(self) -> float:
+        """Kept by a block without recomputation."""
+        return sum(map(self.kept_by, self.description.block))
+
+    @cached_property
+    def in_attention(self) -> float:
+        """Held by a block's forward while attention runs: the stream, projections, and what is kept until then."""
+        held = self.stream + self.attention + self.forward_work
+        for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
+            held += self.kept_by(operation)
+            if isinstance(operation, Linear):
+                held += sum(self.results_of(operation))
+            elif isinstance(operation, Norm) and operation.is_of_heads and self.keeps_stream:
+                held -= self.split(operation.width)  # a projection, which is there anyway
+        return held
+
+    @cached_property
+    def last_branch(self) -> list[Operation]:
+        """The operations of a block after its last norm."""
+        after = takewhile(lambda each: not isinstance(each, Norm), reversed(self.description.block))
+        return [*after][::-1]
+
+    def in_last_branch(self, recompute: Recompute, layer: int) -> float:
+        """Held by a block's forward in its last branch, at the fullest.
+
+        That is at the activation, beside its inputs and its result, or at the end: the last matmul's output beside what
+        it reads, its sum over tp, and the sum with the residual stream. Whoever calls the branch holds what the norm
+        gave, also where it is gathered first. Experts have their results and the sum of these.
+        """
+        kept, branch = self.kept(recompute, layer), sum(map(self.kept_by, self.last_branch))
+        # The last matmul's output and its sum over tp, which a reduce-scatter first puts in the order of ranks.
+        closing = self.whole + ((self.stream + self.whole * self.reorders) if self.is_split else 0.0)
+        if self.description.experts:  # of whose way through a block no dry run tells
+            if not self.description.tp_closes_block:
+                closing = self.copies(self.description.experts) + self.stream
+            dropped = min(self.block - kept, branch) if recompute.covers(layer) else 0.0
+            return kept + dropped + closing + 2 * self.stream
+        if not recompute.covers(layer):
+            # All is kept but what a norm gave that is gathered; or branch and sum are there.
+            return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream)
+        *opening, last = [each for each in self.last_branch if isinstance(each, Linear)]
+        share = self.kept_matmuls if "matmuls" in recompute.kept else 0.0
+        # Counted in what is kept, and there already at the activation; and not there before the end.
+        opened = share * sum(sum(self.results_of(each)) for each in opening)
+        closed = share * self.whole * self.keeps_last
+        closed += self.stream * (self.is_split and recompute.is_selective and self.keeps_last)
+        given = 2 * self.stream + self.whole * self.shards_sequence  # the residual stream and what the norm gave
+        at_activation = branch - self.kept_by(opening[0]) - opened
+        return kept - closed + given + max(at_activation, self.kept_by(last) + closing)
+
+    def split(self, width: int) -> float:
+        """A tensor inside a branch with so many elements a token, over t."""
+        return self.element * width / self.tp
+
+    def norm(self, norm: Norm) -> NormBytes:
+        """A norm of the residual stream, or of heads."""
+        ranks = self.tp if norm.is_of_heads else self.stream_ranks
+        width, num_rows = norm.width / ranks, max(1, norm.num_heads) / ranks
+        compute, exact = self.element * width, self.exact_element * width
+        rest = self.product_element * width + self.exact_element * num_rows
+        return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
+
+    def results_of(self, operation: Operation) -> list[float]:
+        """What recomputation may keep of an operation: of each matmul its outputs, or a term of the branch's sum."""
+        match operation:
+            case Linear(style="colwise"):
+                return [self.split(operation.outputs)]
+            case Linear(style="replicated"):
+                return [self.element * operation.outputs / self.stream_ranks]
+            case Linear():
+                return [self.whole]
+            case RoutedExperts():
+                opened = self.split(operation.per_token * operation.inner_width)
+                return [*[opened] * operation.num_opening, self.copies(operation)]
+        return [self.attention_results]
+
+    def results(self, recompute: Recompute, *, last: bool) -> float:
+        """Results that a recomputed block keeps, that of its last matmul only if `last`."""
+        kept: list[float] = []
+        for operation in (each for each in self.description.block if each.kept_as in recompute.kept):
+            share = self.kept_matmuls if operation.kept_as == "matmuls" else 1.0
+            kept += [share * size for size in self.results_of(operation)]
+        return sum(kept[:-1] if "matmuls" in recompute.kept and not last else kept)
+
+    def kept_by(self, operation: Operation) -> float:
+        """Kept by an operation for its backward, and by no other one."""
+        match operation:
+            case Norm():
+                return self.norm(operation).kept
+            case Linear(style="colwise", keeps_input=True):
+                return self.element * operation.inputs / self.input_ranks
+            case Linear(style="rowwise", keeps_input=True):
+                return self.split(operation.inputs)
+            case Linear(keeps_input=True):
+                return self.stream
+            case SelfAttention():
+                return self.attention
+            case Activation():
+                return self.count_kept(operation) * self.split(operation.width)
+            case RoutedExperts():
+                inside = self.split(operation.per_token * operation.inner_width)
+                return self.copies(operation) + (self.count_kept(operation) + 1) * inside
+        return 0.0
+
+    def copies(self, experts: RoutedExperts) -> float:
+        """The tokens that a rank's experts are sent, k copies of each of its own where all are sent as many."""
+        return self.split(experts.per_token * experts.width)
+
+    def count_kept(self, activation: Activation | RoutedExperts) -> int:
+        """Tensors that an activation keeps beside its result."""
+        return self.num_gated_kept if activation.gated else 1
+
+    def kept(self, recompute: Recompute, layer: int) -> float:
+        """Left by a block for its backward: everything, its input, or also results that are kept.
+
+        With anything kept, under tp so are the sums that close a branch; with matmuls also each rank's term of them.
+        """
+        if not recompute.covers(layer):
+            return self.block
+        num_sums = self.description.num_branches - (self.description.tp_closes_block and not self.keeps_last)
+        sums = num_sums * self.stream if self.is_split and recompute.is_selective else 0.0
+        return self.stream + sums + self.results(recompute, last=self.keeps_last)
+
+    def recomputed(self, recompute: Recompute, layer: int) -> float:
+        """Added to what a block has kept when it is computed again, up to the last thing that backward needs.
+
+        The matmuls' results that it needs are there already; others, and sums that are not the last, are let go on the
+        way.
+        """
+        if not recompute.covers(layer):
+            return 0.0
+        again = self.block - (self.stream if self.keeps_stream else 0.0)
+        sums = (self.description.num_branches - 1) * self.stream if self.is_split and recompute.is_selective else 0.0
+        return again - sums - self.results(recompute, last=False)

@@ -1,0 +1,266 @@
+"""FSDP2's units: their parameters on one rank, and what gathering and reducing them holds.
+
+A unit is what FSDP2 gathers together: a block, the embedding, final norm with head; what is tied belongs to the root.
+Legend: S = dp_shard · cp, t = tp; p, e, r bytes of the master, compute and reduce formats; a unit has n parameters on a
+tp rank, and N ≥ n with the padding to S equal shards. Read off plans/fsdp.py and torch's fsdp/_fully_shard.
+
+[Note: a unit's reduction]
+Weight gradients come in the compute format. When a unit's backward is over they are, under ZeRO-1 before the last
+backward, added to whole gradients in the reduce format (r·n); else they are reduced. That fills a buffer of r·N from
+them, lets them go (but for the last, which a loop variable holds), and writes r·N/S. Where each of several ranks has
+the whole state it copies the buffer to divide it, and gloo to sum it up. The buffer stays until the next unit of any of
+the rank's stages comes to its turn (before torch 2.13, one with gradients), or the last backward of any stage is over.
+Under HSDP the shards of ZeRO-2 and -3 stay in the reduce format until the last backward, which sums them over the
+replicas; where masters have another format, what was summed stays beside the gradients until that is over. Where an
+engine sums the embedding's gradient over tp it is of all rows; before its reduction each rank gets its own.
+"""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import ceil, prod
+from typing import NamedTuple
+
+from dtlayout.costmodel.fsdp2.blocks import WeightGradients
+from dtlayout.costmodel.fsdp2.phase import MemoryKind, Phase, changes, sequence
+from dtlayout.costmodel.scenario import Scenario, count_expert_shards, count_state_shards
+from dtlayout.models.description import Weight
+from dtlayout.models.families import describe
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import BYTES
+
+_P, _G, _B = MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.BUFFERS
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters that FSDP2 gathers and reduces together, on one tp rank."""
+
+    weights: dict[str, Shape]
+    """Local shapes by name, in FSDP2's order."""
+    partial: int = 0
+    """Parameters of which every tp rank has a gradient, one part of a sum, until it is reduced: all of an embedding, or
+    none."""
+    of_experts: frozenset[str] = frozenset()
+    """Names of the weights that are stacks of experts' matrices, which fewer ranks hold."""
+
+    def shard_sizes(self, shards: int, expert_shards: int) -> list[int]:
+        """Parameters of each weight's largest shard: rows are split over the ranks."""
+        return [
+            _cut(shape, expert_shards if name in self.of_experts else shards) for name, shape in self.weights.items()
+        ]
+
+    def count(self, shards: int = 1, expert_shards: int = 1) -> int:
+        """Parameters of the largest shard."""
+        return _count_shard(self, shards, is_of_experts=False) + _count_shard(self, expert_shards, is_of_experts=True)
+
+
+@lru_cache(maxsize=1024)
+def _count_shard(unit: Unit, shards: int, *, is_of_experts: bool) -> int:
+    own = (shape for name, shape in unit.weights.items() if (name in unit.of_experts) == is_of_experts)
+    return sum(_cut(shape, shards) for shape in own)
+
+
+def _cut(shape: Shape, shards: int) -> int:
+    """Parameters of the largest of so many shards of a weight."""
+    rows, *columns = shape
+    return ceil(rows / shards) * prod(columns)
+
+
+class StageUnits(NamedTuple):
+    """The units of a stage beside its blocks; a stage without embedding or head has none of it."""
+
+    embedding: Unit | None
+    """Where it is not tied."""
+    head: Unit | None
+    """Final norm and head, where they are not tied."""
+    root: Unit | None
+    """Embedding, final norm and head where they are tied."""
+
+
+@lru_cache(maxsize=256)
+def stage_units(model: ModelShape, tp: int, *, has_embedding: bool, has_head: bool, sums_embedding: bool) -> StageUnits:
+    """Units of a stage beside its blocks; `sums_embedding` is the engine's feature."""
+    description = describe(model)
+
+    def local(*weights: Weight) -> dict[str, Shape]:
+        return {weight.name: weight.local_shape(tp) for weight in weights}
+
+    norm = description.final_norm.weights
+    whole_table = description.embedding.numel if tp > 1 and sums_embedding else 0
+    embedding = Unit(local(description.embedding), partial=whole_table) if has_embedding else None
+    head = Unit(local(*norm, description.head)) if has_head else None
+    if model.tied_embeddings and embedding and head:  # one weight: the sum of its gradients comes as the head's does
+        return StageUnits(None, None, Unit(local(description.head, *norm)))
+    if model.tied_embeddings:
+        return StageUnits(None, None, head or embedding)
+    return StageUnits(embedding, head, None)
+
+
+@lru_cache(maxsize=256)
+def block_unit(model: ModelShape, tp: int, ep: int) -> Unit:
+    """The unit of a block; the matrices of a rank's experts lie under each other."""
+    shapes, of_experts = dict[str, Shape](), set[str]()
+    for weight in describe(model).block_weights:
+        shape = weight.local_shape(tp, ep)
+        if weight.is_of_experts:
+            of_experts.add(weight.name)
+            shape = (shape[0] * shape[1], *shape[2:])
+        shapes[weight.name] = shape
+    return Unit(shapes, of_experts=frozenset(of_experts))
+
+
+class UnitBytes:
+    """Bytes that FSDP2 holds to gather and reduce the units of one layout."""
+
+    def __init__(self, scenario: Scenario, layout: Layout):
+        """Formats from the scenario, ZeRO stage and degrees from the layout."""
+        formats = scenario.precision
+        self.params, self.compute, self.reduce = (BYTES[f] for f in (formats.params, formats.compute, formats.reduce))
+        self.zero, self.shards, self.description = layout.zero, count_state_shards(layout), describe(scenario.model)
+        self.expert_shards = count_expert_shards(layout)
+        self.tp, self.sums_embedding = layout.tp, scenario.engine.features.sums_embedding
+        self.on_host = layout.offloads_state
+        """Whether masters, gradients and the optimizer's state lie on the host."""
+        self.copies_masters = layout.offloads_state and not scenario.is_on_host
+        """Whether masters are copied to the device to be gathered; a CPU has them there."""
+        self.is_hybrid, self.optimizer = layout.dp_replicate > 1, scenario.optimizer
+        self.sums_late = layout.zero == 1 or (self.is_hybrid and layout.splits_backward)
+        """Whether gradients are whole until the last backward."""
+        is_alone = self.shards == 1 and not self.is_hybrid
+        self.copies_buffer = not is_alone and (self.shards == 1 or scenario.cluster.gpu.device_type == "cpu")
+        self.finish_backward = cache(self._finish_backward)
+        """The end of a unit's backward, [Note: a unit's reduction]; `before` has the buffer of the last reduction."""
+
+    def shard(self, unit: Unit) -> int:
+        """Parameters of a unit's shard, the largest."""
+        return unit.count(self.shards, self.expert_shards)
+
+    def padded(self, unit: Unit) -> int:
+        """Parameters of a unit with the padding of its shards."""
+        everywhere = self.shards * _count_shard(unit, self.shards, is_of_experts=False)
+        return everywhere + self.expert_shards * _count_shard(unit, self.expert_shards, is_of_experts=True)
+
+    def gathered(self, unit: Unit) -> int:
+        """Bytes of a unit's parameters to compute with."""
+        return self.compute * self.padded(unit)
+
+    def buffer(self, unit: Unit | None) -> int:
+        """Bytes of the buffer through which a unit is gathered; one rank needs none."""
+        return self.gathered(unit) if unit and self.shards > 1 else 0
+
+    def fill(self, unit: Unit | None) -> list[tuple[MemoryKind, float]]:
+        """A unit's shard is cast, and all ranks' shards come into its buffer; one rank needs none."""
+        if unit is None or self.shards == 1:
+            return []
+        flat: float = self.compute * self.shard(unit)
+        cast: list[tuple[MemoryKind, float]] = [(_B, flat)]
+        if self.copies_masters:
+            cast = [step for n in self._shard_sizes(unit) for step in self._fetch(n)]
+        return [*cast, (_B, self.buffer(unit)), (_B, -flat)]
+
+    def take_out(self, unit: Unit) -> list[tuple[MemoryKind, float]]:
+        """A unit's parameters, out of its buffer or, on one rank, each out of its master when the next one comes."""
+        if self.shards > 1 or unit.of_experts:  # of which other ranks have shards
+            return [(_P, self.gathered(unit))]
+        steps: list[tuple[MemoryKind, float]] = []
+        last = 0.0  # what was fetched of the weight before, until the next one is there
+        for n in self._shard_sizes(unit):
+            fetched = self._fetch(n)
+            steps += [*fetched, (_B, -last), (_P, self.compute * n)]
+            last = sum(size for _, size in fetched)
+        return [*steps, (_B, -last)]
+
+    def _fetch(self, n: int) -> list[tuple[MemoryKind, float]]:
+        """n parameters come from the host, where they lie there, and are cast, where their formats differ."""
+        master, casts = self.params * n, self.params != self.compute
+        if self.copies_masters and casts:
+            return [(_B, master), (_B, self.compute * n), (_B, -master)]
+        return [(_B, self.compute * n)] if self.copies_masters or casts else []
+
+    def _shard_sizes(self, unit: Unit) -> list[int]:
+        return unit.shard_sizes(self.shards, self.expert_shards)
+
+    def gather(self, unit: Unit, before: Unit | None) -> Phase:
+        """In forward: into its buffer, which stays until the next unit is out of its own, and out of it."""
+        return changes(*self.fill(unit), *self.take_out(unit), (_B, -self.buffer(before)))
+
+    def begin_backward(self, unit: Unit, ahead: Unit | None) -> Phase:
+        """Under ZeRO-3: out of its buffer, which was filled ahead; the next one is filled."""
+        return changes(*self.take_out(unit), (_B, -self.buffer(unit)), *self.fill(ahead))
+
+    def drop(self, unit: Unit) -> Phase:
+        """Gathered parameters go."""
+        return changes((_P, -self.gathered(unit)))
+
+    def gradients_of(self, unit: Unit, *, is_first: bool) -> WeightGradients:
+        """Weight gradients of one backward; later ones are added at once where whole ones of their format are there."""
+        num_bytes = {name: float(self.compute * prod(shape)) for name, shape in unit.weights.items()}
+        if unit.partial:
+            num_bytes = dict.fromkeys(num_bytes, float(self.compute * unit.partial))
+        adds_at_once = self.sums_late and not is_first and self.compute == self.reduce
+        return WeightGradients(num_bytes, pile_up=not adds_at_once)
+
+    def embedding_gradient(self, unit: Unit, *, is_first: bool) -> WeightGradients:
+        """The embedding's weight gradient; where a head in the same stage is tied to it, it is added to that one's."""
+        embedding = self.description.embedding
+        if embedding.name in unit.weights:
+            return self.gradients_of(unit, is_first=is_first)
+        numel = embedding.numel if self.sums_embedding else prod(embedding.local_shape(self.tp))
+        return WeightGradients({embedding.name: float(self.compute * numel)}, pile_up=False)
+
+    def put_off(self, unit: Unit, *, is_first: bool, is_end: bool) -> Phase:
+        """The end of the first part of a unit's backward that is split, in which blocks have no gradients."""
+        drops = changes((_P, -self.gathered(unit) if self.zero == 3 else 0))
+        return sequence((drops, self.add_up(unit, is_first=is_first))) if is_end else drops
+
+    def add_up(self, unit: Unit, *, is_first: bool) -> Phase:
+        """A unit's gradients become whole ones in the reduce format, or are added to these."""
+        weights = self.gradients_of(unit, is_first=is_first)
+        if not is_first:
+            return changes((_G, -weights.left))
+        accumulated = self._accumulated(unit)
+        last = 0.0 if self.compute == self.reduce else list(weights.num_bytes.values())[-1]
+        return changes((_G, accumulated - weights.left + last), (_G, -last))  # one by one they become copies
+
+    def _accumulated(self, unit: Unit) -> float:
+        """Bytes of a unit's whole gradients in the reduce format."""
+        return self.reduce * float(unit.partial or unit.count())
+
+    def _finish_backward(
+        self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool, is_late: bool = False
+    ) -> Phase:
+        """Of a backward that is split it `is_late`, after `put_off` and `add_up`."""
+        if self.sums_late and not is_last:
+            return self.add_up(unit, is_first=is_first)
+        weights, accumulated = self.gradients_of(unit, is_first=is_first), self._accumulated(unit)
+        takes_up = is_late or (self.sums_late and not is_first)
+        unreduced, size = (accumulated, self.reduce) if takes_up else (weights.left, self.compute)
+        local, last = size * unit.count(), size * prod([*unit.weights.values()][-1]) if self.shards > 1 else 0
+        buffer = self.reduce * self.padded(unit)
+        copy = buffer if self.copies_buffer else 0
+        out, shard = self.reduce * self.shard(unit), self.params * self.shard(unit)
+        waits = self.is_hybrid and not is_last
+        kept = 0 if self.on_host else shard
+        left = out if waits else kept
+        had = 0.0 if is_first or self.sums_late else out if self.is_hybrid else kept
+        cast = 0.0 if self.reduce == self.params or waits else shard
+        return changes(
+            (_G, -weights.left if takes_up and not is_late else 0.0),
+            (_P, -self.gathered(unit) if (is_last and self.zero < 3) or (self.zero == 3 and not is_late) else 0),
+            *([(_G, local), (_G, -unreduced)] if unit.partial else []),
+            (_B, -self.reduction(before)), (_B, buffer), (_G, last - local),
+            (_G, out), (_B, copy), (_B, -copy), (_G, cast), (_G, left - had - out - cast - last),
+            (_B, self.summed(unit) if is_last else 0),
+        )  # fmt: skip
+
+    def summed(self, unit: Unit) -> float:
+        """Bytes of a unit's shard, summed over replicas, that stay until the last backward is over."""
+        is_cast = self.is_hybrid and self.reduce != self.params
+        return self.reduce * self.shard(unit) if is_cast else 0
+
+    def reduction(self, unit: Unit | None) -> int:
+        """Bytes of the buffer through which a unit is reduced."""
+        return self.reduce * self.padded(unit) if unit else 0

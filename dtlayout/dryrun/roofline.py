@@ -1,0 +1,156 @@
+"""A second estimate of the step, from what dry runs did: each operator and message priced with the cluster's constants.
+
+With the cost model it shares the constants, and how a pipeline is played. What is computed, moved and sent it has from
+the dry runs, where the cost model has formulas. Stages that nobody ran are taken to be like the first one with blocks,
+block by block. No torch.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from dtlayout.costmodel.comm import all_reduce_s, data_link, half_all_reduce_s, message_s, tp_link
+from dtlayout.costmodel.compute import attention_s, block_tp_s, host_s, operation_s
+from dtlayout.costmodel.context import block_cp_s
+from dtlayout.costmodel.estimate import Estimator, TimeEstimate
+from dtlayout.costmodel.scenario import Scenario
+from dtlayout.costmodel.stage_work import StageWork
+from dtlayout.costmodel.update import hidden_share
+from dtlayout.dryrun.report import Done, Message, RankReport
+from dtlayout.mesh.axes import AXES, CP, PP, TP, axis_sizes, axis_strides
+from dtlayout.models.description import ATTEND, EMBEDDING
+from dtlayout.schedules.actions import Action, Kind
+from dtlayout.spec.kernels import Kernels
+from dtlayout.spec.layout import Layout
+
+
+def price(scenario: Scenario, layout: Layout, kernels: Kernels, reports: Sequence[RankReport]) -> TimeEstimate | None:
+    """The step of the busiest rank of those that were run.
+
+    None unless both ends of the pipeline and some block were run, and with offload, of which operators do not say what
+    hides it.
+    """
+    if layout.offload != "none":
+        return None
+    by_pp_rank = {report.coordinate[PP]: report for report in reports}
+    placement = layout.placement
+    if not {placement.rank_of(0), placement.rank_of(layout.num_stages - 1)} <= by_pp_rank.keys():
+        return None
+    estimator, m = Estimator(scenario), layout.num_microbatches(scenario.batch)
+    ranks = {rank: _Rank(scenario, layout, kernels, report) for rank, report in by_pp_rank.items()}
+    contention = scenario.cluster.contention
+    layers = [len(stage.layers) for stage in estimator.stages(layout)]
+    known = {stage: seconds for rank in ranks.values() for stage, seconds in rank.stages.items()}
+    example = next((stage for stage in sorted(known) if layers[stage]), None)
+    if example is None:
+        return None
+    # Seconds of a block, without the embedding.
+    blocks = {key: seconds / layers[example] for key, seconds in known[example].items() if not key[1]}
+    work = [
+        _to_work(
+            known[i] if i in known else {key: count * s for key, s in blocks.items()},
+            count * host_s(scenario, layout, kernels),
+            is_on_host=scenario.is_on_host,
+        )
+        for i, count in enumerate(layers)
+    ]
+    return estimator.step(
+        layout, m, work,
+        {rank: (contention * priced.dp_s, contention * priced.optimizer_s) for rank, priced in ranks.items()},
+        delay_s=max(rank.message_s for rank in ranks.values()),
+        peak_bytes=max(report.peak_bytes for report in reports) + scenario.engine.constants.overhead_bytes,
+    )  # fmt: skip
+
+
+_Seconds = defaultdict[tuple[str, bool, Kind], float]
+"""What they are spent on (compute, recompute, tp), whether by the embedding, and the direction → seconds of one
+microbatch."""
+_BETWEEN_STAGES = ("send", "recv")
+_ATTENTION = ATTEND.rpartition(".")[0]
+"""The module in which cp's ranks attend to each other; other messages over cp are of parameters and gradients."""
+
+
+class _Rank:
+    """What one rank did, in seconds."""
+
+    def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels, report: RankReport):
+        self.scenario, self.layout, self.kernels = scenario, layout, kernels
+        self.stages: defaultdict[int, _Seconds] = defaultdict(lambda: defaultdict(float))
+        """Stage → seconds of one microbatch, on average."""
+        self.dp_s = self.optimizer_s = self.message_s = 0.0
+        alone = replace(layout, tp_overlap=False)
+        self.tp_exposed = sum(block_tp_s(scenario, layout)) / (sum(block_tp_s(scenario, alone)) or 1.0)
+        """Share of tp's messages that matmuls do not hide, the cost model's."""
+        hidden_by = attention_s(scenario, layout, kernels)
+        self.ring_exposed = sum(block_cp_s(scenario, layout, *hidden_by)) / (
+            sum(block_cp_s(scenario, layout, 0.0, 0.0)) or 1.0
+        )
+        """Share of what cp's ring sends that attention does not hide, the cost model's."""
+        computing, sending = defaultdict[Action, float](float), defaultdict[Action, float](float)
+        m = report.num_microbatches
+        for done in report.done:
+            spent, seconds = self._price(done)
+            action = done.place.action
+            repeats = report.repeats(action)
+            if action is None and isinstance(done.what, Message):
+                # Of two stages that exchange a tied gradient each waits for what comes.
+                self.dp_s += 0.0 if done.what.name == "send" else seconds
+            elif action is None:
+                self.optimizer_s += seconds
+            elif spent == PP:
+                self.message_s = max(self.message_s, seconds / done.count)
+            elif spent == "dp":
+                sending[action] += seconds * repeats
+            else:
+                computing[action] += seconds * repeats
+                is_embedding = done.place.module == EMBEDDING
+                self.stages[action.stage][spent, is_embedding, action.kind] += seconds * repeats / m
+        hidden = hidden_share(scenario)
+        self.dp_s += sum(max(0.0, seconds - hidden * computing[action]) for action, seconds in sending.items())
+
+    def _price(self, done: Done) -> tuple[str, float]:
+        """What it is spent on, and the seconds of all of it."""
+        what = done.what
+        if isinstance(what, Message):
+            waits = what.axis == TP or (what.axis == CP and done.place.module.endswith(_ATTENTION))
+            spent = PP if what.name in _BETWEEN_STAGES else TP if waits else "dp"
+            return spent, done.count * self._price_message(what)
+        spent = "recompute" if done.place.is_again else "compute"
+        return spent, done.count * operation_s(self.scenario, self.kernels, what)
+
+    def _price_message(self, message: Message) -> float:
+        scenario, layout = self.scenario, self.layout
+        if message.name in _BETWEEN_STAGES:
+            return message_s(scenario, layout, message.nbytes)
+        sizes, strides = axis_sizes(layout), axis_strides(layout)
+        if message.name == "all_to_all" and layout.attends_in_parts:  # a hop of cp's ring
+            link = data_link(scenario, layout, layout.tp, layout.cp)
+            return self.ring_exposed * (message.nbytes / link.bytes_per_s + link.latency_s)
+        axes = [axis for axis in AXES if sizes[axis] > 1 and (message.axis == "all" or axis in message.axis.split("·"))]
+        num_ranks = prod(sizes[axis] for axis in axes)
+        if axes == [TP]:
+            link, exposed = tp_link(scenario, layout), scenario.engine.constants.tp_exposed * self.tp_exposed
+        else:
+            link, exposed = data_link(scenario, layout, strides[axes[-1]], num_ranks), 1.0
+        collective_s = all_reduce_s if message.name == "all_reduce" else half_all_reduce_s
+        return exposed * collective_s(message.nbytes, num_ranks, link)
+
+
+def _to_work(seconds: Mapping[tuple[str, bool, Kind], float], host_s: float, *, is_on_host: bool) -> StageWork:
+    """A GPU waits for what the host needs longer; a CPU, which is its own host, does one after the other."""
+
+    def spent_on(*names: str, kinds: Sequence[Kind] = (Kind.FORWARD, Kind.BACKWARD)) -> float:
+        return sum(value for (name, _, kind), value in seconds.items() if name in names and kind in kinds)
+
+    waiting_s = host_s if is_on_host else max(0.0, host_s - sum(seconds.values()))
+    everything = ("compute", "recompute", TP)
+    return StageWork(
+        compute_s=spent_on("compute"),
+        recompute_s=spent_on("recompute"),
+        tp_s=spent_on(TP),
+        pp_s=0.0,
+        host_s=waiting_s,
+        forward_s=spent_on(*everything, kinds=[Kind.FORWARD]) + waiting_s / 3,
+        backward_s=spent_on(*everything, kinds=[Kind.BACKWARD]) + 2 * waiting_s / 3,
+    )

@@ -1,0 +1,153 @@
+"""Optimizers: the hyper-parameters of each, what it keeps of a parameter, what an update moves, and its class in torch.
+
+`[optimizer]`, predictions, training and checkpoints read the class that the optimizer's name stands for, and nothing
+else says what an optimizer is. `register_optimizer` takes further ones.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from dtlayout.base import toml
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.validators import Ranged, ranged
+from dtlayout.spec.precision import BYTES, Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Ranged, section="optimizer"):
+    """An optimizer with its hyper-parameters, each a key of [optimizer]; linear warm-up and cosine decay go with all.
+
+    An optimizer is a subclass of it, a frozen dataclass too.
+    """
+
+    name: str = ""
+    """Which optimizer; each has keys of its own."""
+    lr: float = ranged("must be above 0 and finite", 3e-4)
+    """Learning rate at the end of the warm-up."""
+    min_lr_ratio: float = ranged("must lie between 0 and 1", 0.1)
+    """Learning rate at the end of the decay, as a share of `lr`."""
+    warmup_steps: int = ranged("must not be negative", 0)
+    """Steps over which the learning rate grows to `lr`."""
+    decay_steps: int = ranged("must not be negative", 0)
+    """Steps, those of the warm-up included, at whose end the learning rate has fallen; 0 for those that `train.steps`
+    was when the run began, which a checkpoint keeps."""
+    weight_decay: float = ranged("must not be negative", 0.0)
+    """Decay of the weights that decay: matrices; norms and biases have none."""
+    max_norm: float = ranged("must be above 0", 1.0)
+    """Global gradient norm to clip at; infinite never clips."""
+
+    torch_class: ClassVar[str]
+    """What makes it in torch, "module:name", imported where a run is built; it takes parameter groups, each with a
+    `weight_decay`, then `lr` and `torch_arguments`."""
+    step_bytes: ClassVar[int] = 0
+    """Bytes of the counter `step` that torch keeps for each tensor; 0 where there is none."""
+
+    @staticmethod
+    def parse(table: Any, name: str) -> "Optimizer":
+        """The optimizer that a table's `name` says, AdamW by default; InvalidConfig with every problem."""
+        keys = table if isinstance(table, dict) else {}
+        wanted = find_optimizer(keys.get("name", AdamW.name))
+        try:
+            return toml.parse(table, wanted, name)
+        except InvalidConfig as error:
+            raise InvalidConfig([_name_owner(problem, keys, name) for problem in error.problems]) from None
+
+    @property
+    def torch_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `torch_class`."""
+        return {}
+
+    @property
+    def state(self) -> dict[str, Format | None]:
+        """Tensors that are kept for each parameter, in its shape: torch's name → format, None for the parameter's."""
+        return {}
+
+    @property
+    def update_bytes(self) -> int:
+        """Read and written for each parameter by an update in fp32.
+
+        By default one kernel reads the gradient, and reads and writes the parameter and its state.
+        """
+        return 4 + 2 * (4 + self.state_bytes(4))
+
+    def state_bytes(self, parameter_bytes: int) -> int:
+        """Kept for each parameter of so many bytes, but for `step_bytes`."""
+        return sum(BYTES[kept] if kept else parameter_bytes for kept in self.state.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, arXiv:1711.05101, fused into one kernel."""
+
+    name: str = "adamw"
+    weight_decay: float = ranged("must not be negative", 0.1)
+    """Decay of matrices for each unit of learning rate; norms and biases have none."""
+    beta1: float = ranged("must be at least 0 and below 1", 0.9)
+    """Decay of the first moment."""
+    beta2: float = ranged("must be at least 0 and below 1", 0.95)
+    """Decay of the second moment."""
+    eps: float = ranged("must be above 0 and finite", 1e-8)
+    """Added to the root of the second moment."""
+
+    torch_class = "torch.optim:AdamW"
+    step_bytes = 4
+
+    @property
+    def torch_arguments(self) -> dict[str, Any]:
+        return {"betas": (self.beta1, self.beta2), "eps": self.eps, "fused": True}
+
+    @property
+    def state(self) -> dict[str, Format | None]:
+        return {"exp_avg": None, "exp_avg_sq": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent; DTensor has no fused kernel of it, so that each operation is a pass over memory."""
+
+    name: str = "sgd"
+    lr: float = ranged("must be above 0 and finite", 1e-2)
+    """Learning rate at the end of the warm-up."""
+    momentum: float = ranged("must lie between 0 and 1", 0.9)
+    """Share of the last update that goes into the next one."""
+
+    torch_class = "torch.optim:SGD"
+
+    @property
+    def torch_arguments(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "foreach": True}
+
+    @property
+    def state(self) -> dict[str, Format | None]:
+        return {"momentum_buffer": None} if self.momentum else {}
+
+    @property
+    def update_bytes(self) -> int:
+        """Weight decay and the update read two tensors and write one; so does momentum, after it was scaled."""
+        return 12 + 12 * (self.weight_decay > 0) + 20 * (self.momentum > 0)
+
+
+def _name_owner(problem: str, keys: Collection[str], name: str) -> str:
+    """What is wrong with a table, said better of a key that another optimizer has."""
+    key = next((key for key in keys if problem.startswith(f"{name}.{key} is unknown;")), None)
+    owners = [owner for owner, kind in OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
+    return f"{name}.{key} is a key of {name}.name={owners[0]}; name that, or leave {key} out" if owners else problem
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {AdamW.name: AdamW, SGD.name: SGD}
+
+
+def register_optimizer(optimizer: type[Optimizer]) -> type[Optimizer]:
+    """Let configs and commands name this optimizer; may be used as a decorator. InvalidConfig if its name is taken."""
+    if optimizer.name in OPTIMIZERS:
+        raise InvalidConfig(f"an optimizer called {optimizer.name!r} is there already; register it under another name")
+    OPTIMIZERS[optimizer.name] = optimizer
+    return optimizer
+
+
+def find_optimizer(name: str) -> type[Optimizer]:
+    """The optimizer called `name`; InvalidConfig names them all if there is none."""
+    if name not in list(OPTIMIZERS):  # what a file says may be no key of a table
+        raise InvalidConfig(f"optimizer.name={name!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
