@@ -97,7 +97,10 @@ def loaded_after_importing(modules: list[str]) -> set[str]:
 
 
 def test_imports_are_seen_in_functions_and_under_every_spelling():
-    source = "import dtlayout.spec.layout\ndef f():\n  from dtlayout.plans import plan\n  from dtlayout.spec import x"
+    source = (
+        "import dtlayout.spec.layout\n"
+        "def f():\n  from dtlayout.plans import plan\n  from dtlayout.spec.batch import Batch\n"
+    )
     assert imported_modules(source) == {"spec.layout", "plans.plan", "spec.batch"}
     assert imported_names("if x:\n  import torch.nn as nn") == {"torch.nn"}
     with pytest.raises(AssertionError, match="the module that defines it"):

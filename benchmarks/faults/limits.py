@@ -31,7 +31,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, dict[str, object]]] = {
 PLUGIN = """
 from functools import partial
 from pathlib import Path
-from dtlayout import device
+from dtlayout.spec import device
 from dtlayout.base.cgroups import find_memory_limit
 device.find_memory_limit = partial(find_memory_limit, Path({root!r}) / "proc", Path({root!r}))
 """

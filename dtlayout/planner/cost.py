@@ -70,7 +70,7 @@ def find_marks(costs: Sequence[TrainingCost | None]) -> Marks | None:
     The knee is the place that lies farthest below the line from the fastest to the cheapest, days and GPU-hours on
     logarithmic axes.
 
-    >>> find_marks([Cost(1, days, hours, None, None) for days, hours in ((10, 100), (5, 105), (4, 200))])
+    >>> find_marks([TrainingCost(1, days, hours, None, None) for days, hours in ((10, 100), (5, 105), (4, 200))])
     Marks(cheapest=0, fastest=2, knee=1)
     """
     known = [(place, cost) for place, cost in enumerate(costs) if cost is not None]

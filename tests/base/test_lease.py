@@ -214,7 +214,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from dtlayout import lease
+from dtlayout.base import lease
 from dtlayout.checkpoint import folder
 from dtlayout.base.process import name_process
 for name, value in {quick}.items():

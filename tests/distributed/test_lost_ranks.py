@@ -9,9 +9,9 @@ from tiny import ROOT, write_tiny
 
 FAULTS = """
 import os, signal, time
-from dtlayout.training.watchdog import Watch
+from dtlayout.training.watchdog import Watchdog
 
-begin, faults = Watch.begin_step, os.environ["FAULTS"].split()
+begin, faults = Watchdog.begin_step, os.environ["FAULTS"].split()
 
 def begin_step(watch, step):
     begin(watch, step)
@@ -25,7 +25,7 @@ def begin_step(watch, step):
             case name if name.startswith("SIG"):
                 os.kill(os.getpid(), getattr(signal, name))
 
-at = Watch.at
+at = Watchdog.at
 
 def at_any_time(watch, doing, **options):
     at(watch, doing, **options)
@@ -33,7 +33,7 @@ def at_any_time(watch, doing, **options):
         if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == len(faults) - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-Watch.begin_step, Watch.at = begin_step, at_any_time
+Watchdog.begin_step, Watchdog.at = begin_step, at_any_time
 """
 """A plugin: each start of a run loses a rank of two in another way, two steps later than the one before.
 

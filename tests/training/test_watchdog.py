@@ -81,8 +81,8 @@ def board(tmp_path) -> Path:
 def test_ranks_of_a_node_see_what_each_does_even_after_its_death(board):
     here = SharedStatus(board, 2, local_rank=0, rank=6)
     code = (
-        "import sys; from pathlib import Path; from dtlayout.training.progress import Board; "
-        f"b = Board(Path({str(board)!r}), 2, local_rank=1, rank=7); b.step = 12; b.write('forward'); "
+        "import sys; from pathlib import Path; from dtlayout.training.progress import SharedStatus; "
+        f"b = SharedStatus(Path({str(board)!r}), 2, local_rank=1, rank=7); b.step = 12; b.write('forward'); "
         "print(b.claim(), flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -40,7 +40,7 @@ class Phase(NamedTuple):
     def times(self, count: int) -> "Phase":
         """This one `count` times in a row: fullest in the first round or, if each leaves more, in the last.
 
-        >>> sum(changes((Part.LOGITS, 3), (Part.LOGITS, -2)).times(5).fullest)
+        >>> sum(changes((MemoryKind.LOGITS, 3), (MemoryKind.LOGITS, -2)).times(5).fullest)
         7.0
         """
         if count <= 1:
@@ -73,7 +73,7 @@ def changes(*steps: tuple[MemoryKind, float]) -> Phase:
 def sequence(phases: Iterable[Phase]) -> Phase:
     """One after the other.
 
-    >>> grow = changes((Part.LOGITS, 3), (Part.LOGITS, -2))
+    >>> grow = changes((MemoryKind.LOGITS, 3), (MemoryKind.LOGITS, -2))
     >>> sum(sequence([grow, grow]).fullest), sum(sequence([grow, grow]).left)
     (4.0, 2.0)
     """
