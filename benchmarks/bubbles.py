@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     print("# Bubbles of pipeline schedules\n")
-    print(f"`make bench-bubbles`: {RANKS} ranks over gloo on {os.cpu_count()} CPU cores.")
+    print(f"`make bench NAME=bubbles`: {RANKS} ranks over gloo on {os.cpu_count()} CPU cores.")
     print(f"Stages sleep {PART_S * 1e3:.0f} ms for each of the three parts of a microbatch on a rank,")
     print("which takes no core; messages and autograd are those of training. A bubble is the share of")
     print(f"a step in which the busiest rank waits; medians of {plural(options.rounds, 'step')}.\n")

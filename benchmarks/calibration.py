@@ -1,6 +1,6 @@
 """Predictions after `dtlayout calibrate` against a sweep that no constant has seen.
 
-    make bench-calibrate
+    make bench NAME=calibration
 
 Calibrates this machine, sweeps benchmarks/unseen on it three times, one after the other, and compares. Twenty minutes
 in which it should have nothing else to do; --folder keeps everything, and goes on with what is there.
@@ -33,10 +33,9 @@ SWEEP = Path(__file__).parent / "unseen" / "sweep.toml"
 
 
 def main() -> int:
-    """Write the report."""
+    """Print the report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, help="where measurements are kept")
-    parser.add_argument("--out", type=Path, required=True, help="the report, as Markdown")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.folder or Path(temporary)
@@ -45,7 +44,7 @@ def main() -> int:
         probes_error = calibrate(lab)
         sweep = replace(read_sweep(SWEEP), overrides=(f"--cluster.file={lab}",))
         repeats = [run_trials(sweep, folder / f"sweep-{i + 1}") for i in range(REPEATS)]
-        options.out.write_text("\n".join(report(probes_error, repeats, busy.steal())) + "\n")
+        print("\n".join(report(probes_error, repeats, busy.steal())))
     return 0
 
 
@@ -100,7 +99,7 @@ def report(probes_error: float, repeats: Sequence[Sequence[TrialResult]], taken:
     error, biased = median(abs(row.error) for row in rows), median(row.error for row in rows)
     return [
         "# Predictions after a calibration\n",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench-calibrate`: torch {torch.__version__}, "
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench NAME=calibration`: torch {torch.__version__}, "
         f"{os.cpu_count()} CPU cores,",
         f"{platform.machine()}, {RANKS} ranks, {len(repeats)} sweeps. Others had the processors for {taken:.0%} of the",
         "time.\n",

@@ -1,6 +1,6 @@
 """The three ways to share a sequence over cp: bytes sent and step time on 4 CPU ranks, beside what is predicted.
 
-    make bench-context
+    make bench NAME=context
 
 Calibrates this machine, steps a small Llama in each way with 2,048 to 32,768 tokens, in alternating rounds, and counts
 what a rank sends over cp; then deals out made documents by tokens and by scores, which needs no rank. Ten minutes in
@@ -67,11 +67,10 @@ class Measured(NamedTuple):
 
 
 def main() -> int:
-    """Measure, and write the report."""
+    """Measure, and print the report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cluster", type=Path, help="of this machine, as dtlayout calibrate writes it")
-    parser.add_argument("--out", type=Path, help="the report, as Markdown")
     parser.add_argument("--measured", type=Path, help="of the ranks that this starts: where they leave what they found")
     options = parser.parse_args()
     if options.measured:
@@ -87,8 +86,7 @@ def main() -> int:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(CP))
         own = ("-m", "benchmarks.context", "--measured", str(measured), "--rounds", str(options.rounds))
         subprocess.run([sys.executable, *launcher, *own], stdout=sys.stderr, check=True)
-        lines = report(json.loads(measured.read_text()), cluster, options.rounds, load)
-        options.out.write_text("\n".join(lines) + "\n")
+        print("\n".join(report(json.loads(measured.read_text()), cluster, options.rounds, load)))
     return 0
 
 
@@ -160,9 +158,12 @@ def predict_s(method: str, seq_len: int, cluster: Path) -> float:
     """A step's seconds, by the cost model with the machine's constants."""
     machine = load_cluster(cluster)
     scenario = Scenario(
-        model=MODEL, batch=Batch(global_batch=1, seq_len=seq_len), cluster=machine,
-        engine=find_engine_on(OWN_ENGINE, machine.gpu), precision=PRECISION,
-    )  # fmt: skip
+        model=MODEL,
+        batch=Batch(global_batch=1, seq_len=seq_len),
+        cluster=machine,
+        engine=find_engine_on(OWN_ENGINE, machine.gpu),
+        precision=PRECISION,
+    )
     return estimate(scenario, Layout(cp=CP, cp_method=method), Kernels()).step_time_s
 
 
@@ -170,8 +171,8 @@ def report(found: dict[str, Any], cluster: Path, rounds: int, load: float) -> li
     """Its lines."""
     lines = [
         "# Three ways to share a sequence\n",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench-context`: torch {torch.__version__}, {os.cpu_count()} CPU "
-        f"cores for {CP} gloo ranks with a thread each,",
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench NAME=context`: torch {torch.__version__}, "
+        f"{os.cpu_count()} CPU cores for {CP} gloo ranks with a thread each,",
         f"cp={CP}, a Llama of {MODEL.num_layers} layer, hidden {MODEL.hidden_size}, {MODEL.num_heads} heads, fp32, one "
         f"sequence a step. Medians of {rounds} alternating rounds. The machine",
         f"had a load of {load:.1f} before the first: what others do there makes steps longer. Predictions are the",

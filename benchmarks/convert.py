@@ -1,6 +1,6 @@
 """Memory and time of `dtlayout convert`, both ways, on weights that take no disk.
 
-    make bench-convert ARGS="--model llama3.1-70b"
+    make bench NAME=convert ARGS="--model llama3.1-70b"
 
 A folder of zeros is made as Hugging Face would shard it, its files but for their headers holes. It becomes a
 checkpoint, and that a folder again, each in a process of its own, whose peak memory (maximum resident set size) is what

@@ -1,6 +1,6 @@
 """Formulas of memory and time against a dry run of every stage, on layouts that people ask about, as Markdown.
 
-    make bench-dryrun
+    make bench NAME=dryrun
 
 The study's best of each sweep (arXiv:2311.05610), and Llama-3.1 8B, Llama-2 70B and Llama-3.1 405B. The first rank of
 each stage is run; the others of a stage hold the same but for shards that do not come out even.
@@ -80,7 +80,7 @@ def main() -> None:
     import torch
 
     print("# Dry runs against formulas\n")
-    print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}. `make bench-dryrun`\n")
+    print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}. `make bench NAME=dryrun`\n")
     print(
         "Peaks of the first rank of each stage, in GiB. Of the components that make it up, the one whose formula is\n"
         "furthest off, as a share of the peak. Steps are priced with the cluster's constants, from what the dry run\n"

@@ -1,6 +1,6 @@
 """Successive halving replayed on a table of measured runs: what it saves, and what it misses, as Markdown.
 
-    make bench-halving TABLES="FILE …"
+    make bench NAME=halving TABLES="FILE …"
 
 Every table of the file is a sweep whose rows have all been run. Halving sees a row only when it runs it, and orders
 rows by predictions with constants that were fitted to the other models alone. A short run's step time is the measured
@@ -10,7 +10,6 @@ one with an error, since a few steps tell less than many; without one, halving b
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -72,20 +71,13 @@ def replay(predictions: Sequence[Prediction], halving: Halving, error: float, se
     return Replay(runs=int(spent["runs"]), seconds=spent["seconds"], regret=chosen_s / best_s - 1)
 
 
-def main() -> int:
-    """Write the report."""
+def main() -> None:
+    """Print the report."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("tables", type=Path, nargs="*")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    tables = [path for path in options.tables if path.exists()]
-    if not tables:
-        print("skipped: no table of measured runs; pass one")
-        return 0
+    parser.add_argument("tables", type=Path, nargs="+")
+    tables = parser.parse_args().tables
     predictions = [p for rows in leave_models_out(read_tables(tables).runs).predictions.values() for p in rows]
-    options.out.write_text("\n".join(report(predictions, [path.name for path in tables])) + "\n", encoding="utf-8")
-    print(f"written: {options.out}")
-    return 0
+    print("\n".join(report(predictions, [path.name for path in tables])))
 
 
 def report(predictions: Sequence[Prediction], tables: Sequence[str]) -> Iterator[str]:
@@ -93,7 +85,7 @@ def report(predictions: Sequence[Prediction], tables: Sequence[str]) -> Iterator
     sweeps = {name: rows for name, rows in by_table(predictions).items() if sum(p.run.ran for p in rows) > 1}
     yield "# Successive halving, replayed\n"
     num_rows, today = sum(map(len, sweeps.values())), f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    yield f"{today}, `make bench-halving` on {', '.join(tables)}: {len(sweeps)} sweeps of {num_rows} rows in all."
+    yield f"{today}, `make bench NAME=halving` on {', '.join(tables)}: {len(sweeps)} sweeps of {num_rows} rows in all."
     yield f"A whole sweep runs each for {FULL_STEPS} steps; a trial takes {START_S:.0f} s to start. Predictions come"
     yield f"from constants that never saw the model. Means over {len(SEEDS)} seeds.\n"
     yield "| plan | error of a short run | trials started | GPU time | regret, mean | worst sweep | best found |"
@@ -124,4 +116,4 @@ def _describe(name: str, error: float, found: Sequence[tuple[Sequence[Prediction
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """The host's time for a layer of one microbatch, with tensors so small that nothing else takes any; as Markdown.
 
-    make bench-host
+    make bench NAME=host_time
 
 What the host does beside computing: Python, autograd and the dispatch of operators, FSDP2's hooks, starting
 collectives. The trainer's own runtime steps this process as one rank of a fake process group, whose collectives send
@@ -38,9 +38,7 @@ from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Precision
 from dtlayout.training.build import assemble
 
-SHAPE = ModelShape(
-    name="tiny", hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, ffn_size=128, vocab_size=128
-)  # fmt: skip
+SHAPE = ModelShape(name="tiny", hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, ffn_size=128, vocab_size=128)
 SEQ_LEN, NUM_MICROBATCHES = 16, 4
 NUM_LAYERS = (2, 10)
 """Of the shallow and the deep model."""
@@ -105,7 +103,7 @@ def main() -> None:
     print("# The host's time for a layer\n")
     print(
         f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
-        f"{platform.machine()}, {device_type}. `make bench-host`\n"
+        f"{platform.machine()}, {device_type}. `make bench NAME=host_time`\n"
     )
     print(
         f"Milliseconds of the processor for one layer of one microbatch, forward and backward: what\n"

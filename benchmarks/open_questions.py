@@ -1,6 +1,6 @@
 """What tables of published runs say to the questions that the study leaves open, as Markdown.
 
-    make bench-questions TABLES="FILE …"
+    make bench NAME=open_questions TABLES="FILE …"
 
 Sequence parallelism beyond its models, fp8, and more than 100B parameters (arXiv:2311.05610). Rows are compared as
 `dtlayout report` compares them, in pairs that differ in the choice alone; but as cells of their tables, for many are of
@@ -35,9 +35,12 @@ _LATENT = re.compile(r"q_lora (\d+) kv_lora (\d+) qk (\d+)\+(\d+) v (\d+)")
 _CONDITIONS = {
     name: re.compile(pattern, re.IGNORECASE)
     for name, pattern in {
-        "async tp": r"(?<!no )async ?tp", "token drop": "token drop", "mtp": "with one mtp", "fp32": "mp mode default",
+        "async tp": r"(?<!no )async ?tp",
+        "token drop": "token drop",
+        "mtp": "with one mtp",
+        "fp32": "mp mode default",
     }.items()
-}  # fmt: skip
+}
 """Condition of a run → how a note says it, where no column does."""
 _MEASURED = (
     "table", "row", "model", "status", "step_time_s", "mfu", "peak_memory_gb", "tokens_per_s_gpu", "source", "note",
@@ -119,11 +122,13 @@ def pair_formats(rows: Sequence[Row]) -> dict[str, list[tuple[Row, Row]]]:
     return {
         "one layout, one release": _take(same, rows),
         "one layout, two releases": _take(later, keep_fastest(rows, but()), _differ_in(find_release)),
-        "the fastest of each, one release":
-            _take(own, keep_fastest(rows, find_release, job, find_format), _differ_in(but("precision"))),
-        "the fastest of each, whatever release, GPUs and batch":
-            _take(any_batch, keep_fastest(rows, task(), find_format), _differ_in(find_release)),
-    }  # fmt: skip
+        "the fastest of each, one release": _take(
+            own, keep_fastest(rows, find_release, job, find_format), _differ_in(but("precision"))
+        ),
+        "the fastest of each, whatever release, GPUs and batch": _take(
+            any_batch, keep_fastest(rows, task(), find_format), _differ_in(find_release)
+        ),
+    }
 
 
 def find_engine(row: Row) -> str:
@@ -323,23 +328,21 @@ def _count(cells: Iterable[str]) -> str:
     return ", ".join(f"{cell or 'not stated'}: {number}" for cell, number in sorted(Counter(cells).items()))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the answers of the tables that are named; without one there is nothing to do."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the answers of the tables that are named."""
     parser = argparse.ArgumentParser(prog="benchmarks.open_questions", description="answers from tables, as Markdown")
-    parser.add_argument("tables", type=Path, nargs="*", metavar="FILE", help="CSV tables of measured runs")
+    parser.add_argument("tables", type=Path, nargs="+", metavar="FILE", help="CSV tables of measured runs")
     tables = parser.parse_args(arguments).tables
-    if not any(table.exists() for table in tables):
-        print("skipped: no tables of measured runs; pass them as TABLES")
-        return 0
     rows = read_rows(tables)
     print(f"# The study's open questions, asked of {len(rows):,} rows that ran\n")
     parts = (
-        describe_sequence_parallelism(rows), describe_predicted_sequence_parallelism(tables), describe_formats(rows),
+        describe_sequence_parallelism(rows),
+        describe_predicted_sequence_parallelism(tables),
+        describe_formats(rows),
         describe_large(rows),
-    )  # fmt: skip
+    )
     print("\n\n".join("\n".join(part) for part in parts))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,6 +1,6 @@
 """Formulas of peaks against dry runs on layouts that nobody has chosen, as Markdown: these find where they are wrong.
 
-    make bench-peaks ARGS="--seed 3 --layouts 60"
+    make bench NAME=peaks ARGS="--seed 3 --layouts 60"
 
 Any legal mix of degrees, schedule, sharding, recomputation and offload of a small Llama at the widths of a real one.
 The rank that is predicted to hold most is run, by an excerpt of its step.
@@ -90,10 +90,8 @@ def compare(runs: Iterable[tuple[Config, Layout]]) -> list[Row]:
     subjects = [subject for subject, _ in predicted]
     found = {
         id(subject): peak_bytes
-        for subject, peak_bytes in find_peaks(
-            subjects, device_type=gpu.device_type, gpus_per_node=gpu.gpus_per_node
-        )
-    }  # fmt: skip
+        for subject, peak_bytes in find_peaks(subjects, device_type=gpu.device_type, gpus_per_node=gpu.gpus_per_node)
+    }
     rows = [Row(size / found[id(subject)] - 1, found[id(subject)], subject) for subject, size in predicted]
     return sorted(rows, key=lambda row: -abs(row.difference))
 
@@ -108,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = compare(islice(draw_layouts(Random(options.seed)), options.layouts))
     close = sum(abs(row.difference) <= _CLOSE for row in rows)
-    asked = f'`make bench-peaks ARGS="--seed {options.seed} --layouts {options.layouts}"`'
+    asked = f'`make bench NAME=peaks ARGS="--seed {options.seed} --layouts {options.layouts}"`'
     print("# Formulas of peaks against dry runs of random layouts\n")
     print(f"torch {torch.__version__}, {os.cpu_count()} CPU cores, {platform.machine()}. {asked}\n")
     print(f"Of {plural(len(rows), 'layout')} {close} are within {_CLOSE:.1%}. The others, or the worst five:\n")

@@ -1,6 +1,6 @@
 """What each kind of recomputation saves and costs: measured on this CPU, and predicted for a GPU, as Markdown.
 
-    make bench-recompute
+    make bench NAME=recompute
 
 The trainer's own step on one rank, bf16 on synthetic tokens. Kinds alternate round by round, since timings on a shared
 machine drift; a time is the median of its rounds over that of `none`.
@@ -33,6 +33,7 @@ NUM_ROUNDS, NUM_STEPS = 5, 3
 
 def main() -> None:
     """Print the report."""
+    torch.set_num_threads(os.cpu_count() or 1)  # one rank has the machine for itself
     device = open_device("cpu", None)
     join_ranks(device, timeout_s=600)
     steps_s: dict[str, list[float]] = defaultdict(list)
@@ -49,7 +50,7 @@ def main() -> None:
         f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, {os.cpu_count()} CPU cores, "
         f"{platform.machine()}."
     )
-    print("\n`make bench-recompute`: peaks are what the storage tracker counts.")
+    print("\n`make bench NAME=recompute`: peaks are what the storage tracker counts.")
     print(f"{HERE.subject}, sequence {HERE.seq_len}, bf16, {NUM_ROUNDS} rounds:\n")
     print("| recompute | peak, MiB | predicted | saved, MiB | step, s | over none |")
     print("|---|--:|--:|--:|--:|--:|")

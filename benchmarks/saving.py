@@ -55,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     print("# What checkpoints cost\n")
     print(
-        f"`make bench-saving`: {os.cpu_count()} CPU cores, a model of 14 million parameters and 170 MB of state,\n"
+        f"`make bench NAME=saving`: {os.cpu_count()} CPU cores, a model of 14 million parameters and 170 MB of state,\n"
         f"{options.rounds} alternating rounds of {STEPS - EVERY} steps, medians. *Of none*: the rounds' median ratio.\n"
     )
     print("| ranks | checkpoints | s a step | of none | rounds | largest process, MB |\n|--:|---|--:|--:|---|--:|")

@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("tables", nargs="+", type=Path)
     options = parser.parse_args()
     print("# Schedules of published layouts, measured beside predicted\n")
-    print('`make bench-schedules TABLES="FILE …"`\n')
+    print('`make bench NAME=schedules TABLES="FILE …"`\n')
     for rows in read_groups(options.tables):
         print("\n".join(report(rows)))
 

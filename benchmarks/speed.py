@@ -264,7 +264,7 @@ def write_page(medians: dict[tuple[int, str, str, str], float], options: argpars
     """The page, on stdout."""
     print("# A step beside Hugging Face's Llama, on this CPU\n")
     print(
-        f"`make bench`: torch {torch.__version__}, {platform.processor() or platform.machine()}, "
+        f"`make bench NAME=speed`: torch {torch.__version__}, {platform.processor() or platform.machine()}, "
         f"{os.cpu_count()} cores; {SEQ_LEN} tokens x {ROWS} sequences a rank, hidden size {MODEL.hidden_size}, "
         f"{MODEL.num_layers} blocks; medians of {options.rounds} alternating round(s) of {options.steps} steps.\n"
     )

@@ -1,10 +1,10 @@
 """tp across hosts against tp inside one, on two network namespaces with a slow link between them.
 
-    sudo make bench-two-hosts
+    sudo make bench NAME=two_hosts
 
 Calibrates both hosts together, asks `recommend`, runs configs/sweeps/debug-2hosts.toml on them, and then the same
 layouts on one host. A quarter of an hour in which the machine should have nothing else to do; --folder keeps
-everything, and goes on with what is there. Skipped without root.
+everything, and goes on with what is there. It needs root.
 """
 
 import argparse
@@ -35,14 +35,13 @@ CHOICES = ("tp=4", "tp=2,pp=2", "pp=4")
 
 
 def main() -> int:
-    """Write the report."""
+    """Print the report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, help="where measurements are kept")
-    parser.add_argument("--out", type=Path, required=True, help="the report, as Markdown")
     options = parser.parse_args()
     if os.geteuid() != 0:
-        print("skipped: two hosts on one machine need root", file=sys.stderr)
-        return 0
+        print("two hosts on one machine need root", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +52,7 @@ def main() -> int:
         known = replace(sweep, overrides=(*sweep.overrides, f"--cluster.file={hosts}"))
         across = run_trials(known, folder / "two-hosts")
         inside = run_trials(replace(sweep, launch=""), folder / "one-host")
-        options.out.write_text("\n".join(report(sweep, beforehand, across, inside)) + "\n")
+        print("\n".join(report(sweep, beforehand, across, inside)))
     return 0
 
 
@@ -89,7 +88,7 @@ def report(
     rows = [(result, alone[result.name]) for result in across if result.name in alone]
     return [
         "# tp inside a host against tp across hosts\n",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench-two-hosts`: torch {torch.__version__}, "
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, `make bench NAME=two_hosts`: torch {torch.__version__}, "
         f"{os.cpu_count()} CPU cores.",
         f"`{sweep.launch.partition(' -p')[0]}`: two hosts of two ranks each, and the link between them;",
         f"`{SWEEP}`.\n",

@@ -50,9 +50,11 @@ SCORES = {
 WORST = 20
 _BELOW = "below bfloat16"
 _ALL = (
-    ("all", "", "bfloat16", "dense models"), ("all", "", _BELOW, "dense models"),
-    ("all", "", "", "mixtures of experts"), ("all", "", "", ""),
-)  # fmt: skip
+    ("all", "", "bfloat16", "dense models"),
+    ("all", "", _BELOW, "dense models"),
+    ("all", "", "", "mixtures of experts"),
+    ("all", "", "", ""),
+)
 """Kinds of rows that have a line together."""
 _MOST_LINES = 12
 """Models or tables of a file that have a line each; of more, none has."""
@@ -117,10 +119,11 @@ def report(files: Mapping[str, Tables], rows: Rows) -> Iterator[str]:
     versions = ", ".join(f"{name} {find_version(name, 'not installed')}" for name in ("dtlayout", "numpy", "scipy"))
     yield f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Predictions need"
     yield f"no GPU: {os.cpu_count()} CPU cores.\n"
-    yield "Written by `make bench-validate`. Errors are predicted / measured - 1, of speed (MFU of rows that ran at 5 %"
+    yield "Written by `make bench NAME=validate`."
+    yield "Errors are predicted / measured - 1, of speed (MFU of rows that ran at 5 %"
     yield "or more) and of the peak of pipeline rank 0; *signed* and *absolute* are medians. *Left out*: constants"
     yield "fitted to the other models alone, or to the runs on other GPU types. *Inside*: rows of a hundred inside an"
-    yield "interval that rests on other rows than theirs ([docs/validation.md](../docs/validation.md)).\n"
+    yield "interval that rests on other rows than theirs ([docs/theory/validation.md](../docs/theory/validation.md)).\n"
     yield from _report_groups(rows)
     yield from _report_kept(rows.models)
     yield from _report_files(files, rows)

@@ -1,7 +1,7 @@
 """dtlayout: which parallel layout trains this Llama fastest on these GPUs, and a trainer that runs it.
 
 Public names load on first use, so that `import dtlayout` and its values need no torch. Last come the modules that the
-environment variable DTLAYOUT_PLUGINS names, which register what is not shipped (docs/adding.md).
+environment variable DTLAYOUT_PLUGINS names, which register what is not shipped (docs/project/adding.md).
 """
 
 import os

@@ -14,7 +14,7 @@ import dtlayout
 
 ROOT = Path(dtlayout.__file__).parent
 
-FOLDERS = [  # from bottom to top; a module imports from its own folder and from those before it. docs/architecture.md
+FOLDERS = [  # bottom to top; a module imports from its own folder and from those before it (architecture.md)
     "base", "schedules", "spec", "ops", "models", "measure", "mesh", "plans", "pipelining", "costmodel", "records",
     "config", "planner", "programs", "validation", "data", "checkpoint", "training", "dryrun", "sweep", "report",
     "calibrate", "commands",
@@ -115,7 +115,7 @@ def test_every_module_lies_in_a_folder_of_the_list_but_the_two_that_start_everyt
 
 
 def test_the_page_about_the_architecture_has_the_same_list_and_a_sentence_for_each():
-    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    page = (ROOT.parent / "docs" / "project" / "architecture.md").read_text()
     assert re.findall(r"^\| `(\w+)/` \| \S.*\S \|$", page, re.M) == FOLDERS
 
 

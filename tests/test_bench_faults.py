@@ -6,7 +6,7 @@ from benchmarks.faults.page import HEAD, Page
 
 OLD = """# Faults
 
-2025-01-02, `make bench-faults`: torch 2.0
+2025-01-02, `make bench NAME=faults`: torch 2.0
 
 | fault | provoked | wanted | survived | which means |
 |---|--:|--:|--:|---|

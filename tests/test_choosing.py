@@ -1,4 +1,4 @@
-"""docs/choosing.md and docs/long-context.md: their commands run and print what they show."""
+"""README, docs/start/choosing.md and docs/guide/long-context.md: their commands run and print what they show."""
 
 from itertools import zip_longest
 
@@ -6,10 +6,12 @@ import pytest
 from tiny import ROOT
 from walkthrough import is_alike, open_folder, read_blocks, shorten, write_blocks
 
-PAGE, LONG = (ROOT / "docs" / name for name in ("choosing.md", "long-context.md"))
+README, PAGE, LONG = (ROOT / name for name in ("README.md", "docs/start/choosing.md", "docs/guide/long-context.md"))
 
 
-@pytest.mark.parametrize(("page", "least"), [(PAGE, 12), (LONG, 6)], ids=("choosing", "long-context"))
+@pytest.mark.parametrize(
+    ("page", "least"), [(README, 1), (PAGE, 12), (LONG, 6)], ids=("readme", "choosing", "long-context")
+)
 def test_the_commands_of_a_page_print_what_it_shows(page, least, tmp_path, monkeypatch):
     open_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -29,10 +31,10 @@ def test_the_first_page_emits_for_more_than_one_program():
     assert emitted == {"toml", "sh"}
 
 
-@pytest.mark.parametrize("page", [PAGE, LONG], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [README, PAGE, LONG], ids=lambda page: page.stem)
 def test_a_page_is_found_from_the_readme_and_shows_nothing_that_nobody_checks(page):
     text = page.read_text(encoding="utf-8")
-    assert f"](docs/{page.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert page == README or f"]({page.relative_to(ROOT)})" in README.read_text(encoding="utf-8")
     assert text.count("```console\n") == len(read_blocks(text))
 
 

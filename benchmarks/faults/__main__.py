@@ -1,6 +1,6 @@
 """Faults that a run has to survive, provoked one after another, and a page of what came of each.
 
-    make bench-faults            an hour of nothing else; again, it goes on where it broke off
+    make bench NAME=faults            an hour of nothing else; again, it goes on where it broke off
     python -m benchmarks.faults [--quick] [--only KIND[,KIND]] [--out FOLDER] [--page FILE]
 
 events.py says what is noted, runs.py starts and compares small runs of train.py, and each other file is a kind of
@@ -25,9 +25,11 @@ from benchmarks.faults.page import HEAD, Page
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *(each.KIND for each in (breaks, layouts, flips, writes, full_disk, signals, kills)), *leases.KINDS, limits.KIND
+        *(each.KIND for each in (breaks, layouts, flips, writes, full_disk, signals, kills)),
+        *leases.KINDS,
+        limits.KIND,
     )
-}  # fmt: skip
+}
 FULL = Amounts(kills=50, inside=20, signals=10, pairs=30)
 QUICK = Amounts(kills=4, inside=2, signals=1, pairs=4)
 
@@ -77,7 +79,8 @@ def report(amounts: Amounts, events: Sequence[Event], before: Page) -> list[str]
     today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     lines = [
         "# Faults, and what was left of runs after them\n",
-        f"{today}, `make bench-faults`: torch {torch.__version__}, {os.cpu_count()} CPU cores, small models on gloo.",
+        f"{today}, `make bench NAME=faults`: torch {torch.__version__}, {os.cpu_count()} CPU cores, small models on "
+        "gloo.",
         "Survived is what kept the promise beside it; bits are all losses of a run and hashes of its last checkpoint's",
         "tensors.\n",
         HEAD,

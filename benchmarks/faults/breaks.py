@@ -22,9 +22,7 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
             continue
         failed, said = run_tests(what)
         if what:
-            yield Event(
-                kind="breaks", what=what, problem="" if failed else "no test fails", facts={"failed": failed}
-            )  # fmt: skip
+            yield Event(kind="breaks", what=what, problem="" if failed else "no test fails", facts={"failed": failed})
         else:
             yield Event(kind="breaks", what="no break", count=0, problem=said)
 

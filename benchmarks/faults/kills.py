@@ -56,9 +56,12 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
     problem = say(finish(run, num_steps, *OPTIONS), run_straight(straight, num_steps, *OPTIONS))
     left = "a save that was not finished is still there" if is_saving(run) else ""
     yield Event(
-        kind="kills", what="bits", count=0, problem=problem or say(compare(run, straight), left),
+        kind="kills",
+        what="bits",
+        count=0,
+        problem=problem or say(compare(run, straight), left),
         facts={"steps": num_steps},
-    )  # fmt: skip
+    )
 
 
 def is_short_of(events: Sequence[Event], amounts: Amounts) -> bool:

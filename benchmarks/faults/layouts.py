@@ -19,9 +19,7 @@ from dtlayout.spec.optimizers import SGD, AdamW
 from tests.support.checkpoint_ranks import BATCH, State, load_each, merge, train_and_save
 from tests.support.ranks import RankFailure, Ranks
 
-MODEL = ModelShape(
-    name="pairs", hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_size=48, vocab_size=260
-)  # fmt: skip
+MODEL = ModelShape(name="pairs", hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_size=48, vocab_size=260)
 WORLDS = (1, 2, 4)
 ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 
@@ -58,9 +56,11 @@ def provoke(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[E
                 (path,) = list_checkpoints(folder / "pair")
                 results = pools[loaded.world_size].run(load_each, [loaded], model, path, settings)
                 problem = find_difference(
-                    merge([state for state, _ in by_rank]), merge([each[0][1] for each in results]), steps,
+                    merge([state for state, _ in by_rank]),
+                    merge([each[0][1] for each in results]),
+                    steps,
                     {each[0][0] for each in results},
-                )  # fmt: skip
+                )
             except (RankFailure, AssertionError) as error:
                 problem = str(error).strip().splitlines()[-1]
             tied = ", tied" if model.tied_embeddings else ""

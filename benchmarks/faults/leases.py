@@ -34,7 +34,7 @@ from dtlayout.training.metrics import MetricsFile
 
 OPTIONS = (*ALONE, "--checkpoint.every=3")
 RESTARTS = 20
-"""The --max-restarts that docs/cluster.md recommends beside a fixed --rdzv-id."""
+"""The --max-restarts that docs/guide/cluster.md recommends beside a fixed --rdzv-id."""
 
 
 def provoke_theft(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Iterator[Event]:
@@ -77,9 +77,12 @@ def attack(run: Path) -> Event:
     steps = [line["step"] for line in MetricsFile(run / "metrics.jsonl").read()]
     doubled = "" if steps == list(range(1, len(steps) + 1)) else f"steps were written twice: {steps}"
     return Event(
-        kind="stolen lease", what="attack", count=max(1, starts), problem=say(problem, doubled),
+        kind="stolen lease",
+        what="attack",
+        count=max(1, starts),
+        problem=say(problem, doubled),
         facts={"starts": starts, "ended at once": said.count("not tried again")},
-    )  # fmt: skip
+    )
 
 
 MOMENTS = ("look", "rename")
@@ -158,8 +161,10 @@ def provoke_clocks(folder: Path, amounts: Amounts, done: Sequence[Event]) -> Ite
     known = {event.what for event in done}
     cases = [
         (f"{name} {'ahead' if sign > 0 else 'behind'}, {'beating' if beats else 'silent'}", sign * offset_s, beats)
-        for name, offset_s in OFFSETS_S.items() for sign in (1, -1) for beats in (True, False)
-    ]  # fmt: skip
+        for name, offset_s in OFFSETS_S.items()
+        for sign in (1, -1)
+        for beats in (True, False)
+    ]
     cases = [case for case in cases if case[0] not in known]
     with ThreadPoolExecutor(max(1, len(cases))) as pool:
         yield from pool.map(lambda case: meet_lease(folder / case[0].replace(" ", "-"), *case), cases)

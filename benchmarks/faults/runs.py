@@ -109,9 +109,15 @@ def _read_command(pid: int) -> str:
 
 @contextmanager
 def started(
-    run: Path, *options: str, num_ranks: int = 4, restarts: int = 0, apart: bool = False,
-    environment: dict[str, str] | None = None, log: Path | None = None, meeting: Sequence[str] = ("--standalone",),
-) -> Iterator[Start]:  # fmt: skip
+    run: Path,
+    *options: str,
+    num_ranks: int = 4,
+    restarts: int = 0,
+    apart: bool = False,
+    environment: dict[str, str] | None = None,
+    log: Path | None = None,
+    meeting: Sequence[str] = ("--standalone",),
+) -> Iterator[Start]:
     """train.py under torchrun, or with `apart` as ranks that nothing watches; none of it is left afterwards.
 
     `meeting` is what torchrun is told of its rendezvous.

@@ -40,12 +40,13 @@ def run_failing(folder: Path, what: str, rank: int, num_steps: int) -> Event:
     problem = say(
         f"ended with {codes}: {said[-300:]}" if codes != [0] else "",
         f"damaged while it ran: {damage}" if damage else "",
-        f"{len(steps)} failed, the last in the save of step {max(steps, default=0)}" if set(steps) != set(
-            range(1, len(steps) + 1)) or len(steps) >= num_steps else "",
+        f"{len(steps)} failed, the last in the save of step {max(steps, default=0)}"
+        if set(steps) != set(range(1, len(steps) + 1)) or len(steps) >= num_steps
+        else "",
         f"nothing was said of the saves of steps {unsaid}" if unsaid else "",
         "a save that failed is still there" if is_saving(run) else "",
         run_straight(straight, num_steps, *OPTIONS),
-    )  # fmt: skip
+    )
     not_saved = sum(f"step {n} is not saved" in said for n in steps)
     facts = {"rank": rank, "not_saved": not_saved}
     return Event(kind="writes", what=what, problem=problem or compare(run, straight), count=len(steps), facts=facts)

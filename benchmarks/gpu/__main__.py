@@ -7,8 +7,8 @@ does both elsewhere, from the rows; train.py is checked where rich is. The train
 rank, since NCCL takes no two ranks on one GPU: bf16 compute, fp32 masters, fused AdamW. Out of memory is a result, and
 a cell that fails is a row, which one more try may replace.
 
-suites.py says what is measured and in which order; checks.py, bits.py, training.py, ceilings.py, host.py and
-calibration.py measure; processes.py survives; report.py writes the page.
+suites.py says what is measured and in which order; checks.py, bits.py, training.py, ceilings.py and calibration.py
+measure; processes.py survives; report.py writes the page.
 """
 
 import argparse

@@ -3,10 +3,11 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -115,8 +116,11 @@ def check_trainer(cell: TrainerCheck, device: Device) -> Checked:
         for more in ([], ["--train.steps=5"]):
             run = subprocess.run(
                 [sys.executable, str(ROOT / "train.py"), str(config), *more],
-                cwd=ROOT, capture_output=True, text=True, timeout=TRAINER_LIMIT_S / 2,
-            )  # fmt: skip
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=TRAINER_LIMIT_S / 2,
+            )
             if run.returncode:
                 last = (run.stderr.strip().splitlines() or ["no word"])[-1]
                 raise DtlayoutError(f"{' '.join(['train.py', *more])} ended with exit code {run.returncode}: {last}")
@@ -132,3 +136,10 @@ def made_up_text(path: Path) -> Iterator[None]:
     rows = [{"text": " ".join(str(i * j % 97) for j in range(50))} for i in range(400)]
     with patch.object(prepare, "open_corpus", lambda source, *_: Corpus(source, [], rows)):
         yield
+
+
+MEASURES: dict[type[Any], Callable[[Any, Device], Checked]] = {
+    RepeatCheck: check_repeat,
+    ResumeCheck: check_resume,
+    TrainerCheck: check_trainer,
+}

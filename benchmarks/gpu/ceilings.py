@@ -1,7 +1,5 @@
 """What the device reaches in one operation alone: matmul, copy, attention."""
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +8,17 @@ from torch import Tensor
 
 from benchmarks.gpu.cells import AttentionCall, Ceiling, Copy, Matmul
 from benchmarks.gpu.rows import Reached
+from dtlayout.calibrate.clock import time_together
 from dtlayout.models.presets import find_preset
 from dtlayout.ops.attention import causal_attention
 from dtlayout.spec.device import Device, DeviceType
 
-NUM_ROUNDS = 5
-"""Their median counts."""
-ROUND_S, MOST_CALLS = 0.02, 50
-"""A round repeats the operation for about so long, so that the host is ahead of the device."""
 Operation = Callable[[], Any]
 
 
 def measure_ceiling(cell: Ceiling, device: Device) -> Reached:
     """Run a cell's operation on random data."""
-    prepare: Callable[[Any, str], Operation] = PREPARE[type(cell)]
-    seconds = median_s(prepare(cell, device.type), TIMERS[device.type])
+    seconds = time_together(PREPARE[type(cell)](cell, device.type), device.type)
     per_second = cell.work / seconds
     gpu = None if device.type == "cpu" else device.gpu
     best = None if gpu is None else {"TFLOP/s": gpu.peak_flops_per_s, "GB/s": gpu.memory_bytes_per_s}[cell.unit]
@@ -64,37 +58,6 @@ PREPARE: dict[type, Callable[..., Operation]] = {
     Copy: prepare_copy,
     AttentionCall: prepare_attention,
 }
-
-
-def median_s(run: Operation, time_calls: Callable[[Operation, int], float]) -> float:
-    """Seconds of one call, the median of several rounds of calls."""
-    run()
-    once_s = time_calls(run, 2)
-    num_calls = min(MOST_CALLS, max(1, round(ROUND_S / max(once_s, 1e-9))))
-    return statistics.median(time_calls(run, num_calls) for _ in range(NUM_ROUNDS))
-
-
-def time_on_cuda(run: Operation, num_calls: int) -> float:
-    """Seconds of one of some calls in a row, between two events of the device's stream."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(num_calls):
-        run()
-    end.record()
-    end.synchronize()
-    elapsed_ms: float = start.elapsed_time(end)
-    return elapsed_ms / 1e3 / num_calls
-
-
-def time_on_cpu(run: Operation, num_calls: int) -> float:
-    """The same by the clock."""
-    started = time.perf_counter()
-    for _ in range(num_calls):
-        run()
-    return (time.perf_counter() - started) / num_calls
-
-
-TIMERS = {"cuda": time_on_cuda, "cpu": time_on_cpu}
 
 
 def _random(*shape: int, device: str) -> Tensor:

@@ -9,6 +9,7 @@ Legend: B batch, H query heads, G key-value heads, S sequence, K head width, D m
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ WEIGHTS_LIMIT = 1e-6
 """Of initial weights, in fp32: the device has another inverse of the error function than the CPU."""
 _LLAMA = ModelShape(
     name="check", hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=512, vocab_size=512
-)  # fmt: skip
+)
 MODELS = {
     "llama": _LLAMA,
     "tied": replace(_LLAMA, tied_embeddings=True),
@@ -74,9 +75,12 @@ def check_step(cell: StepCheck, device: Device) -> Checked:
     found = {"loss": torch.tensor(result.loss), **{f"gradient of {name}": value for name, value in gradients.items()}}
     error, where = largest_error(found, {"loss": loss, **{f"gradient of {name}": g for name, g in expected.items()}})
     return Checked(
-        error=error, where=where, limit=LIMITS[cell.compute], ran=describe_ran(recorder),
+        error=error,
+        where=where,
+        limit=LIMITS[cell.compute],
+        ran=describe_ran(recorder),
         problem=find_other_kernels(cell.kernels, recorder.executed),
-    )  # fmt: skip
+    )
 
 
 def gather_parameters(assembly: Assembly) -> dict[str, Tensor]:
@@ -221,3 +225,10 @@ def find_other_kernels(asked: Kernels, executed: Mapping[str, Iterable[str]]) ->
         if ran - wanted or (wanted - ran and asked.compile == "none"):
             problems.append(f"{kernel.operation}={kernel.name}, but {' '.join(sorted(ran)) or 'none with a name'} ran")
     return "; ".join(problems)
+
+
+MEASURES: dict[type[Any], Callable[[Any, Device], Checked]] = {
+    StepCheck: check_step,
+    OperationCheck: check_operation,
+    WeightsCheck: check_weights,
+}

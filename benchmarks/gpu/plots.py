@@ -10,8 +10,9 @@ from matplotlib.figure import Figure  # without pyplot, which looks for a displa
 from benchmarks.gpu.cells import Training
 from benchmarks.gpu.rows import Row, Trained
 from benchmarks.gpu.suites import Suite
+from dtlayout.base.formatting import GIB
+from dtlayout.validation.plots import draw_equality
 
-GIB = 2**30
 NUM_COLUMNS = 2
 BASE_COLOUR, COLOUR = "tab:blue", "0.7"
 
@@ -65,10 +66,9 @@ def draw_predictions(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw_points(axes: Axes, points: dict[str, list[tuple[float, float]]], unit: str) -> None:
-    ends = [0.0, 1.1 * max(value for pairs in points.values() for pair in pairs for value in pair)]
-    axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="0.9", linewidth=0)
-    axes.plot(ends, ends, color="0.4", linewidth=1)
+    values = [value for pairs in points.values() for pair in pairs for value in pair]
+    draw_equality(axes, min(values) / 1.15, max(values) * 1.15, color="0.4")
     for name, pairs in points.items():
         measured, predicted = zip(*pairs, strict=True)
         axes.scatter(measured, predicted, s=18, label=name)
-    axes.set(xlim=ends, ylim=ends, xlabel=f"measured {unit}", ylabel=f"predicted {unit}")
+    axes.set(xlabel=f"measured {unit}", ylabel=f"predicted {unit}")

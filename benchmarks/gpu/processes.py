@@ -24,32 +24,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.bits import check_repeat, check_resume, check_trainer
+from benchmarks.gpu import bits, ceilings, checks
 from benchmarks.gpu.calibration import measure_calibration
-from benchmarks.gpu.ceilings import measure_ceiling
 from benchmarks.gpu.cells import (
     AttentionCall,
     BitsCheck,
     Calibration,
     Cell,
-    Copy,
     HostTime,
-    Matmul,
     OperationCheck,
-    RepeatCheck,
-    ResumeCheck,
     StepCheck,
-    TrainerCheck,
     Training,
-    WeightsCheck,
     World,
 )
-from benchmarks.gpu.checks import check_operation, check_step, check_weights
-from benchmarks.gpu.host import measure_host
 from benchmarks.gpu.predict import predict
-from benchmarks.gpu.rows import Checked, Measurement, Prediction, Row, Status
+from benchmarks.gpu.rows import Checked, HostTimes, Measurement, Prediction, Row, Status
 from benchmarks.gpu.suites import Suite
 from benchmarks.gpu.training import PRECISION, measure_training
+from benchmarks.host_time import measure_host_s
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.estimate import HOPELESS_SHARE
 from dtlayout.ops.attention import attention_implementation
@@ -65,17 +57,11 @@ PATIENCE_S = 10.0
 """How long a process may take to end by itself."""
 MOST_TRIES = 2
 """How often a cell that ends in an error is measured, over all calls."""
-MEASURES: dict[type[Cell], Callable[[Any, Device], Measurement]] = {
-    OperationCheck: check_operation,
-    StepCheck: check_step,
-    WeightsCheck: check_weights,
-    RepeatCheck: check_repeat,
-    ResumeCheck: check_resume,
-    TrainerCheck: check_trainer,
-    Matmul: measure_ceiling,
-    Copy: measure_ceiling,
-    AttentionCall: measure_ceiling,
-    HostTime: measure_host,
+MEASURES: dict[type[Any], Callable[[Any, Device], Measurement]] = {
+    **checks.MEASURES,
+    **bits.MEASURES,
+    **dict.fromkeys(ceilings.PREPARE, ceilings.measure_ceiling),
+    HostTime: lambda cell, device: HostTimes(layer_s=measure_host_s(cell.tp, cell.compile, device.type)),
     Calibration: measure_calibration,
 }
 """Kind of a cell → what measures it; of a training it takes more."""

@@ -9,22 +9,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from benchmarks.gpu.calibration import PACKAGES, derive, find_measured
 from benchmarks.gpu.cells import Calibration, Ceiling, Cell, Check, HostTime, Training
 from benchmarks.gpu.predict import predict
-from benchmarks.gpu.rows import Checked, HostTimes, Reached, Row, Status, Trained
+from benchmarks.gpu.rows import Reached, Row, Status, Trained
 from benchmarks.gpu.suites import Suite
 from dtlayout.base.files import write_whole
+from dtlayout.base.formatting import GIB
 from dtlayout.calibrate.file import to_toml
-from dtlayout.calibrate.measured import Measured
 from dtlayout.spec.cluster import Cluster
 
-GIB = 2**30
 DRAW_EVERY_S = 60
 """Pictures are drawn anew so often and at the end: drawing them takes as long as a small cell."""
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
@@ -39,15 +40,6 @@ TITLES = {
     "kernels": "One kernel at a time",
     "sweep": "Micro-batch and recomputation",
 }
-_CHECK_HEADER = "| check | error | limit | whose | ran | result |\n|---|--:|--:|---|---|---|"
-_CEILING_HEADER = "| operation | time, ms | reached | of the data sheet | result |\n|---|--:|--:|--:|---|"
-_TRAINING_HEADER = (
-    "| model | sequence | micro-batch | recompute | kernels | tokens/s | MFU | step, s | predicted | ratio "
-    "| peak, GiB | predicted | ratio | attention | result |\n"
-    "|---|--:|--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|---|"
-)
-_HOST_HEADER = "| what | ms | result |\n|---|--:|---|"
-_CALIBRATION_HEADER = "| what | matmuls | attention | steps | result |\n|---|--:|--:|--:|---|"
 
 
 class Report:
@@ -104,8 +96,8 @@ class Report:
         yield f"# One GPU: {self.device}"
         yield ""
         yield (
-            f"`make bench-gpu`, {datetime.now(timezone.utc):%Y-%m-%d}, torch {self.torch}; bf16 compute, fp32 masters "
-            f"and gradients, fused AdamW, a world of one rank."
+            f"`make bench NAME=gpu`, {datetime.now(timezone.utc):%Y-%m-%d}, torch {self.torch}; bf16 compute, fp32 "
+            f"masters and gradients, fused AdamW, a world of one rank."
         )
         yield ""
         yield from (f"- {line}" for line in summarise(self.latest))
@@ -161,81 +153,110 @@ class Report:
 
 def header_of(cell: Cell) -> str:
     """The head of the table that a cell's row belongs to."""
-    match cell:
-        case Training():
-            return _TRAINING_HEADER
-        case HostTime():
-            return _HOST_HEADER
-        case Calibration():
-            return _CALIBRATION_HEADER
-    return _CHECK_HEADER if isinstance(cell, get_args(Check)) else _CEILING_HEADER
+    columns = columns_of(cell)
+    titles = [*(column.title for column in columns), "result"]
+    return f"| {' | '.join(titles)} |\n|{'|'.join('--:' if column.spec else '---' for column in columns)}|---|"
 
 
 def show(row: Row) -> str:
     """A row of a Markdown table."""
     note = row.note.replace("|", "/")[:160]
-    columns = [*_columns(row), f"{row.status}: {note}" if note else row.status]
-    return f"| {' | '.join(columns)} |"
+    result = f"{row.status}: {note}" if note else row.status
+    return f"| {' | '.join([*(column.show(row) for column in columns_of(row.cell)), result])} |"
 
 
-def _columns(row: Row) -> Iterator[str]:
-    """What stands left of the result."""
-    cell, measured = row.cell, row.measured
-    if isinstance(cell, Training):
-        yield from _training_columns(row, cell, measured if isinstance(measured, Trained) else None)
-    elif isinstance(cell, HostTime):
-        yield str(cell)
-        yield _form(measured if isinstance(measured, HostTimes) else None, lambda h: 1e3 * h.layer_s, ".2f")
-    elif isinstance(cell, Calibration):
-        yield str(cell)
-        for name in ("matmuls", "attention", "probes"):
-            yield str(len(getattr(measured, name))) if isinstance(measured, Measured) else "n/a"
-    elif isinstance(cell, get_args(Check)):
-        checked = measured if isinstance(measured, Checked) else None
-        yield str(cell)
-        yield _form(checked, lambda c: c.error, ".1e")
-        yield _form(checked, lambda c: c.limit, ".0e")
-        yield checked.where if checked else "n/a"
-        yield ", ".join(checked.ran if checked else ()) or "n/a"
-    elif isinstance(cell, get_args(Ceiling)):
-        reached = measured if isinstance(measured, Reached) else None
-        yield str(cell)
-        yield _form(reached, lambda r: 1e3 * r.median_s, ".3f")
-        yield _form(reached, lambda r: r.per_second / UNITS[cell.unit], ".4g", cell.unit)
-        yield _form(reached, lambda r: r.share, ".1%")
+def columns_of(cell: Cell) -> Sequence["Column"]:
+    """The columns left of the result, of the table that a cell's row belongs to."""
+    return next(columns for kinds, columns in TABLES if isinstance(cell, kinds))
 
 
-def _training_columns(row: Row, cell: Training, trained: Trained | None) -> Iterator[str]:
-    yield from (cell.subject, str(cell.seq_len), str(cell.micro_batch), cell.recompute, cell.variant)
-    yield _form(trained, lambda t: t.tokens_per_s, ",.0f")
-    yield _form(trained, lambda t: t.mfu, ".1%")
-    yield _form(trained, lambda t: t.step_time_s, ".3f")
-    yield _form(row.predicted, lambda p: p.step_time_s, ".3f")
-    yield _form(step_ratio(row), float, ".2f")
-    yield _form(trained, lambda t: t.peak_memory_bytes / GIB, ".2f")
-    yield _form(row.predicted, lambda p: p.peak_bytes / GIB, ".2f")
-    yield _form(memory_ratio(row), float, ".2f")
-    yield ", ".join(trained.attention_kernels if trained else ()) or "n/a"
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    spec: str
+    """Format of its numbers; empty for text."""
+    part: Literal["row", "cell", "measured", "predicted"]
+    """The part of a row that it shows; n/a where the row has none."""
+    read: Callable[[Any], Any]
+    """What it shows of that part; None for n/a."""
+
+    def show(self, row: Row) -> str:
+        """Its cell in the table."""
+        part = row if self.part == "row" else getattr(row, self.part)
+        value = None if part is None else self.read(part)
+        return "n/a" if value is None else format(value, self.spec)
 
 
 def step_ratio(row: Row) -> float | None:
     """Predicted over measured step time."""
-    if row.predicted is None or not isinstance(row.measured, Trained):
-        return None
-    return row.predicted.step_time_s / row.measured.step_time_s
+    return _divide(row, "step_time_s", "step_time_s")
 
 
 def memory_ratio(row: Row) -> float | None:
     """Predicted over measured peak memory."""
-    if row.predicted is None or not isinstance(row.measured, Trained):
-        return None
-    return row.predicted.peak_bytes / row.measured.peak_memory_bytes
+    return _divide(row, "peak_bytes", "peak_memory_bytes")
+
+
+def _divide(row: Row, predicted: str, measured: str) -> float | None:
+    has_both = row.predicted is not None and isinstance(row.measured, Trained)
+    return getattr(row.predicted, predicted) / getattr(row.measured, measured) if has_both else None
+
+
+def _reach(row: Row) -> str | None:
+    unit = row.cell.unit  # type: ignore[union-attr]
+    return f"{row.measured.per_second / UNITS[unit]:.4g} {unit}" if isinstance(row.measured, Reached) else None
+
+
+TABLES: Sequence[tuple[Any, Sequence[Column]]] = (
+    (Check, (
+        Column("check", "", "cell", str),
+        Column("error", ".1e", "measured", attrgetter("error")),
+        Column("limit", ".0e", "measured", attrgetter("limit")),
+        Column("whose", "", "measured", attrgetter("where")),
+        Column("ran", "", "measured", lambda checked: ", ".join(checked.ran) or None),
+    )),
+    (Ceiling, (
+        Column("operation", "", "cell", str),
+        Column("time, ms", ".3f", "measured", lambda reached: 1e3 * reached.median_s),
+        Column("reached", "s", "row", _reach),
+        Column("of the data sheet", ".1%", "measured", attrgetter("share")),
+    )),
+    (HostTime, (
+        Column("what", "", "cell", str),
+        Column("ms", ".2f", "measured", lambda host: 1e3 * host.layer_s),
+    )),
+    (Calibration, (
+        Column("what", "", "cell", str),
+        Column("matmuls", "d", "measured", lambda found: len(found.matmuls)),
+        Column("attention", "d", "measured", lambda found: len(found.attention)),
+        Column("steps", "d", "measured", lambda found: len(found.probes)),
+    )),
+    (Training, (
+        Column("model", "", "cell", attrgetter("subject")),
+        Column("sequence", "d", "cell", attrgetter("seq_len")),
+        Column("micro-batch", "d", "cell", attrgetter("micro_batch")),
+        Column("recompute", "", "cell", attrgetter("recompute")),
+        Column("kernels", "", "cell", attrgetter("variant")),
+        Column("tokens/s", ",.0f", "measured", attrgetter("tokens_per_s")),
+        Column("MFU", ".1%", "measured", attrgetter("mfu")),
+        Column("step, s", ".3f", "measured", attrgetter("step_time_s")),
+        Column("predicted", ".3f", "predicted", attrgetter("step_time_s")),
+        Column("ratio", ".2f", "row", step_ratio),
+        Column("peak, GiB", ".2f", "measured", lambda trained: trained.peak_memory_bytes / GIB),
+        Column("predicted", ".2f", "predicted", lambda predicted: predicted.peak_bytes / GIB),
+        Column("ratio", ".2f", "row", memory_ratio),
+        Column("attention", "", "measured", lambda trained: ", ".join(trained.attention_kernels) or None),
+    )),
+)  # fmt: skip
+"""Kinds of cells, and the columns that their rows have."""
 
 
 def summarise(rows: Iterable[Row]) -> Iterator[str]:
     """What a reader wants first: what is wrong, the best MFU of each subject, how far off predictions are."""
     rows = list(rows)
-    checks = [row for row in rows if isinstance(row.cell, get_args(Check)) and row.status in ("ok", "error", "oom")]
+    checks = [row for row in rows if isinstance(row.cell, Check) and row.status in ("ok", "error", "oom")]
     if checks:
         wrong = [str(row.cell) for row in checks if row.status != "ok"]
         yield f"{len(checks) - len(wrong)} of {len(checks)} checks are right" + (
@@ -270,8 +291,9 @@ def describe_fit(rows: Iterable[Row], cluster: Cluster) -> Iterator[str]:
     yield ""
     yield "| model | rows | before | after |\n|---|--:|--:|--:|"
     everything: tuple[list[float], list[float]] = (
-        [ratio for old, _ in ratios.values() for ratio in old], [ratio for _, new in ratios.values() for ratio in new]
-    )  # fmt: skip
+        [ratio for old, _ in ratios.values() for ratio in old],
+        [ratio for _, new in ratios.values() for ratio in new],
+    )
     for name, (old, new) in {**ratios, "all": everything}.items():
         if old:
             yield f"| {name} | {len(old)} | {_typical_error(old):.1%} | {_typical_error(new):.1%} |"
@@ -279,12 +301,6 @@ def describe_fit(rows: Iterable[Row], cluster: Cluster) -> Iterator[str]:
 
 def _typical_error(ratios: Iterable[float]) -> float:
     return statistics.median(abs(ratio - 1) for ratio in ratios)
-
-
-def _form(value: Any, part: Callable[[Any], float | None], spec: str, unit: str = "") -> str:
-    """A part of a value, or n/a where there is no value or no such part."""
-    number = None if value is None else part(value)
-    return "n/a" if number is None else f"{number:{spec}} {unit}".rstrip()
 
 
 def _write(path: Path, suffix: str, text: str) -> None:

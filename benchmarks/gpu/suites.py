@@ -80,9 +80,7 @@ def checks(device_type: DeviceType, compiles: Sequence[Compile]) -> Iterator[Che
         for known, compute in product(KERNELS[operation].values(), _CHECKED):
             for documents in (False, True) if operation == "attention" else (False,):
                 if compute in known.formats(device_type):
-                    yield OperationCheck(
-                        operation=operation, kernel=known.name, compute=compute, documents=documents
-                    )  # fmt: skip
+                    yield OperationCheck(operation=operation, kernel=known.name, compute=compute, documents=documents)
     bits = StepCheck(), StepCheck(documents=True), StepCheck(recompute="selective")
     yield from (RepeatCheck(step=step) for step in bits)
     yield from (ResumeCheck(step=bits[0]), TrainerCheck())

@@ -1,7 +1,7 @@
 """Keys of a config, as people look them up: type, default, what a value must be, and what it means.
 
 All is read off the dataclasses of the sections, so that no page is written by hand: `dtlayout config` prints what
-docs/config.md holds. The sentence on a key is the string below its field, which stands in the source alone.
+docs/reference/config.md holds. The sentence on a key is the string below its field, which stands in the source alone.
 """
 
 import ast

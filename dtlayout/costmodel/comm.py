@@ -1,4 +1,4 @@
-"""Seconds of a collective or a message by size, group and link; docs/time-model.md derives them.
+"""Seconds of a collective or a message by size, group and link; docs/theory/time-model.md derives them.
 
 An all-gather or a reduce-scatter of b bytes over n ranks moves (n - 1)/n · b through each rank's link in n - 1 hops, an
 all-reduce is one of each (rings; arXiv:2104.04473, sec. 3). Groups are placed as `mesh.axes` orders them: tp innermost,

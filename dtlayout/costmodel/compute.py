@@ -1,7 +1,7 @@
 """Seconds of a block and of the loss for one microbatch on one rank, and what tp sends in them.
 
 T tokens, s sequence, h hidden, f FFN, V vocabulary, a heads, t = tp; E experts, of which k compute a token.
-docs/time-model.md derives every formula; forward is one third of elementwise traffic, backward two.
+docs/theory/time-model.md derives every formula; forward is one third of elementwise traffic, backward two.
 """
 
 from math import inf

@@ -1,4 +1,4 @@
-"""Peak bytes of each pipeline rank, by component; docs/memory-model.md derives every formula.
+"""Peak bytes of each pipeline rank, by component; docs/theory/memory-model.md derives every formula.
 
 Here with a distributed optimizer; under FSDP2 components are what they are at one moment (fsdp2_memory.py).
 

@@ -1,7 +1,7 @@
 """Families: whose block a model has, how a Hugging Face config.json says so, and the modules that compute it. No torch.
 
 A family of one's own is a `Family` given to `register_family`; one that is a Llama with other sizes or with the
-switches of `ModelShape` needs no more than a name. docs/adding.md has an example.
+switches of `ModelShape` needs no more than a name. docs/project/adding.md has an example.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

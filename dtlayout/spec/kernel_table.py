@@ -1,7 +1,7 @@
 """Kernel: one record for each choice of `[kernels]`, and the table of them that `register_kernel` adds to.
 
 A record is all that checks, predictions, dry runs and the trainer know of a kernel. No torch: `Kernel.load` imports
-what computes it when a model is built. docs/kernels.md says how to add one.
+what computes it when a model is built. docs/reference/kernels.md says how to add one.
 
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T tokens, D model width, V vocabulary.
 """

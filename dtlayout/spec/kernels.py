@@ -1,4 +1,4 @@
-"""Kernels: which implementation runs each operation that has several. docs/kernels.md says what runs where."""
+"""Kernels: which implementation runs each operation that has several; docs/reference/kernels.md has the table."""
 
 import math
 from collections import defaultdict

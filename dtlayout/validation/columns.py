@@ -1,4 +1,4 @@
-"""Columns: what the cells of a table of measured runs may say, and our names for its words (docs/sweep.md)."""
+"""Columns: what the cells of a table of measured runs may say, and our names for its words (docs/guide/sweep.md)."""
 
 import math
 import sys

@@ -2,7 +2,7 @@
 
 The columns are those of published runs: model sizes, engine, GPUs, batch, degrees, kernel, status, tokens a second,
 step time, MFU and peak memory in GiB; an empty cell means that the source does not say. `zero` 0 is replicated state:
-dp_replicate = dp. docs/sweep.md has a line on each.
+dp_replicate = dp. docs/guide/sweep.md has a line on each.
 
 A cell that cannot be true is an error (columns.py). A row that is right and cannot be predicted is `Unpredicted`, with
 its reasons (row_reasons.py); of every other one row_parts.py makes model, layout and kernels.

@@ -22,7 +22,8 @@ def test_the_page_is_what_the_command_prints():
         [sys.executable, "-m", "dtlayout.cli", "config"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
     ).stdout  # fmt: skip
-    assert printed == (ROOT / "docs" / "config.md").read_text(encoding="utf-8"), "make docs-config writes the page"
+    page = ROOT / "docs" / "reference" / "config.md"
+    assert printed == page.read_text(encoding="utf-8"), "make docs-config writes the page"
 
 
 def test_every_key_has_a_meaning_and_a_default_that_is_toml():

@@ -76,7 +76,7 @@ def test_files_are_named_like_their_engines_and_fit_known_gpu_types():
 
 
 def test_one_chip_sustains_flops_by_its_power_limit():
-    """By the rule of docs/time-model.md, FLOP/s to which each further watt adds less."""
+    """By the rule of docs/theory/time-model.md, FLOP/s to which each further watt adds less."""
     gpus = [known_gpus()[f"h100-{name}"] for name in ("94g-nvl", "96g-500w", "80g-sxm")]
     powers = [gpu.board_power_w or 0 for gpu in gpus]
     sustained = [gpu.peak_flops_per_s * find_engine("megatron", gpu.name).constants.matmul_efficiency for gpu in gpus]

@@ -1,4 +1,4 @@
-"""docs/adding.md sends nobody to a place that is not there."""
+"""docs/project/adding.md sends nobody to a place that is not there."""
 
 import re
 
@@ -7,7 +7,7 @@ from tiny import ROOT
 
 import dtlayout
 
-TEXT = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "project" / "adding.md").read_text(encoding="utf-8")
 PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 FILES = sorted(set(re.findall(r"`([\w/]+(?:\.(?:py|toml|md)|/))`", PROSE)))
 NAMES = sorted(set(re.findall(r"`(\w+)`\s+(?:in|of)\s+`([\w/]+\.py)`", PROSE)))
@@ -38,4 +38,4 @@ def test_calls_from_outside_are_public_and_links_lead_somewhere():
     titles = {line.lstrip("# ").lower().replace(" ", "-") for line in TEXT.splitlines() if line.startswith("## ")}
     for target in re.findall(r"\]\(([^)]+)\)", TEXT):
         file, _, anchor = target.partition("#")
-        assert (ROOT / "docs" / file).exists() if file else anchor in titles, target
+        assert (ROOT / "docs" / "project" / file).exists() if file else anchor in titles, target

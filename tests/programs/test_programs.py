@@ -27,7 +27,7 @@ from dtlayout.spec.optimizers import SGD, AdamW, Optimizer
 from dtlayout.spec.precision import Precision
 
 PUBLISHED = toml.loads((Path(__file__).parent / "options.toml").read_text())
-DOCS = (Path(__file__).parents[2] / "docs" / "emit.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "emit.md").read_text()
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "none": type(None)}
 PIPELINE = Layout(pp=4, dp_shard=4, tp=2, virtual_stages=2, schedule="interleaved-1f1b", micro_batch=2)
 LAYOUTS = {

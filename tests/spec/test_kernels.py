@@ -302,7 +302,7 @@ def test_each_record_runs_somewhere_or_is_priced_and_names_constants_that_exist(
 
 
 def test_every_kernel_that_docs_kernels_names_is_there_and_runs_where_the_table_says():
-    lines = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs" / "reference" / "kernels.md").read_text().splitlines()
     rows = [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     rows = rows[2 : rows.index(next(row for row in rows if row[0] == "compile"))]
     short = {"float64": "float64", "float32": "fp32", "bfloat16": "bf16"}
