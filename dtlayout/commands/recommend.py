@@ -104,10 +104,10 @@ def _run(options: argparse.Namespace) -> int:
     if idle := find_idle(space):
         raise InvalidConfig(idle)
     search = Search(space, options.max_memory)
-    result = search.run_ideas(options.top)
+    result = search.run_kinds(options.top)
     if not result.ranked:
         raise InvalidLayout(explain_nothing(search, result))
-    best = result.ranked if options.top >= LOOKED_AT else search.run_ideas(LOOKED_AT).ranked
+    best = result.ranked if options.top >= LOOKED_AT else search.run_kinds(LOOKED_AT).ranked
     verified = []
     if options.verify:
         from dtlayout.commands.verify import verify  # only now: a search does without configs

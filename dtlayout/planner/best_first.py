@@ -1,7 +1,18 @@
-"""Asking: what has to be known of layouts to say which are the fastest that fit, and in which order that is found out.
+"""Best-first branch and bound: finds the fastest layouts that fit without building most of the space.
 
-Everything that is open lies in one queue, by a lower bound of its steps. The next question is asked of what has the
-least, and what the answer leaves goes back with a bound that is no lower.
+    take the node with the lowest bound ─▶ refine it ─▶ put its children back, until the lowest bound is above the limit
+
+- *Node*: layouts that are still undecided together, with a *bound*: no step of these layouts takes fewer seconds.
+- *Refinement*: the next thing to find out about a node. It splits the node into parts, or finds a tighter bound. Each
+  level of `Refinement` costs more than the one before, and tells more.
+- *Limit*: the slowest step that may still be ranked. It falls as layouts are found to fit. Once the lowest bound is
+  above it, all layouts left are too slow, and most of them were never made.
+- *Dominance*: a layout is dominated if another one is surely ranked in its place. Alike layouts are a *group*, and only
+  the best of them is ranked; inside a group, a layout that is no slower and needs less memory dominates. Between groups
+  the caller gives the rule (`ranking.Dominance`).
+
+block_classes.py and candidates.py say what the layouts of a node are: block classes, mappings, microbatch costs,
+candidates and state shardings.
 """
 
 from collections import Counter, defaultdict
@@ -11,251 +22,269 @@ from heapq import heapify, heappop, heappush, nsmallest
 from math import inf
 from typing import Any, NamedTuple
 
-from dtlayout.planner.candidates import BoundSpread, Candidates, MicrobatchCost, Reason, Recomputing, StepMapping
-from dtlayout.planner.ranking import TIE, IsWorse, Timed, choose_best, never, to_percent
+from dtlayout.planner.block_classes import BlockClass, BoundMapping, Reason, StepMapping
+from dtlayout.planner.candidates import Candidates, MicrobatchCost
+from dtlayout.planner.ranking import TIE, Dominance, TimedLayout, choose_best, no_dominance, to_percent
 from dtlayout.planner.space import StateSharding
 from dtlayout.planner.step_times import StepTimes
 
-PlaceOf = Callable[[MicrobatchCost, StepMapping], Hashable]
-"""What layouts that are alike have in common."""
+GroupOf = Callable[[MicrobatchCost, StepMapping], Hashable]
+"""Names the group of alike layouts to which a cost and a mapping belong."""
 
-_AT_ONCE = 0.02
-"""Relative distance of bounds up to which spreads are asked together: fewer questions, of more than are needed."""
-_OF_FAMILY = ("tp", "cp", "cp_method", "ep", "micro_batch", "sequence_parallel")
-_OF_WORK = (*_OF_FAMILY, "recompute", "tp_overlap")
-"""Fields of a layout in which those of a family, and of a work, are the same."""
+_TOGETHER = 0.02
+"""Relative distance of bounds up to which mappings are refined together: fewer nodes, and a few mappings in vain."""
+_OF_CLASS = ("tp", "cp", "cp_method", "ep", "micro_batch", "sequence_parallel")
+"""Fields of a layout that a block class decides."""
+_OF_COST = (*_OF_CLASS, "recompute", "tp_overlap")
+"""Fields of a layout that a microbatch cost decides."""
 
 
 class Refinement(IntEnum):
-    """The next thing to find out; each takes longer to answer than the one before, and tells more."""
+    """The next thing to find out about a node, from the cheapest level to the dearest."""
 
-    RECOMPUTE = 1
-    """How long do the steps of a family take at least with each recomputation?"""
-    SPREADS = 2
-    """How much longer is the step of each of their spreads at least with reduction and update?"""
-    WORKS = 3
-    """In which ways can these be computed, and how long does each take at least?"""
-    BUSIEST = 4
-    """Which spreads of a work may fit, and when can the busiest rank be done, if it waits for no more than its first
-    microbatch?"""
-    UPDATE = 5
-    """How much longer is a candidate's step with each variant's reduction and update?"""
-    PLAY = 6
-    """How long is a variant's step, the pipeline played?"""
-    FIT = 7
-    """Does a variant fit?"""
+    CHOOSE_RECOMPUTE = 1
+    """Split a block class by recomputation, and bound the step of each mapping."""
+    ADD_UPDATE = 2
+    """Raise the bounds of its mappings by reduction and update."""
+    CHOOSE_KERNELS = 3
+    """Split by tp_overlap and kernels into microbatch costs, and bound each mapping anew."""
+    CHOOSE_MAPPING = 4
+    """Split a microbatch cost into candidates that may fit, each with the bound of its busiest rank."""
+    CHOOSE_SHARDING = 5
+    """Split a candidate by state sharding, and add reduction and update to the bound."""
+    SIMULATE = 6
+    """Simulate the pipeline, which gives the exact step time of one layout."""
+    CHECK_MEMORY = 7
+    """Compute the exact memory of one layout, and take it or leave it out."""
 
 
 class SearchNode(NamedTuple):
-    """Layouts of which one may be among the best; the least is asked first."""
+    """Layouts of which one may be among the best; the node with the lowest bound is refined first."""
 
-    least_s: float
-    """Lower bound of their steps."""
-    number: int
-    """No two have the same."""
-    question: Refinement
-    """The first thing that is not known yet."""
-    subject: Any
-    """What it is asked of: a family; that with a recomputation, or a work, and some of its spreads; `StepTimes`; these
-    with the variant, and those that follow it; these with the variant."""
+    bound_s: float
+    """Lower bound of their steps; from CHECK_MEMORY on their step time."""
+    serial: int
+    """Number that no other node has, so that nodes with equal bounds are sorted too."""
+    refinement: Refinement
+    """The next thing to find out."""
+    payload: Any
+    """The layouts themselves, by refinement.
+
+    CHOOSE_RECOMPUTE: a BlockClass. ADD_UPDATE and CHOOSE_KERNELS: a BlockClass and some of its mappings with bounds.
+    CHOOSE_MAPPING: a MicrobatchCost and some mappings with bounds. CHOOSE_SHARDING: StepTimes. SIMULATE: StepTimes, a
+    state sharding, and an iterator of the slower ones. CHECK_MEMORY: StepTimes and a state sharding.
+    """
 
 
 class Choice(NamedTuple):
-    """A field of a layout that has to have some value."""
+    """A value that a field of the layout must have."""
 
     name: str
     value: Any
 
     def allows(self, part: Any) -> bool:
-        """Whether a part of a layout, which may lack the field, has the value."""
+        """Whether a part of a layout has the value, or lacks the field."""
         return bool(getattr(part, self.name, self.value) == self.value)
 
-    def may_be_in(self, opened: SearchNode) -> bool:
-        """Whether any of what is open may have it."""
-        match opened.question:
-            case Refinement.RECOMPUTE:
-                return self.name not in _OF_FAMILY or self.allows(opened.subject.layout)
-            case Refinement.SPREADS | Refinement.WORKS:
-                return self.name not in (*_OF_FAMILY, "recompute") or self.allows(opened.subject[0].layout)
-            case Refinement.BUSIEST:
-                return self.name not in _OF_WORK or self.allows(opened.subject[0].layout)
-        work, spread = opened.subject.candidate[:2]
-        return self.name in StateSharding._fields or self.allows(spread if hasattr(spread, self.name) else work.layout)
+    def may_be_in(self, node: SearchNode) -> bool:
+        """Whether a layout of a node may have the value."""
+        match node.refinement:
+            case Refinement.CHOOSE_RECOMPUTE:
+                return self.name not in _OF_CLASS or self.allows(node.payload.layouts[0])
+            case Refinement.ADD_UPDATE | Refinement.CHOOSE_KERNELS:
+                return self.name not in (*_OF_CLASS, "recompute") or self.allows(node.payload[0].layouts[0])
+            case Refinement.CHOOSE_MAPPING:
+                return self.name not in _OF_COST or self.allows(node.payload[0].layout)
+        cost, mapping = node.payload.candidate[:2]
+        decided = mapping if hasattr(mapping, self.name) else cost.layout
+        return self.name in StateSharding._fields or self.allows(decided)
 
 
 class BestFirstSearch:
-    """Finds the layouts that fit among which the best `top` places are."""
+    """Finds layouts that fit, among them the best of each of the `top` best groups."""
 
     def __init__(
         self,
         candidates: Candidates,
-        numbers: Iterator[int],
+        serials: Iterator[int],
         top: int = 1,
-        place_of: PlaceOf = lambda work, spread: None,
-        most_times: float = inf,
-        is_worse: IsWorse = never,
+        group_of: GroupOf = lambda cost, mapping: None,
+        max_slowdown: float = inf,
+        dominance: Dominance = no_dominance,
         choice: Choice | None = None,
     ):
-        """Of all, or of those with a choice; no place has more than `most_times` the fastest step, or `is_worse`."""
-        self.fitting: list[Timed] = []
-        """Layouts that fit."""
-        self.num_alike = Counter[Hashable]()
-        """Place → its layouts that were looked at and may fit."""
+        """`choice` leaves the layouts that have it; by default all layouts are one group.
+
+        A step may take `max_slowdown` times the fastest. `dominance` says which groups are not ranked.
+        """
+        self.fitting: list[TimedLayout] = []
+        """Layouts that fit, in the order in which they were found."""
+        self.num_in_group = Counter[Hashable]()
+        """Group → number of its layouts that were reached and may fit."""
         self.counts = Counter[Reason]()
-        """Layouts that were looked at and left out."""
-        self._candidates, self._numbers = candidates, numbers
-        self._top, self._place_of, self._most_times, self._choice = top, place_of, most_times, choice
-        self._is_worse = is_worse
+        """Reason → number of layouts that left for it; "bounded" falls as others rise."""
+        self._candidates, self._serials = candidates, serials
+        self._top, self._group_of, self._max_slowdown, self._choice = top, group_of, max_slowdown, choice
+        self._dominance = dominance
         self._queue: list[SearchNode] = []
-        self._left: list[SearchNode] = []
-        self._fastest: dict[Hashable, float] = {}
-        self._placed = defaultdict[Hashable, list[Timed]](list)
+        self._set_aside: list[SearchNode] = []
+        self._fastest_s: dict[Hashable, float] = {}
+        self._fitting_in_group = defaultdict[Hashable, list[TimedLayout]](list)
         self._limit_s = inf
-        self._answers: dict[Refinement, Callable[[SearchNode], None]] = {
-            Refinement.RECOMPUTE: self._find_recomputing, Refinement.SPREADS: self._raise_spreads,
-            Refinement.WORKS: self._find_works, Refinement.BUSIEST: self._find_busiest,
-            Refinement.UPDATE: self._find_updates, Refinement.PLAY: self._play, Refinement.FIT: self._try,
+        self._refine: dict[Refinement, Callable[[SearchNode], None]] = {
+            Refinement.CHOOSE_RECOMPUTE: self._choose_recompute, Refinement.ADD_UPDATE: self._add_update,
+            Refinement.CHOOSE_KERNELS: self._choose_kernels, Refinement.CHOOSE_MAPPING: self._choose_mapping,
+            Refinement.CHOOSE_SHARDING: self._choose_sharding, Refinement.SIMULATE: self._simulate,
+            Refinement.CHECK_MEMORY: self._check_memory,
         }  # fmt: skip
 
-    def ask(self, opened: Iterable[SearchNode]) -> list[SearchNode]:
-        """Ask until nothing that is open can be among the best; what is open then, variants as their candidates."""
-        self._queue = list(opened)
+    def run(self, nodes: Iterable[SearchNode]) -> list[SearchNode]:
+        """Refine nodes until no layout left can be ranked; returns nodes from which another search can go on.
+
+        The nodes returned hold every layout that neither memory nor dominated kernels rule out; a single layout comes
+        back as its candidate.
+        """
+        self._queue = list(nodes)
         heapify(self._queue)
-        while self._queue and self._queue[0].least_s <= self._limit_s:
-            each = heappop(self._queue)
-            if self._choice is None or each.question > Refinement.UPDATE or self._choice.may_be_in(each):
-                self._answers[each.question](each)
+        while self._queue and self._queue[0].bound_s <= self._limit_s:
+            node = heappop(self._queue)
+            if self._choice is None or node.refinement > Refinement.CHOOSE_SHARDING or self._choice.may_be_in(node):
+                self._refine[node.refinement](node)
             else:
-                self._left.append(each)
-        return self._left + [each for each in self._queue if each.question <= Refinement.UPDATE]
+                self._set_aside.append(node)
+        return self._set_aside + [node for node in self._queue if node.refinement <= Refinement.CHOOSE_SHARDING]
 
-    def _push(self, least_s: float, question: Refinement, subject: Any) -> None:
-        heappush(self._queue, SearchNode(least_s, next(self._numbers), question, subject))
+    def _push(self, bound_s: float, refinement: Refinement, payload: Any) -> None:
+        heappush(self._queue, SearchNode(bound_s, next(self._serials), refinement, payload))
 
-    def _has_better(self, place: Hashable, least_s: float, least_bytes: float = 0.0) -> bool:
-        """Whether another one that is alike stands for all that are as long, or that are no shorter and fuller."""
-        if least_s > (1 + TIE) * self._fastest.get(place, inf):
+    def _has_better(self, group: Hashable, bound_s: float, least_bytes: float = 0.0) -> bool:
+        """Whether a layout of the group fits that is surely faster, or no slower and with more room."""
+        if bound_s > (1 + TIE) * self._fastest_s.get(group, inf):
             return True
         capacity_bytes = self._candidates.estimator.capacity_bytes
         percent = to_percent(least_bytes, capacity_bytes)
         return percent > 0 and any(
-            timed.time_s <= least_s and to_percent(timed.peak_bytes, capacity_bytes) < percent
-            for timed in self._placed[place]
+            timed.time_s <= bound_s and to_percent(timed.peak_bytes, capacity_bytes) < percent
+            for timed in self._fitting_in_group[group]
         )
 
-    def _find_recomputing(self, opened: SearchNode) -> None:
-        for recomputing, spreads in self._candidates.recomputing(opened.subject):
-            self._push_spreads(Refinement.SPREADS, recomputing, spreads)
+    def _choose_recompute(self, node: SearchNode) -> None:
+        for block_class, bounds in self._candidates.block_classes.with_recompute(node.payload):
+            self._push_bounds(Refinement.ADD_UPDATE, block_class, bounds)
 
-    def _push_spreads(
-        self, question: Refinement, subject: Recomputing | MicrobatchCost, spreads: list[BoundSpread]
+    def _push_bounds(
+        self, refinement: Refinement, parent: BlockClass | MicrobatchCost, bounds: list[BoundMapping]
     ) -> None:
-        if spreads:
-            self._push(min([least_s for least_s, _ in spreads]), question, (subject, spreads))
+        if bounds:
+            self._push(min([bound_s for bound_s, _ in bounds]), refinement, (parent, bounds))
 
-    def _take_spreads(self, opened: SearchNode) -> list[BoundSpread]:
-        """Those that are asked now; those with a longer bound are when it is their turn."""
-        (subject, spreads), asked_s = opened.subject, (1 + _AT_ONCE) * opened.least_s
-        self._push_spreads(opened.question, subject, [each for each in spreads if each[0] > asked_s])
-        return [each for each in spreads if each[0] <= asked_s]
+    def _take_lowest(self, node: SearchNode) -> list[BoundMapping]:
+        """Mappings of a node with bounds close to the lowest; the others go back to the queue as one node."""
+        (parent, bounds), most_s = node.payload, (1 + _TOGETHER) * node.bound_s
+        self._push_bounds(node.refinement, parent, [each for each in bounds if each[0] > most_s])
+        return [each for each in bounds if each[0] <= most_s]
 
-    def _raise_spreads(self, opened: SearchNode) -> None:
+    def _add_update(self, node: SearchNode) -> None:
         with_update_s = self._candidates.with_update_s
-        raised = [(with_update_s(least_s, each.spread), each) for least_s, each in self._take_spreads(opened)]
-        self._push_spreads(Refinement.WORKS, opened.subject[0], raised)
+        raised = [(with_update_s(bound_s, each.mapping), each) for bound_s, each in self._take_lowest(node)]
+        self._push_bounds(Refinement.CHOOSE_KERNELS, node.payload[0], raised)
 
-    def _find_works(self, opened: SearchNode) -> None:
-        taken, with_update_s = self._take_spreads(opened), self._candidates.with_update_s
-        works, num_slower = self._candidates.works(opened.subject[0])
-        self._count("slower kernels", num_slower * sum(each.spread.num_ways for _, each in taken))
-        for work in works:
-            bound = [(with_update_s(each.bound_s(*work.times.least_s), each.spread), each) for _, each in taken]
-            self._push_spreads(Refinement.BUSIEST, work, bound)
+    def _choose_kernels(self, node: SearchNode) -> None:
+        taken, with_update_s = self._take_lowest(node), self._candidates.with_update_s
+        costs, num_dominated = self._candidates.microbatch_costs(node.payload[0])
+        self._count("slower kernels", num_dominated * sum(each.mapping.num_shardings for _, each in taken))
+        for cost in costs:
+            bounds = [(with_update_s(each.bound_s(*cost.times.least_s), each.mapping), each) for _, each in taken]
+            self._push_bounds(Refinement.CHOOSE_MAPPING, cost, bounds)
 
-    def _find_busiest(self, opened: SearchNode) -> None:
-        work, choice = opened.subject[0], self._choice
-        left, num_misfits = list[BoundSpread](), 0
-        for each in self._take_spreads(opened):
-            least_s, (spread, pipeline, _) = each
-            if choice and not choice.allows(spread):
-                left.append(each)
+    def _choose_mapping(self, node: SearchNode) -> None:
+        cost, choice = node.payload[0], self._choice
+        set_aside, num_misfits = list[BoundMapping](), 0
+        for each in self._take_lowest(node):
+            bound_s, (mapping, pipeline, _) = each
+            if choice and not choice.allows(mapping):
+                set_aside.append(each)
                 continue
-            place = self._place_of(work, spread)
-            if self._has_better(place, least_s):
-                self.num_alike[place] += spread.num_ways
-                left.append(each)
-            elif candidate := self._candidates.make(work, spread, pipeline):
+            group = self._group_of(cost, mapping)
+            if self._has_better(group, bound_s):
+                self.num_in_group[group] += mapping.num_shardings
+                set_aside.append(each)
+            elif candidate := self._candidates.make_candidate(cost, mapping, pipeline):
                 times = StepTimes(self._candidates, candidate)
-                if choice and not any(map(choice.allows, candidate.variants)):
-                    self._left.append(SearchNode(least_s, next(self._numbers), Refinement.UPDATE, times))
+                if choice and not any(map(choice.allows, candidate.least_bytes)):
+                    self._set_aside.append(SearchNode(bound_s, next(self._serials), Refinement.CHOOSE_SHARDING, times))
                 else:
-                    self._push(times.bound_s, Refinement.UPDATE, times)
-                self.num_alike[place] += len(candidate.variants)
-                num_misfits += spread.num_ways - len(candidate.variants)
+                    self._push(times.bound_s, Refinement.CHOOSE_SHARDING, times)
+                self.num_in_group[group] += len(candidate.least_bytes)
+                num_misfits += mapping.num_shardings - len(candidate.least_bytes)
             else:
-                num_misfits += spread.num_ways
+                num_misfits += mapping.num_shardings
         self._count("does not fit", num_misfits)
-        if left:
-            self._left.append(opened._replace(subject=(work, left)))
+        if set_aside:
+            self._set_aside.append(node._replace(payload=(cost, set_aside)))
 
     def _count(self, reason: Reason, number: int) -> None:
         self.counts[reason] += number
         self.counts["bounded"] -= number
 
-    def _find_updates(self, opened: SearchNode) -> None:
-        times, choice = opened.subject, self._choice
-        allowed = [each for each in times.candidate.variants if choice is None or choice.allows(each)]
-        place = self._place_of(times.candidate.work, times.candidate.spread)
-        if not allowed or self._has_better(place, opened.least_s):
-            self._left.append(opened)
+    def _choose_sharding(self, node: SearchNode) -> None:
+        times, choice = node.payload, self._choice
+        allowed = [each for each in times.candidate.least_bytes if choice is None or choice.allows(each)]
+        if not allowed or self._has_better(self._group_of_times(times), node.bound_s):
+            self._set_aside.append(node)
             return
-        self._left.append(opened._replace(least_s=times.updated[0][0]))
-        self._push_next(times, iter([each for each in times.updated if each[1] in allowed]))
+        self._set_aside.append(node._replace(bound_s=times.sharding_bounds[0][0]))
+        self._push_next(times, iter([each for each in times.sharding_bounds if each[1] in allowed]))
 
-    def _push_next(self, times: StepTimes, variants: Iterator[tuple[float, StateSharding]]) -> None:
-        """The fastest of the variants, which come in the order of their bounds."""
-        for least_s, sharding in variants:
-            self._push(least_s, Refinement.PLAY, (times, sharding, variants))
+    def _group_of_times(self, times: StepTimes) -> Hashable:
+        return self._group_of(times.candidate.cost, times.candidate.mapping)
+
+    def _push_next(self, times: StepTimes, shardings: Iterator[tuple[float, StateSharding]]) -> None:
+        """Push the first of the shardings, which come with the lowest bound first, and keep the others with it."""
+        for bound_s, sharding in shardings:
+            self._push(bound_s, Refinement.SIMULATE, (times, sharding, shardings))
             break
 
-    def _play(self, opened: SearchNode) -> None:
-        times, sharding, others = opened.subject
-        place = self._place_of(times.candidate.work, times.candidate.spread)
-        if self._has_better(place, opened.least_s):
+    def _simulate(self, node: SearchNode) -> None:
+        times, sharding, others = node.payload
+        group = self._group_of_times(times)
+        if self._has_better(group, node.bound_s):
             return
-        least_s = times.waiting_s + times.update_s(sharding)
-        if least_s > opened.least_s:
-            self._push(least_s, Refinement.PLAY, opened.subject)
+        bound_s = times.waiting_s + times.update_s(sharding)
+        if bound_s > node.bound_s:
+            self._push(bound_s, Refinement.SIMULATE, node.payload)
             return
-        if not self._has_better(place, opened.least_s, times.candidate.variants[sharding]):
-            self._push(times.step_s(sharding), Refinement.FIT, (times, sharding))
+        if not self._has_better(group, node.bound_s, times.candidate.least_bytes[sharding]):
+            self._push(times.step_s(sharding), Refinement.CHECK_MEMORY, (times, sharding))
         self._push_next(times, others)
 
-    def _try(self, opened: SearchNode) -> None:
-        (times, sharding), step_s = opened.subject, opened.least_s
-        work, spread = times.candidate.work, times.candidate.spread
-        place = self._place_of(work, spread)
-        if self._has_better(place, step_s, times.candidate.variants[sharding]):
+    def _check_memory(self, node: SearchNode) -> None:
+        (times, sharding), step_s = node.payload, node.bound_s
+        group, kernels = self._group_of_times(times), times.candidate.cost.kernels
+        if self._has_better(group, step_s, times.candidate.least_bytes[sharding]):
             return
         layout = sharding.of(times.candidate.layout)
-        needed, peak = self._candidates.need(layout, work.kernels)
+        needed, peak = self._candidates.need(layout, kernels)
         if needed > self._candidates.allowed_bytes:
-            self.num_alike[place] -= 1
+            self.num_in_group[group] -= 1
             self._count("does not fit", 1)
             return
-        timed = Timed(step_s + times.thrash_s(peak), needed, peak, layout, work.kernels, place)
+        self._add_fitting(TimedLayout(step_s + times.thrash_s(peak), needed, peak, layout, kernels, group))
+
+    def _add_fitting(self, timed: TimedLayout) -> None:
+        """Keep a layout that fits, and lower the limit."""
         self.fitting.append(timed)
-        self._placed[place].append(timed)
-        self._fastest[place] = min(timed.time_s, self._fastest.get(place, inf))
-        self._limit_s = self._most_times * min(self._fastest.values())
-        if len(self._fastest) >= self._top:
+        self._fitting_in_group[timed.group].append(timed)
+        self._fastest_s[timed.group] = min(timed.time_s, self._fastest_s.get(timed.group, inf))
+        self._limit_s = self._max_slowdown * min(self._fastest_s.values())
+        if len(self._fastest_s) >= self._top:
             self._limit_s = min(self._limit_s, self._find_last_s())
         self._limit_s *= 1 + TIE
 
     def _find_last_s(self) -> float:
-        """The step of the last place of those found so far; infinite where there are too few."""
-        if self._is_worse is never:
-            return nsmallest(self._top, self._fastest.values())[-1]
+        """Step time of the last ranked layout as things stand; infinite while fewer than `top` are ranked."""
+        if self._dominance is no_dominance:
+            return nsmallest(self._top, self._fastest_s.values())[-1]
         capacity_bytes = self._candidates.estimator.capacity_bytes
-        best = choose_best(self.fitting, self._top, capacity_bytes, is_worse=self._is_worse)
+        best = choose_best(self.fitting, self._top, capacity_bytes, dominance=self._dominance)
         return best[-1].time_s if len(best) == self._top else inf

@@ -1,7 +1,7 @@
-"""Choices: what a user fixes, rules out or asks about, as text and as fields of a layout and kernels.
+"""Choices: values that a user fixes, avoids or asks about, read from text into fields of a layout and of kernels.
 
-A text is a layout as it is printed, with or without its kernels, or some choices, `name=value` as in TOML. What is
-fixed has to have an effect: `find_idle` says which choice can have none.
+A text is a layout as it is printed, with or without its kernels, or some choices `name=value` as in TOML. A choice that
+is fixed must have an effect: `find_idle` says which ones have none.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ from dtlayout.spec.layout_names import complete_name, describe_unknown_word, is_
 _OFF = Layout()
 CHOICES: dict[str, type] = {f.name: type(getattr(_OFF, f.name)) for f in fields(Layout)}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
-"""Everything that can be fixed or avoided: name → type."""
+"""Name → type, of all that can be fixed or avoided."""
 _BESIDE = {
     "cp_method": "cp", "sequence_parallel": "tp", "tp_overlap": "tp", "ep_overlap": "ep", "ep_dispatcher": "ep",
     "schedule": "pp",
 }  # fmt: skip
-"""Field of a layout → the degree that has to be above 1 for it to have an effect."""
+"""Field of a layout → the degree that must be above 1 for the field to have an effect."""
 
 
 def parse_choices(text: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def parse_choices(text: str) -> dict[str, Any]:
 
 
 def check_once(found: Mapping[str, Any], name: str, value: Any) -> None:
-    """InvalidConfig where another value of it was found before."""
+    """InvalidConfig if another value of this name was found before."""
     if found.get(name, value) != value:
         raise InvalidConfig(f"{name}={show_value(value)} and {name}={show_value(found[name])}: say one of them")
 
@@ -73,7 +73,7 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def read_fixed(texts: Iterable[str]) -> dict[str, Any]:
-    """Name → the only value that each of several texts leaves; InvalidConfig where two contradict each other."""
+    """Name → value, from several texts of choices; InvalidConfig if two contradict each other."""
     fixed: dict[str, Any] = {}
     for text in texts:
         for name, value in parse_choices(text).items():
@@ -83,7 +83,7 @@ def read_fixed(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def read_avoided(texts: Iterable[str], fixed: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Name → values that no layout may have; InvalidConfig where one is fixed, or a text names a whole layout."""
+    """Name → values that no layout may have; InvalidConfig if one is fixed, or if a text names a whole layout."""
     avoided: dict[str, list[Any]] = {}
     for text in texts:
         if is_whole(text):

@@ -1,7 +1,7 @@
-"""Cost: days, GPU-hours, energy and money of training on so many tokens, and which sizes of a cluster to look at.
+"""Cost: days, GPU-hours, energy and money of a whole training, and which of several clusters stand out.
 
-Steps alone are counted: no restarts, validation or queue. Energy is the board power of all GPUs, which they stay at or
-below, without hosts, network and cooling.
+Only steps are counted: no restarts, no validation, no waiting in a queue. Energy is the board power of all GPUs times
+the hours, without hosts, network and cooling; GPUs draw no more than their board power.
 """
 
 from collections.abc import Sequence
@@ -14,42 +14,42 @@ from dtlayout.costmodel.scenario import Scenario
 
 @dataclass(frozen=True)
 class Budget:
-    """What is to be trained, and what a GPU costs."""
+    """Length of a training, and the price of a GPU."""
 
     tokens: float
     """Tokens of the whole training."""
     price: float | None = None
-    """Money for a GPU and an hour; None where nobody says."""
+    """Money for one GPU-hour; None if not given."""
 
 
 class TrainingCost(NamedTuple):
-    """What a training takes."""
+    """Time, energy and money of a whole training."""
 
     steps: int
-    """Steps until all tokens were seen."""
+    """Steps until all tokens are seen; the last one may see more."""
     days: float
     """Days of steps, without a pause."""
     gpu_hours: float
     """Hours of all GPUs together."""
     energy_mwh: float | None
-    """Megawatt hours at the GPUs' board power; None where that is not known."""
+    """Megawatt hours at the GPUs' board power; None if the board power is not known."""
     money: float | None
     """Price of the GPU-hours; None without a price."""
 
 
 class Marks(NamedTuple):
-    """Places in a list of costs, counted from 0."""
+    """Clusters that stand out, as indices into a list of costs."""
 
     cheapest: int
     """Fewest GPU-hours; of equal ones the fastest."""
     fastest: int
     """Fewest days; of equal ones the cheapest."""
     knee: int | None
-    """From where each further day that is saved costs clearly more; None where no place lies between the other two."""
+    """The cluster after which each further day saved costs clearly more; None if none lies between the other two."""
 
 
 def find_cost(scenario: Scenario, step_time_s: float, budget: Budget) -> TrainingCost:
-    """What training on the scenario's GPUs takes with steps so long."""
+    """Cost of training on the scenario's GPUs, if a step takes `step_time_s`."""
     cluster = scenario.cluster
     steps = ceil(budget.tokens / scenario.batch.num_tokens)
     hours = steps * step_time_s / 3600
@@ -65,15 +65,15 @@ def find_cost(scenario: Scenario, step_time_s: float, budget: Budget) -> Trainin
 
 
 def find_marks(costs: Sequence[TrainingCost | None]) -> Marks | None:
-    """The cheapest, the fastest and the knee; None where there is no cost.
+    """The cheapest, the fastest and the knee; None if there is no cost.
 
-    The knee is the place that lies farthest below the line from the fastest to the cheapest, days and GPU-hours on
+    The knee is the cost that lies farthest below the line from the fastest to the cheapest, with days and GPU-hours on
     logarithmic axes.
 
     >>> find_marks([TrainingCost(1, days, hours, None, None) for days, hours in ((10, 100), (5, 105), (4, 200))])
     Marks(cheapest=0, fastest=2, knee=1)
     """
-    known = [(place, cost) for place, cost in enumerate(costs) if cost is not None]
+    known = [(index, cost) for index, cost in enumerate(costs) if cost is not None]
     if not known:
         return None
     cheapest, least = min(known, key=lambda each: (each[1].gpu_hours, each[1].days))
@@ -83,9 +83,9 @@ def find_marks(costs: Sequence[TrainingCost | None]) -> Marks | None:
         return log(value / low) / log(high / low) if high > low else inf
 
     def below(cost: TrainingCost) -> float:
-        """How far a cost lies below the line, as a share of its triangle."""
+        """Distance of a cost below the line, as a share of the triangle between the fastest and the cheapest."""
         return 1 - share(cost.days, most.days, least.days) - share(cost.gpu_hours, least.gpu_hours, most.gpu_hours)
 
-    knee, depth = max(((place, below(cost)) for place, cost in known), key=lambda each: each[1])
+    knee, depth = max(((index, below(cost)) for index, cost in known), key=lambda each: each[1])
     is_between = depth > 0 and knee not in (cheapest, fastest)
     return Marks(cheapest, fastest, knee if is_between else None)

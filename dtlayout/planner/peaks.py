@@ -1,11 +1,14 @@
-"""Peaks: the least that many layouts need, from what they share, and what one of them needs exactly.
+"""Peaks: lower bounds of the memory of many layouts, from what they share, and the exact memory of one layout.
 
-What a rank *holds* (activations, logits) depends on the microbatch, recomputation and the schedule; its *state*
-(parameters, gradients, optimizer) on how data-parallel ranks share it. So h ways to hold and s ways to share cost h + s
-evaluations. Their sum is a lower bound of the rank's need: the need itself where `costmodel.memory` adds components up
-(distributed optimizer), and what is there at the end of a forward where it plays the step (fsdp2): of the fullest
-forward, and of the fullest after which gradients of all stages wait for more. Pipeline ranks with the same blocks are
-one group: of a group the first rank, which warms up longest, holds most.
+The bytes that a rank *holds* for its microbatches (activations, logits) depend on the microbatch, recomputation and the
+schedule. The bytes of its *state* (parameters, gradients, optimizer) depend on how data-parallel ranks share it. So h
+ways to hold and s ways to share take h + s evaluations instead of h · s.
+
+The sum of both is a lower bound of what the rank needs. For engines with a distributed optimizer it is exact, since
+`costmodel.memory` adds components up there. For fsdp2, where `costmodel.memory` plays the step, the sum is taken at the
+end of two forwards: the fullest, and the fullest of those after which all stages have gradients to add to.
+
+Pipeline ranks with the same blocks are one rank group. Its first rank warms up longest, so it holds most.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,78 +31,78 @@ from dtlayout.spec.precision import BYTES
 from dtlayout.spec.recompute import Recompute
 
 Moments = set[tuple[float, float]]
-"""At some moments of a step: blocks in flight that keep all, and blocks that are computed again."""
+"""Some moments of a step, each as two numbers of blocks in flight: without recomputation, and with."""
 
 
 class InFlight(NamedTuple):
-    """What a group of ranks has in flight when that is most."""
+    """The moments at which a rank group may have most blocks in flight."""
 
     group: RankGroup
     has_gradients: bool
-    """Whether gradients of all its stages are there meanwhile."""
+    """Whether gradients of all its stages exist at these moments."""
     moments: Moments
 
 
 class RankSizes(NamedTuple):
-    """Parameters of a rank."""
+    """Numbers of parameters of a rank, after tp and ep."""
 
     num_parameters: float
-    """Those of its stages."""
+    """Parameters of all its stages."""
     largest_unit: float
-    """Those of the largest FSDP unit."""
+    """Parameters of its largest FSDP unit."""
     num_of_experts: float = 0.0
-    """Those of experts, a part of all."""
+    """Parameters of experts among `num_parameters`."""
 
 
 class BlockBytes(NamedTuple):
-    """Bytes that one microbatch holds."""
+    """Bytes that one microbatch holds in a block and in the head."""
 
-    whole: float
-    """Held in a block for its backward."""
+    saved: float
+    """Bytes held for the backward of a block without recomputation."""
     kept: float
-    """Held in a block that is recomputed."""
-    again: float
-    """Added to `kept` while a block is recomputed, one block at a time."""
+    """Bytes held for the backward of a recomputed block."""
+    recomputed: float
+    """Bytes added to `kept` while a block is recomputed, one block at a time."""
     logits: float
-    """Logits and what the loss makes of them."""
+    """Bytes of the logits and of tensors that the loss makes of them."""
     running: float = 0.0
-    """Held in a block while it runs, where what it keeps goes to the host."""
+    """Bytes held in a block while it runs, if activations are offloaded to the host; else 0."""
 
 
 class Peaks:
-    """Peak bytes of many layouts of one scenario."""
+    """Lower bounds and exact peaks of many layouts of one scenario, in bytes."""
 
     def __init__(self, estimator: Estimator):
-        """`estimator` says how the model is cut; parts.py, [Note: results that are remembered]."""
+        """`estimator` says how the model is cut; costmodel/cache_keys.py, [Note: results that are remembered]."""
         self.estimator = estimator
         self.scenario = estimator.scenario
         self._is_fsdp2 = self.scenario.engine.features.sharding == "fsdp2"
         kinds = self.scenario.kinds.values()
         self.block_bytes = cache(partial(_count_block_bytes, [(each, cache(partial(Sizes, each))) for each in kinds]))
-        """Bytes that blocks and head hold of a microbatch, from a StageLayout and kernels."""
+        """BlockBytes of a StageLayout and kernels; the least of each if the model's blocks differ."""
         self.sizes = cache(partial(_count_sizes, self.scenario))
-        """Parameters of ranks with a group's `counts` at some tp and ep."""
+        """RankSizes of a rank group, from its `counts`, tp and ep."""
         self.in_flight = cache(self._find_in_flight)
-        """What each group of ranks of a PipelineLayout has in flight in a step of m microbatches."""
+        """InFlight of the rank groups of a PipelineLayout, in a step of m microbatches."""
         # What weights' gradients are made of may be less than what the first part of a backward needs.
         self._in_flight_peaks = cache(partial(in_flight_peaks, until=PASS_BACK if self._is_fsdp2 else RELEASE))
         self.need = cache(self.exact)
         """`exact`, remembered."""
 
     def held_bytes(self, block: BlockBytes, in_flight: Iterable[InFlight]) -> Iterator[float]:
-        """Least bytes that a group of ranks holds beside its state, for each of these."""
+        """Least bytes that a rank holds beside its state, for each InFlight."""
         for group, _, moments in in_flight:
-            blocks = max([n * block.whole + covered * block.kept for n, covered in moments])
-            again = block.again if group.recomputes else 0.0
+            blocks = max([n * block.saved + covered * block.kept for n, covered in moments])
+            again = block.recomputed if group.recomputes else 0.0
             logits = block.logits if group.has_head and not (self._is_fsdp2 and len(group.classes) > 1) else 0.0
             yield blocks + (max(again, logits, block.running) if self._is_fsdp2 else again + logits)
 
     def state_bytes(self, way: Any, size: RankSizes, has_gradients: bool) -> float:
-        """The least bytes of a rank's state, whatever it computes: `least_state_bytes` and what is there anyway."""
+        """`least_state_bytes` and the engine's constant overhead; `way` is a StateLayout."""
         return self.scenario.engine.constants.overhead_bytes + self.least_state_bytes(way, size, has_gradients)
 
     def _find_in_flight(self, pipeline: PipelineLayout, m: int) -> list[InFlight]:
-        """A group that has its gradients when it holds most comes once; where it has them later, twice."""
+        """Each rank group once; twice if its gradients come only after it has held most."""
         found = []
         for group in self.estimator.groups(pipeline).groups:
             whole, covered = [c[0] - c[1] for c in group.classes], [c[1] for c in group.classes]
@@ -113,9 +116,9 @@ class Peaks:
         return found
 
     def exact(self, layout: Layout, kernels: Kernels, allowed_bytes: float = inf) -> tuple[float, float]:
-        """The fullest rank's need, and its peak; no rank is looked at after one that needs more than allowed.
+        """Bytes that the fullest rank needs, and its peak; both infinite if the host's memory is too small.
 
-        What asks more of the host than it has needs more than there can be.
+        Once a rank needs more than `allowed_bytes`, the other ranks are not looked at.
         """
         if layout.offload != "none" and not self.estimator.fits_host(layout, kernels):
             return inf, inf
@@ -127,10 +130,10 @@ class Peaks:
         return needed, peak
 
     def least_state_bytes(self, layout: Layout, size: RankSizes, has_gradients: bool) -> float:
-        """The least bytes that parameters take of a rank, whatever it computes.
+        """The least bytes of a rank's parameters, gradients and optimizer state, whatever it computes.
 
-        Under fsdp2 masters with the optimizer's state, what is computed with where it stays, and accumulated gradients.
-        Infinite where the host has no room for its part.
+        For fsdp2: master weights with the optimizer's state, copies to compute with where they are not freed after use,
+        and accumulated gradients. Infinite if the host has no room for the part that lies there.
         """
         n, unit, of_experts = size
         if not self._is_fsdp2:
@@ -161,7 +164,7 @@ SizesOf = Callable[[BlockLayout, Kernels], Sizes]
 
 
 def _count_block_bytes(kinds: Sequence[tuple[Scenario, SizesOf]], layout: Layout, kernels: Kernels) -> BlockBytes:
-    """Those of a block; where a model has different ones, none has less."""
+    """`Peaks.block_bytes`, from the scenario and the sizes of each kind of block."""
     found = [_count_bytes_of_kind(scenario, size_of, layout, kernels) for scenario, size_of in kinds]
     return found[0] if len(found) == 1 else BlockBytes(*map(min, zip(*found, strict=True)))
 

@@ -1,7 +1,7 @@
-"""Prediction: what a config is predicted to reach before its first step, by the constants of our own engine.
+"""Prediction: step time and memory of a config before its first step, by the constants of our own engine.
 
-Everything follows from the config, the layout and the GPU type, so all ranks come to the same prediction, and to the
-same refusal, without a word between them.
+A prediction follows from the config, the layout and the GPU type. So all ranks come to the same prediction, and to the
+same refusal, without communication.
 """
 
 from dtlayout.base.errors import InvalidLayout
@@ -20,7 +20,7 @@ from dtlayout.spec.layout import Layout
 
 
 def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
-    """The scenario of a config with this trainer, on so many GPUs of a type."""
+    """The scenario of training a config with this trainer, on `num_gpus` GPUs of a type."""
     per_node = gpu.gpus_per_node if gpu.device_type == "cpu" else config.cluster.ranks_per_node
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=per_node)
     return Scenario(
@@ -30,19 +30,22 @@ def own_scenario(config: Config, num_gpus: int, gpu: Gpu) -> Scenario:
 
 
 def predict(config: Config, layout: Layout, gpu: Gpu | None) -> Estimate | None:
-    """The estimate of this trainer with a legal layout on a GPU type; None where no numbers of the GPU are known."""
+    """The estimate of this trainer with a legal layout on a GPU type; None if the GPU is not known."""
     if gpu is None:
         return None
     return estimate(own_scenario(config, layout.world_size, gpu), layout, predicted_kernels(config, layout, gpu))
 
 
 def predicted_kernels(config: Config, layout: Layout, gpu: Gpu) -> Kernels:
-    """The kernels of this trainer with a layout on a GPU type, as far as that tells."""
+    """Kernels that this trainer chooses for a layout, as far as the GPU type tells."""
     return config.choose_kernels(device_of(gpu), layout).kernels
 
 
 def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
-    """InvalidLayout, with what would work, if a GPU's memory is far too small; `train.force` lets all pass."""
+    """InvalidLayout, with layouts that would work, if a GPU's or its host's memory is far too small.
+
+    Nothing is refused with `train.force`, on a CPU, or on a GPU that is not known.
+    """
     predicted = predict(config, layout, gpu)
     if predicted is None or gpu is None or gpu.device_type == "cpu" or config.train.force:
         return
@@ -67,11 +70,12 @@ def refuse_hopeless(config: Config, layout: Layout, gpu: Gpu | None) -> None:
 
 
 def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_ranks: int, host_bytes: int) -> None:
-    """InvalidLayout if so many CPU ranks of a host need more than its memory; `train.force` lets all pass."""
+    """InvalidLayout if `num_ranks` CPU ranks of one host need more than its memory; `train.force` lets all pass."""
     predicted = predict(config, layout, gpu)
     if predicted is None or config.train.force:
         return
-    needed_bytes = predicted.peak_bytes + max(predicted.host_bytes, default=0.0)  # one memory, whatever is said of it
+    # On a CPU, a rank and its host share one memory.
+    needed_bytes = predicted.peak_bytes + max(predicted.host_bytes, default=0.0)
     if num_ranks * needed_bytes <= host_bytes:
         return
     raise InvalidLayout(
@@ -82,9 +86,9 @@ def refuse_beyond_host(config: Config, layout: Layout, gpu: Gpu | None, num_rank
 
 
 def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | None:
-    """The estimate as a run's record holds it; None where there is none.
+    """The estimate as a run's record holds it; None if there is no estimate.
 
-    A CPU has no MFU, and one that nobody calibrated no time either.
+    On a CPU the MFU is None, and on a CPU that is not calibrated the time is None too.
     """
     if estimate is None:
         return None
@@ -104,7 +108,7 @@ def to_predicted(estimate: Estimate | None, scenario: Scenario) -> Predicted | N
 
 
 def describe(predicted: Estimate | None, scenario: Scenario) -> str:
-    """The one line that a run starts with."""
+    """The line that a run starts with: predicted step time, speed and peak, or why there is no prediction."""
     if predicted is None:
         name = scenario.cluster.gpu.name
         advice = "give it a peak_bf16 in a cluster file" if is_slice(name) else "name its type with cluster.gpu"
@@ -124,10 +128,10 @@ def describe(predicted: Estimate | None, scenario: Scenario) -> str:
 
 
 def describe_peak(predicted: Estimate, scenario: Scenario) -> str:
-    """The fullest rank's memory, with its range and the capacity on GPUs."""
+    """The fullest rank's peak as text; on GPUs with its range, the capacity, and whether it may not fit."""
     unit, size = choose_unit(predicted.peak_bytes)
     peak, where = predicted.peak_bytes / size, f"on pipeline rank {predicted.busiest_rank}"
-    if scenario.is_on_host:  # whose memory ranks share, and whose allocator adds nothing
+    if scenario.is_on_host:  # ranks share the host's memory, and its allocator adds nothing
         return f"peak {peak:.1f} {unit} {where}"
     low, high = find_intervals(scenario).peak_memory.around(peak)
     capacity, surely = format_bytes(predicted.capacity_bytes, 1), low * size > predicted.capacity_bytes

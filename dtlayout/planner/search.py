@@ -1,10 +1,10 @@
 """Search: the fastest layouts that fit, out of all that a space holds.
 
-    legal → not dominated by faster kernels → lower bound of its step time → may fit → simulated → fits
+    legal → not dominated by other kernels → lower bound of its step time → may fit → simulated → fits
 
-What may be among the best is made (candidates.py) and asked (asking.py) step by step, in the order of what is known so
-far, and ranked (ranking.py). It ends where no lower bound lies below the k-th best step time, so no layout that was
-left out is among the best k; whether one fits that is slower anyway nobody has asked.
+candidates.py makes layouts level by level, best_first.py decides which node to refine next, and ranking.py ranks what
+fits. The search ends when no lower bound lies below the step time of the k-th best. So every layout outside the best k
+is slower, or alike to one of them; whether such a layout fits is not always known.
 """
 
 from collections import Counter
@@ -16,28 +16,29 @@ from math import inf
 from typing import Any, NamedTuple, get_args
 
 from dtlayout.costmodel.estimate import Estimate, Estimator
-from dtlayout.planner.best_first import BestFirstSearch, Choice, PlaceOf, Refinement, SearchNode
-from dtlayout.planner.candidates import Candidates, MicrobatchCost, Reason, StepMapping
+from dtlayout.planner.best_first import BestFirstSearch, Choice, GroupOf, Refinement, SearchNode
+from dtlayout.planner.block_classes import Reason, StepMapping
+from dtlayout.planner.candidates import Candidates, MicrobatchCost
 from dtlayout.planner.peaks import Peaks
-from dtlayout.planner.ranking import MOST_TIMES, IsWorse, LayoutKind, choose_best, is_dominated, never
+from dtlayout.planner.ranking import MAX_SLOWDOWN, Dominance, LayoutKind, choose_best, is_dominated, no_dominance
 from dtlayout.planner.space import Space
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
 
 class SearchResult(NamedTuple):
-    """The best layouts of a space, and what became of the others."""
+    """The best layouts of a space, and why the others left the search."""
 
     ranked: tuple[Estimate, ...]
-    """The best, best first; empty if none is legal and fits."""
+    """The best layouts, best first; empty if no layout is legal and fits."""
     counts: dict[Reason, int]
-    """How many layouts ended for each reason; they add up to the space."""
+    """Number of layouts by reason; the numbers add up to all layouts of the space."""
     allowed_bytes: float
     """Bytes that a rank may hold."""
 
     @property
     def num_layouts(self) -> int:
-        """All that were looked at."""
+        """Number of layouts in the space."""
         return sum(self.counts.values())
 
 
@@ -45,13 +46,13 @@ class Search:
     """Searches one space; what its layouts share is computed once."""
 
     def __init__(self, space: Space, max_memory: float = 1.0, peaks: Peaks | None = None):
-        """`max_memory` is the share of the capacity that a rank may fill; `peaks` of the scenario may be there."""
+        """`max_memory` is the share of the capacity that a rank may fill; `peaks` of the same scenario are reused."""
         self.space, self.max_memory = space, max_memory
         self._peaks = peaks or Peaks(Estimator(space.scenario))
         self.estimator = self._peaks.estimator
         self.allowed_bytes = max_memory * self.estimator.capacity_bytes
         self._candidates = Candidates(space, self.estimator, self._peaks, self.allowed_bytes)
-        self._numbers = count()
+        self._serials = count()
 
     def with_fixed(
         self,
@@ -59,63 +60,63 @@ class Search:
         max_memory: float | None = None,
         avoided: Mapping[str, Sequence[Any]] | None = None,
     ) -> "Search":
-        """A search with other values fixed, or ruled out; it shares all that is remembered of the scenario."""
+        """A search with other values fixed or avoided; it shares all that is remembered of the scenario."""
         max_memory = self.max_memory if max_memory is None else max_memory
         avoided = self.space.avoided if avoided is None else avoided
         return Search(replace(self.space, fixed=fixed, avoided=avoided), max_memory, self._peaks)
 
     def run(self, top: int = 5) -> SearchResult:
-        """The best `top` layouts, best first; none differ in nothing but kernels, tp_overlap and sharding.
+        """The best `top` layouts, best first; no two differ in kernels, tp_overlap and state sharding alone.
 
-        Five ways to share the state would hide what else there is.
+        Five state shardings of one layout would hide the other layouts.
         """
-        return self._run(top, _place_of)
+        return self._run(top, _group_of)
 
-    def run_ideas(self, top: int = 5) -> SearchResult:
-        """The best layouts of the `top` best ideas, best first; none only costs beside one before it."""
-        ideas = cache(LayoutKind.with_degrees)
+    def run_kinds(self, top: int = 5) -> SearchResult:
+        """The best layout of each of the `top` best kinds, best first; none is dominated by one before it."""
+        kinds = cache(LayoutKind.with_degrees)
 
-        def idea_of(work: MicrobatchCost, spread: StepMapping) -> LayoutKind:
-            return ideas(spread.degrees, spread.schedule, work.part.recompute)
+        def kind_of(cost: MicrobatchCost, mapping: StepMapping) -> LayoutKind:
+            return kinds(mapping.degrees, mapping.schedule, cost.part.recompute)
 
-        return self._run(top, idea_of, MOST_TIMES, is_dominated)
+        return self._run(top, kind_of, MAX_SLOWDOWN, is_dominated)
 
     def best_with(self, name: str, value: Any) -> Estimate | None:
-        """The best layout with one choice of a layout's field; None if none of those is legal and fits."""
-        asking = BestFirstSearch(self._candidates, self._numbers, choice=Choice(name, value))
-        self._open = asking.ask(self._open)
-        best = choose_best(asking.fitting, 1, self.estimator.capacity_bytes)
+        """The best layout with one value of a field of Layout; None if no such layout is legal and fits."""
+        search = BestFirstSearch(self._candidates, self._serials, choice=Choice(name, value))
+        self._open = search.run(self._open)
+        best = choose_best(search.fitting, 1, self.estimator.capacity_bytes)
         return self.estimator.estimate(best[0].layout, best[0].kernels) if best else None
 
     @cached_property
-    def _families(self) -> tuple[list[SearchNode], Counter[Reason]]:
-        """All that is legal, and how many layouts are and are not."""
+    def _block_classes(self) -> tuple[list[SearchNode], Counter[Reason]]:
+        """A node for each block class, and the numbers of legal layouts ("bounded") and of others."""
         counts = Counter[Reason]()
-        families = self._candidates.find(counts)
-        least_s = map(self._candidates.least_of_family_s, families)
-        opened = [
-            SearchNode(bound_s, next(self._numbers), Refinement.RECOMPUTE, family)
-            for bound_s, family in zip(least_s, families, strict=True)
+        found = self._candidates.block_classes.find(counts)
+        bounds_s = map(self._candidates.block_classes.bound_s, found)
+        nodes = [
+            SearchNode(bound_s, next(self._serials), Refinement.CHOOSE_RECOMPUTE, block_class)
+            for bound_s, block_class in zip(bounds_s, found, strict=True)
         ]
-        return opened, counts
+        return nodes, counts
 
     @cached_property
     def _open(self) -> list[SearchNode]:
-        """All that is legal, as far as it is known."""
-        return self._families[0]
+        """Nodes of all legal layouts, as far as searches of this space have refined them."""
+        return self._block_classes[0]
 
     def _run(
-        self, top: int, place_of: PlaceOf, most_times: float = inf, is_worse: IsWorse = never
+        self, top: int, group_of: GroupOf, max_slowdown: float = inf, dominance: Dominance = no_dominance
     ) -> SearchResult:  # fmt: skip
-        families, legal = self._families
-        asking = BestFirstSearch(self._candidates, self._numbers, top, place_of, most_times, is_worse)
-        self._open = asking.ask(families)
-        ranked = choose_best(asking.fitting, top, self.estimator.capacity_bytes, most_times, is_worse)
-        places = {timed.place for timed in ranked}
-        num_alike = sum(asking.num_alike[place] for place in places) - len(ranked)
-        num_slower = sum(timed.place not in places for timed in asking.fitting)
+        nodes, legal = self._block_classes
+        search = BestFirstSearch(self._candidates, self._serials, top, group_of, max_slowdown, dominance)
+        self._open = search.run(nodes)
+        ranked = choose_best(search.fitting, top, self.estimator.capacity_bytes, max_slowdown, dominance)
+        groups = {timed.group for timed in ranked}
+        num_alike = sum(search.num_in_group[group] for group in groups) - len(ranked)
+        num_slower = sum(timed.group not in groups for timed in search.fitting)
         counts = legal.copy()
-        counts.update(asking.counts)
+        counts.update(search.counts)
         counts.update({"alike": num_alike, "slower": num_slower, "ranked": len(ranked)})
         counts["bounded"] -= num_alike + num_slower + len(ranked)
         return SearchResult(
@@ -125,24 +126,25 @@ class Search:
         )
 
     def has_room(self, estimate: Estimate) -> bool:
-        """Whether the fullest rank of a layout needs no more than is allowed."""
+        """Whether the fullest rank of an estimate needs no more bytes than are allowed."""
         return estimate.needed_bytes <= self.allowed_bytes
 
     def fits(self, layout: Layout, kernels: Kernels) -> bool:
-        """`has_room` of a layout of which no estimate is made."""
+        """Whether a layout's fullest rank needs no more bytes than are allowed; faster than making an estimate."""
         return self._candidates.need(layout, kernels)[0] <= self.allowed_bytes
 
     def finds_any(self) -> bool:
-        """Whether any layout is legal and fits; those that need least are tried first."""
+        """Whether any layout is legal and fits; layouts with the lowest bound of memory are tried first."""
         return any(
-            self.fits(sharding.of(candidate.layout), candidate.work.kernels)
+            self.fits(sharding.of(candidate.layout), candidate.cost.kernels)
             for _, candidate, sharding in self._candidates.sort_by_need()
         )
 
     def find_smallest_oom(self) -> Estimate | None:
-        """Where none fits, the layout that misses by least; None where none is legal or the host's memory is lacking.
+        """The layout whose fullest rank needs the fewest bytes, for spaces in which none fits.
 
-        It is the one whose fullest rank needs least; those that need least at least are looked at first.
+        None if no layout is legal, or each needs more of the host's memory than there is. Layouts with the lowest bound
+        of memory are looked at first.
         """
         found, smallest = None, inf
         everything = Candidates(self.space, self.estimator, self._peaks, allowed_bytes=inf)
@@ -150,11 +152,11 @@ class Search:
             if least >= smallest:
                 break
             layout = sharding.of(candidate.layout)
-            if (needed := self._peaks.exact(layout, candidate.work.kernels, smallest)[0]) < smallest:
-                found, smallest = (layout, candidate.work.kernels), needed
+            if (needed := self._peaks.exact(layout, candidate.cost.kernels, smallest)[0]) < smallest:
+                found, smallest = (layout, candidate.cost.kernels), needed
         return self.estimator.estimate(*found) if found else None
 
 
-def _place_of(work: MicrobatchCost, spread: StepMapping) -> tuple[Any, ...]:
-    """The layout, but for tp_overlap and how the state is shared."""
-    return work.part._replace(overlaps_tp=False), work.layout.sequence_parallel, spread
+def _group_of(cost: MicrobatchCost, mapping: StepMapping) -> tuple[Any, ...]:
+    """All of a layout but kernels, tp_overlap and state sharding."""
+    return cost.part._replace(overlaps_tp=False), cost.layout.sequence_parallel, mapping

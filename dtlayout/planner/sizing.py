@@ -15,27 +15,27 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
 
 MOST_NODES = 512
-"""Nodes up to which the smallest cluster is looked for."""
+"""Largest number of nodes that `find_smallest` tries."""
 
 
 class ScaleRow(NamedTuple):
-    """The best layout on so many GPUs."""
+    """The best layout on one number of GPUs."""
 
     scenario: Scenario
-    """What is trained, and on which GPUs."""
+    """Model, batch, engine and cluster."""
     estimate: Estimate | None
-    """None if nothing is legal and fits."""
+    """Estimate of the best layout; None if no layout is legal and fits."""
     efficiency: float | None
-    """Tokens a second and GPU, as a share of the first row that has any."""
+    """Tokens per second and GPU, as a share of those of the first row with a layout; None without a layout."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs in all."""
+        """Number of GPUs of the cluster."""
         return self.scenario.cluster.num_gpus
 
 
 def scale(spaces: Sequence[Space], max_memory: float) -> list[ScaleRow]:
-    """The best layout of each space, spaces differing in their GPUs alone."""
+    """The best layout of each space; the spaces differ in their number of GPUs alone."""
     rows: list[ScaleRow] = []
     first: float | None = None
     for space in spaces:
@@ -47,7 +47,10 @@ def scale(spaces: Sequence[Space], max_memory: float) -> list[ScaleRow]:
 
 
 def find_smallest(make_space: Callable[[int], Space], gpus_per_node: int, max_memory: float) -> Space:
-    """The space with the fewest GPUs in which anything is legal and fits; InvalidLayout if none is found."""
+    """The space with the fewest GPUs in which a layout is legal and fits; InvalidLayout if there is none.
+
+    `make_space` makes the space of a number of GPUs.
+    """
     for num_gpus in cluster_sizes(gpus_per_node):
         space = make_space(num_gpus)
         if _may_fit(space.scenario, num_gpus) and Search(space, max_memory).finds_any():
@@ -59,7 +62,7 @@ def find_smallest(make_space: Callable[[int], Space], gpus_per_node: int, max_me
 
 
 def cluster_sizes(gpus_per_node: int) -> Iterator[int]:
-    """Divisors of a node, then whole nodes.
+    """Numbers of GPUs to try: the divisors of a node's, then whole nodes.
 
     >>> [n for n, _ in zip(cluster_sizes(4), range(5))]
     [1, 2, 4, 8, 12]
@@ -69,7 +72,7 @@ def cluster_sizes(gpus_per_node: int) -> Iterator[int]:
 
 
 def _may_fit(scenario: Scenario, num_gpus: int) -> bool:
-    """Whether all GPUs together hold the state of the blocks, shared by all: a quick look before the search."""
+    """Whether all GPUs together can hold the state of the blocks, sharded over all: a quick test before the search."""
     n = scenario.model.num_layers * count_block_parameters(scenario.model)
     layout = Layout(dp_shard=num_gpus, zero=3)
     least = Peaks(Estimator(scenario)).least_state_bytes(layout, RankSizes(n, 0.0), has_gradients=False)

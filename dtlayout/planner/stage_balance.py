@@ -1,8 +1,8 @@
-"""Splits: how many blocks each stage of a pipeline has, made better block by block, by time or by memory.
+"""Stage balance: better numbers of blocks for the stages of a pipeline, found block by block, by time or by memory.
 
-The trainer deals blocks out by FLOPs. That leaves out what else a stage takes (the head's loss, messages, recomputation
-of some blocks alone) and what it holds: a first rank has more microbatches in flight than a last one. Here a block goes
-from where most is to where least is, as long as a prediction says that it helps.
+The trainer deals blocks out by FLOPs. FLOPs leave out other time of a stage: the loss, messages, recomputation of only
+some blocks. They leave out memory too: the first rank has more microbatches in flight than the last. Here a block moves
+from the heaviest stage to a light one, as long as the prediction gets better.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
 MOST_STAGES = 16
-"""Of a layout that is worth it: more have few blocks each, of which each move is predicted."""
+"""Largest number of stages for which callers balance: each move is predicted, and more stages have few blocks each."""
 _TARGETS = 3
-"""Stages that are tried for a block, those that have least."""
+"""Number of stages that are tried as a block's target, the lightest ones."""
 
 StageCost = tuple[float, ...]
-"""What is to become less, the most important first."""
+"""Numbers to lower, compared from the first to the last: seconds of a step, or bytes of ranks, the fullest first."""
 
 
 def balance_time(estimator: Estimator, layout: Layout, kernels: Kernels) -> Layout:
-    """The layout with a split whose step is shorter, or as it is cut now if no single block that moves makes it so."""
+    """The layout with stages that make its step shorter, or with those it has now if moving no single block does."""
 
     def cost(cut: Layout) -> StageCost:
         return (estimator.time(cut, kernels, estimator.memory(cut, kernels)).total,)
@@ -34,7 +34,7 @@ def balance_time(estimator: Estimator, layout: Layout, kernels: Kernels) -> Layo
 
 
 def balance_memory(estimator: Estimator, layout: Layout, kernels: Kernels) -> Layout:
-    """The layout with a split whose fullest rank needs less, or as it is cut now if no block that moves makes it so."""
+    """The layout with stages whose fullest rank needs less, or with those it has now if moving no block helps."""
 
     def needs(cut: Layout) -> list[float]:
         return [rank.needed for rank in estimator.memory(cut, kernels)]
@@ -47,11 +47,12 @@ def balance_memory(estimator: Estimator, layout: Layout, kernels: Kernels) -> La
 
 
 def _cut(estimator: Estimator, layout: Layout) -> Layout:
+    """The layout with its present stages spelled out in `stage_layers`."""
     return replace(layout, stage_layers=tuple(len(stage.layers) for stage in estimator.stages(layout)))
 
 
 def _improve(layout: Layout, cost: Callable[[Layout], StageCost], weigh: Callable[[Layout], list[float]]) -> Layout:
-    """Move blocks from the heaviest stages to the lightest ones until that costs no less."""
+    """Move one block after the other from the heaviest stages to the lightest, until no move lowers the cost."""
     least = cost(layout)
     while True:
         costs = {moved: cost(moved) for moved in _move(layout, weigh(layout))}
@@ -62,7 +63,7 @@ def _improve(layout: Layout, cost: Callable[[Layout], StageCost], weigh: Callabl
 
 
 def _move(layout: Layout, weights: list[float]) -> Iterator[Layout]:
-    """The layout with one block moved; only the first and the last stage may be left with none."""
+    """Layouts with one block moved from a heaviest stage to a light one; only the end stages may be left empty."""
     counts, last = layout.stage_layers, layout.num_stages - 1
     lightest = sorted(range(last + 1), key=weights.__getitem__)[:_TARGETS]
     for source in (stage for stage in range(last + 1) if weights[stage] == max(weights)):

@@ -1,4 +1,4 @@
-"""Step times: how long the step of a candidate is at least, and how long it is; ranks that are alike count once."""
+"""Step times: lower bounds of a candidate's step, and its exact time; alike ranks are computed once for their group."""
 
 from functools import cache, cached_property
 from operator import add
@@ -15,83 +15,88 @@ from dtlayout.spec.layout import Layout
 
 
 class StepTimes:
-    """Seconds of the steps of one candidate, with memory to spare."""
+    """Seconds of a step of one candidate, with memory to spare."""
 
     def __init__(self, candidates: Candidates, candidate: Candidate):
-        """`candidates` knows what it shares with others."""
+        """`candidates` remembers what the candidate shares with others."""
         self.candidates, self.candidate, self.estimator = candidates, candidate, candidates.estimator
-        self._delay_s = self.estimator.delay_s(candidate.work.part)  # type: ignore[arg-type]
-        self._fixed_s = self.estimator.fixed_s(candidate.spread.num_microbatches, peak_bytes=0.0)
+        self._delay_s = self.estimator.delay_s(candidate.cost.part)  # type: ignore[arg-type]
+        self._fixed_s = self.estimator.fixed_s(candidate.mapping.num_microbatches, peak_bytes=0.0)
         self._of_group = cache(self._find_of_group)
 
     @cached_property
     def _work(self) -> dict[StageClass, StageWork]:
-        """One microbatch on each kind of stage."""
-        return {each: self.candidate.work.times.on(each) for each in self.candidate.stages.kinds}
+        """Stage class → the work of one microbatch on such a stage."""
+        return {each: self.candidate.cost.times.on(each) for each in self.candidate.stages.kinds}
 
     @cached_property
     def _stage_work(self) -> list[StageWork]:
-        """That of each stage."""
+        """Work of one microbatch, stage by stage."""
         return [self._work[each] for each in self.candidate.stages.classes]
 
     @cached_property
     def bound_s(self) -> float:
-        """No variant's step is shorter: that of the pipeline's busiest rank, without reduction and update."""
+        """Lower bound of the step whatever the state sharding: the busiest rank, without reduction and update."""
         return max([self._bound_group_s(group) for group in self.candidate.stages.groups]) + self._fixed_s
 
     def _bound_group_s(self, group: RankGroup) -> float:
-        """Of a group the last rank is busy while the first microbatch is not on its way down there or back."""
-        work, comes_back = self._work, not find_schedule(self.candidate.spread.schedule).splits_backward
+        """Lower bound of the last rank of a group: all its work, and the first microbatch's way there and back.
+
+        Meanwhile the rank has nothing to do. With a split backward the way back is not waited for.
+        """
+        work, comes_back = self._work, not find_schedule(self.candidate.mapping.schedule).splits_backward
         away_s = sum([n * (work[c].forward_s + comes_back * work[c].backward_s) for c, n in group.before])
         busy_s = sum([work[c].forward_s + work[c].backward_s for c in group.classes])
-        m = self.candidate.spread.num_microbatches
+        m = self.candidate.mapping.num_microbatches
         return away_s + (1 + comes_back) * self._delay_s * group.ranks[-1] + m * busy_s
 
     @cached_property
     def waiting_s(self) -> float:
-        """`bound_s`, or more where the schedule knows of more waits; it costs more, as each stage is looked at."""
-        spread = self.candidate.spread
-        if not (least := find_schedule(spread.schedule).least):
+        """`bound_s`, or a tighter bound if the schedule has a formula for further waits; it looks at every stage."""
+        mapping = self.candidate.mapping
+        if not (least := find_schedule(mapping.schedule).least):
             return self.bound_s
-        times = stage_times(spread.schedule, self._stage_work, self._delay_s)
-        return max(self.bound_s, least(spread.num_microbatches, times) + self._fixed_s)
+        times = stage_times(mapping.schedule, self._stage_work, self._delay_s)
+        return max(self.bound_s, least(mapping.num_microbatches, times) + self._fixed_s)
 
     @cached_property
-    def updated(self) -> list[tuple[float, StateSharding]]:
-        """The bound of each variant with its reduction and update, the least first."""
-        return sorted([(self.bound_s + self.update_s(each), each) for each in self.candidate.variants])
+    def sharding_bounds(self) -> list[tuple[float, StateSharding]]:
+        """`bound_s` with reduction and update of the first ranks, for each state sharding; the lowest first."""
+        return sorted([(self.bound_s + self.update_s(each), each) for each in self.candidate.least_bytes])
 
-    def update_s(self, sharding: StateSharding, place: int = 0) -> float:
-        """Reduction and optimizer of the ranks of a group, the first by default, with the state shared in some way."""
-        updates, layouts, own_work = self._of_group(place)
+    def update_s(self, sharding: StateSharding, group_index: int = 0) -> float:
+        """Seconds of reduction and optimizer on the ranks of a group, by default the first, with a state sharding."""
+        updates, layouts, own_work = self._of_group(group_index)
         return sum(update_times(self.estimator.scenario, layouts[sharding], updates[sharding], *own_work))
 
     def _find_of_group(
-        self, place: int
+        self, group_index: int
     ) -> tuple[dict[StateSharding, Update], dict[StateSharding, Layout], tuple[int, int, float, float]]:
-        """Updates of a rank of a group and layouts that have them, by the way to share the state; and its own work:
-        blocks, microbatches, and the seconds of a forward and a backward of one.
+        """Updates of a group's ranks and layouts that have them, by state sharding; and the work of a rank.
+
+        The work is blocks, microbatches, and seconds of forward and of backward of one microbatch.
         """
-        candidate, degrees = self.candidate, self.candidate.spread.degrees
-        group = candidate.stages.groups[place]
+        candidate, degrees = self.candidate, self.candidate.mapping.degrees
+        group = candidate.stages.groups[group_index]
         own = [self._work[c] for c in group.classes]
         forward_s, backward_s = sum([w.forward_s for w in own]), sum([w.backward_s for w in own])
-        own_work = sum([c.num_layers for c in group.classes]), candidate.spread.num_microbatches, forward_s, backward_s
-        updates = self.candidates.updates(degrees, candidate.sizes[place], group.has_head)
-        return updates, self.candidates.examples(degrees), own_work
+        own_work = sum([c.num_layers for c in group.classes]), candidate.mapping.num_microbatches, forward_s, backward_s
+        sizes = self.candidates.peaks.sizes(group.counts, degrees.tp, degrees.ep)
+        updates = self.candidates.updates(degrees, sizes, group.has_head)
+        return updates, self.candidates.sharded_layouts(degrees), own_work
 
     def step_s(self, sharding: StateSharding) -> float:
-        """`Estimator.time`: the pipeline is played, once for all variants."""
-        updates = [self.update_s(sharding, place) for place in range(len(self._finished_s))]
+        """Exact step time with a state sharding, as `Estimator.time` says; the pipeline is simulated once for all."""
+        updates = [self.update_s(sharding, index) for index in range(len(self._finished_s))]
         return max(map(add, self._finished_s, updates)) + self._fixed_s
 
     def thrash_s(self, peak_bytes: float) -> float:
-        """Seconds that a step with such a peak is longer than with memory to spare."""
-        return self.estimator.fixed_s(self.candidate.spread.num_microbatches, peak_bytes) - self._fixed_s
+        """Seconds by which a step with such a peak is longer than with memory to spare."""
+        return self.estimator.fixed_s(self.candidate.mapping.num_microbatches, peak_bytes) - self._fixed_s
 
     @cached_property
     def _finished_s(self) -> list[float]:
-        """When the last rank of each group is done with its microbatches."""
-        candidate, m = self.candidate, self.candidate.spread.num_microbatches
+        """Seconds until the last rank of each group is done with its microbatches."""
+        candidate, m = self.candidate, self.candidate.mapping.num_microbatches
         pipeline = self.estimator.play(candidate.layout, m, self._stage_work, self._delay_s)
         return [max(pipeline.finished_s[rank] for rank in group.ranks) for group in candidate.stages.groups]

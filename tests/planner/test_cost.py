@@ -1,4 +1,4 @@
-"""What a training costs, and which clusters stand out."""
+"""Costs of a training, and clusters that stand out."""
 
 import pytest
 

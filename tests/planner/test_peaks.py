@@ -1,4 +1,4 @@
-"""The least that a layout needs, from shared parts, is what the cost model says or less."""
+"""Lower bounds of memory, from parts that layouts share, are never above the cost model's need."""
 
 from dataclasses import replace
 from itertools import islice

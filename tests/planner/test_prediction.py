@@ -1,4 +1,4 @@
-"""What is predicted before the first step: of every legal layout, and refused where no step would be seen."""
+"""Predictions before the first step: every legal layout has one, and hopeless layouts are refused."""
 
 import json
 import math

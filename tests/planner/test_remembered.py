@@ -1,4 +1,4 @@
-"""What is remembered never shows: who has seen every layout says the same of each, to the bit, as who sees it first."""
+"""Remembered results never show: after any number of layouts, each answer is to the bit that of a fresh search."""
 
 import functools
 import sys
@@ -18,7 +18,8 @@ from dtlayout.costmodel.cache_keys import BlockLayout, CutLayout, PipelineLayout
 from dtlayout.costmodel.engine import find_engine, find_engine_on
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.scenario import Scenario
-from dtlayout.planner.candidates import Candidates, StepMapping
+from dtlayout.planner.block_classes import StepMapping
+from dtlayout.planner.candidates import Candidates
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Degrees, Space
@@ -100,7 +101,7 @@ CASES = make_cases()
 
 
 def cases_on(scenario: Scenario) -> list[tuple[Layout, Kernels]]:
-    """Those that can run on all of a cluster, their state shared by all data-parallel ranks."""
+    """CASES that can run on the whole cluster, their state sharded over all data-parallel ranks."""
     num_gpus, found = scenario.cluster.num_gpus, dict[tuple[Layout, Kernels], None]()
     for layout, kernels in CASES:
         rest = num_gpus // (layout.tp * layout.pp)
@@ -111,7 +112,7 @@ def cases_on(scenario: Scenario) -> list[tuple[Layout, Kernels]]:
 
 
 def forget() -> None:
-    """Empty what modules remember whatever the scenario."""
+    """Clear results that modules remember for all scenarios."""
     for name in [name for name in sys.modules if name.startswith(("dtlayout.costmodel.fsdp2", "dtlayout.pipelining"))]:
         for value in vars(sys.modules[name]).values():
             if isinstance(value, functools._lru_cache_wrapper):
@@ -149,7 +150,7 @@ CandidatesOf = Callable[[tuple[int, ...]], Candidates]
 
 
 def find_candidates(scenario: Scenario) -> CandidatesOf:
-    """stage_layers, of which a space has one → the candidates; what is remembered of the scenario they share."""
+    """stage_layers → candidates of the space with these; all share what is remembered of the scenario."""
     estimator = Estimator(scenario)
     peaks = Peaks(estimator)
     return functools.cache(
@@ -158,22 +159,21 @@ def find_candidates(scenario: Scenario) -> CandidatesOf:
 
 
 def describe(candidates_of: CandidatesOf, layout: Layout, kernels: Kernels) -> tuple[Any, ...]:
-    """All that a search asks of a layout."""
+    """All answers that a search uses for a layout."""
     candidates = candidates_of(layout.stage_layers)
     m, part = layout.num_microbatches(candidates.space.scenario.batch), key_of(layout, StageLayout)
-    work = candidates.work(layout, part, kernels)
-    spread = StepMapping(Degrees.of(layout), layout.schedule, layout.virtual_stages, m, 1)
-    pipeline = PipelineLayout.of(layout)
-    candidate = candidates.make(work, spread, pipeline)
+    cost = candidates.microbatch_cost(layout, kernels)
+    mapping = StepMapping(Degrees.of(layout), layout.schedule, layout.virtual_stages, m, 1)
+    candidate = candidates.make_candidate(cost, mapping, PipelineLayout.of(layout))
     if candidate is None:
-        return None, m, candidates.with_update_s(1.0, spread)
+        return None, m, candidates.with_update_s(1.0, mapping)
     times = StepTimes(candidates, candidate)
-    with_update_s = candidates.with_update_s(times.bound_s, spread)
-    assert with_update_s <= (1 + 1e-9) * times.updated[0][0]
-    steps = [times.step_s(sharding) for sharding in candidate.variants]
-    made = (*candidate[1:], work.block, candidates.undominated((part,)))
+    with_update_s = candidates.with_update_s(times.bound_s, mapping)
+    assert with_update_s <= (1 + 1e-9) * times.sharding_bounds[0][0]
+    steps = [times.step_s(sharding) for sharding in candidate.least_bytes]
+    made = (*candidate[1:], cost.block, candidates.kernels.undominated((part,)))
     assert times.bound_s <= times.waiting_s <= (1 + 1e-9) * min(steps)
-    return made, with_update_s, times.bound_s, times.waiting_s, times.updated, steps
+    return made, with_update_s, times.bound_s, times.waiting_s, times.sharding_bounds, steps
 
 
 def test_candidates_that_follow_all_others_are_those_of_a_fresh_search():
@@ -194,9 +194,9 @@ def test_candidates_that_follow_all_others_are_those_of_a_fresh_search():
 def test_a_search_that_ran_before_finds_the_same_again(name):
     space = Space(SCENARIOS[name], {"norm": "fused"}, {"recompute": ["every-2", "every-8"]})
     search = Search(space)
-    first, ideas, having = search.run(), search.run_ideas(), search.best_with("recompute", "full")
+    first, kinds, having = search.run(), search.run_kinds(), search.best_with("recompute", "full")
     assert first == search.run() == Search(space).run() and first.ranked
-    assert ideas == search.run_ideas() == Search(space).run_ideas() and ideas.ranked
+    assert kinds == search.run_kinds() == Search(space).run_kinds() and kinds.ranked
     assert having == search.best_with("recompute", "full") == Search(space).best_with("recompute", "full")
 
 
@@ -204,7 +204,7 @@ PARTS = (BlockLayout, StageLayout, CutLayout, PipelineLayout, StateLayout)
 
 
 def say(name: str) -> Iterator[Any]:
-    """What one estimator and one search say of every case, one after the other."""
+    """The answers of one estimator and one search to every case, one after the other."""
     if name in WITH_EXPERTS:
         estimator = Estimator(WITH_EXPERTS[name])
         peaks = Peaks(estimator)
@@ -231,7 +231,7 @@ def right() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize(("part", "field"), [(part, field) for part in PARTS for field in part._fields])
 def test_every_field_of_every_part_matters_to_some_case(part, field, right, monkeypatch):
-    """If a part lacked it, and what is remembered came from another layout, these cases would show it."""
+    """If a part lacked the field, results of another layout would come back, and these cases would show it."""
     if part is PipelineLayout:
         new, value = part.__new__, getattr(part.of(BASES[0]), field)
         monkeypatch.setattr(part, "__new__", lambda *values: new(*values)._replace(**{field: value}))

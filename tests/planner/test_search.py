@@ -19,7 +19,7 @@ from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.models.presets import find_preset
 from dtlayout.planner.baselines import choose_by_playbook, choose_by_thumb
 from dtlayout.planner.choices import parse_choices
-from dtlayout.planner.ranking import MOST_TIMES, TIE, LayoutKind
+from dtlayout.planner.ranking import MAX_SLOWDOWN, TIE, LayoutKind
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Degrees, Space
 from dtlayout.planner.suggestions import remark_on_offload
@@ -46,8 +46,8 @@ def scenario(
     )
 
 
-def family_of(layout):
-    """All but how the state is shared, and tp_overlap."""
+def group_of(layout):
+    """The layout without state sharding and tp_overlap: `Search.run` ranks one layout of each such group."""
     return replace(layout, dp_shard=layout.dp, dp_replicate=1, zero=1, tp_overlap=False)
 
 
@@ -84,10 +84,10 @@ def is_dominated(estimate, better):
     )
 
 
-def rank_all(estimates, top, alike=family_of, most_times=inf, is_worse=lambda estimate, better: False):
+def rank_all(estimates, top, alike=group_of, max_slowdown=inf, dominance=lambda estimate, better: False):
     """The rule of `dtlayout.planner.search`, written down once more and without any shortcut."""
     fastest = min(e.step_time_s for e in estimates)
-    left, best = [e for e in estimates if e.step_time_s <= most_times * fastest], []
+    left, best = [e for e in estimates if e.step_time_s <= max_slowdown * fastest], []
     while left and len(best) < top:
         fastest = min(e.step_time_s for e in left)
         ties = [e for e in left if e.step_time_s <= fastest * (1 + TIE)]
@@ -101,7 +101,7 @@ def rank_all(estimates, top, alike=family_of, most_times=inf, is_worse=lambda es
             ),
         )
         left = [e for e in left if alike(e.layout) != alike(found.layout)]
-        best += [] if any(is_worse(found, better) for better in best) else [found]
+        best += [] if any(dominance(found, better) for better in best) else [found]
     return best
 
 
@@ -109,9 +109,9 @@ FEWER = (
     ("attention", ("sdpa-math", "flash-attn", "fa3", "megatron-softmax")), ("recompute", ("every-2", "every-8")),
     ("micro_batch", (8, 16)), ("loss", ("linear",)), ("cp_method", ("gather",)),
 )  # fmt: skip
-"""What is avoided, as items of a dictionary."""
+"""Values that are avoided, as items of a dictionary."""
 OTHERS = {"six": tuple({**dict(FEWER), "recompute": ("every-4",)}.items())}
-"""Of one scenario in the place of FEWER."""
+"""Scenario → values that are avoided there in place of FEWER."""
 EXPERTS = replace(SMALL, experts=Experts(number=8, per_token=2, ffn_size=2048, dense_layers=1))
 SCENARIOS = {
     "roomy": scenario(),
@@ -137,7 +137,7 @@ SCENARIOS = {
 }  # fmt: skip
 
 LARGE = ("roomy", "tight", "tighter", "nodes of two")
-"""Of as many layouts as the others together; they differ in memory and nodes alone."""
+"""Scenarios that differ in memory and nodes alone; together they have as many layouts as all others."""
 
 
 @pytest.mark.parametrize("name", mostly_thorough(SCENARIOS, lambda _, name: name not in LARGE))
@@ -146,10 +146,10 @@ def test_the_best_found_are_the_best_of_all(name):
     space = Space(SCENARIOS[name], avoided=dict(fewer))
     fitting, counts = try_all(name, fewer)
     search = Search(space)
-    result, ideas = search.run(top=4), search.run_ideas(top=4)
+    result, kinds = search.run(top=4), search.run_kinds(top=4)
     for found, expected in (
         (result, rank_all(fitting, 4)),
-        (ideas, rank_all(fitting, 4, alike=LayoutKind.of, most_times=MOST_TIMES, is_worse=is_dominated)),
+        (kinds, rank_all(fitting, 4, alike=LayoutKind.of, max_slowdown=MAX_SLOWDOWN, dominance=is_dominated)),
     ):  # fmt: skip
         assert [(e.layout, e.kernels) for e in found.ranked] == [(e.layout, e.kernels) for e in expected]
         assert [e.step_time_s for e in found.ranked] == [e.step_time_s for e in expected]

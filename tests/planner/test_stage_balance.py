@@ -1,4 +1,4 @@
-"""Splits of pipelines that are better by time or by memory, beside all splits there are."""
+"""Balanced stages are nearly as good, by time or by memory, as the best of all ways to cut the model."""
 
 from dataclasses import replace
 from itertools import product
