@@ -81,7 +81,7 @@ class PipelineLayout(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        """Which pipeline rank holds which stage."""
+        """Stages that each pipeline rank holds."""
         return find_schedule(self.schedule).place(self.pp, self.virtual_stages)
 
     def shorten(self, m: int) -> int:
@@ -114,7 +114,7 @@ class StageClass(NamedTuple):
     head: bool
     """Whether it holds the final norm, the head and the loss."""
     first: int = 0
-    """Where its blocks begin, as far as a model's first blocks differ from the others: at most as many as do."""
+    """Index of its first block, but at most the number of a model's first blocks that differ from the others."""
 
     @classmethod
     def of(cls, stage: StageSlice, recompute: Recompute, num_first: int = 0) -> "StageClass":

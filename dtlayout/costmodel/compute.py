@@ -11,9 +11,9 @@ from dtlayout.costmodel.comm import exchange_s, half_all_reduce_s, message_link,
 from dtlayout.costmodel.context import block_cp_s
 from dtlayout.costmodel.scenario import Scenario, activation_size, tokens_of
 from dtlayout.models.counting import count_attention_flops_per_token
-from dtlayout.models.description import Activation, Linear, Norm, Residual, Rotary, RoutedExperts
-from dtlayout.models.families import describe
+from dtlayout.models.families import block_tape, describe
 from dtlayout.models.operations import AttentionCall, KernelCall, Matmul
+from dtlayout.models.tape import BlockTensor
 from dtlayout.plans.plan import OVERLAPPED_PIECES
 from dtlayout.spec.context_parallel import CONTEXT_METHODS
 from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, RopeKernel, find_kernel
@@ -58,7 +58,7 @@ class BlockTime(NamedTuple):
 
 
 def operation_s(scenario: Scenario, kernels: Kernels, operation: KernelCall) -> float:
-    """What an operator takes on the device."""
+    """Seconds of an operator on the device."""
     match operation:
         case Matmul(m, n, k, batch):
             return batch * matmul_s(scenario, m, n, k)
@@ -104,13 +104,13 @@ def matrix_flops_per_s(scenario: Scenario) -> float:
 
 
 def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
-    """A block without recomputation."""
+    """Times of a block without recomputation."""
     tokens = tokens_of(scenario, layout)
     matmuls_s = [times * linear_s(scenario, m, n, k) for times, m, n, k in _matmul_sizes(scenario, layout)]
     traffic = _traffic_bytes(scenario, layout, kernels) + _cast_bytes(scenario, layout)
     elementwise_s = pass_s(scenario, tokens * traffic) / 3
     if _has_eager_norms(kernels):
-        num_norms = sum(isinstance(each, Norm) for each in describe(scenario.model).block)
+        num_norms = sum(entry.kind == "norm" for entry in block_tape(scenario.model))
         elementwise_s += scenario.engine.constants.norm_launch_s * num_norms / 2
     attention_forward_s, attention_backward_s = attention_s(scenario, layout, kernels)
     permuting_s = pass_s(scenario, tokens * _permuted_bytes(scenario, layout))  # as much in backward
@@ -136,90 +136,87 @@ def block_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTim
 
 
 def _matmul_sizes(scenario: Scenario, layout: Layout) -> list[tuple[float, float, float, float]]:
-    """Times, rows, outputs and inputs of each matmul of a block on one rank, those that the engine fuses as one.
+    """Times, rows, outputs and inputs of each matmul of a block on one rank; fused ones are one.
 
-    Those of experts are more where they are slower than others. Each expert multiplies the rows that it is sent, T·k/E
-    of each rank's tokens where all are sent as many.
+    Matmuls of experts count more often where they are slower than others. Each expert multiplies the rows that it is
+    sent: T·k/E of each rank's tokens, as if all experts were sent as many.
     """
     sizes: list[tuple[float, float, float, float]] = []
-    tokens, t = tokens_of(scenario, layout), layout.tp
-    shared = t if layout.shards_sequence else 1
-    for operation in describe(scenario.model).block:
-        match operation:
-            case Linear(style="rowwise"):
-                sizes.append((1, tokens, operation.outputs, operation.inputs / t))
-            case Linear(style="replicated"):
-                sizes.append((1, tokens / shared, operation.outputs, operation.inputs))
-            case Linear(fuses=True) if scenario.engine.features.fuses_qkv:
-                sizes[-1] = (1, tokens, sizes[-1][2] + operation.outputs / t, operation.inputs)
-            case Linear():
-                sizes.append((1, tokens, operation.outputs / t, operation.inputs))
-            case RoutedExperts(width=h, inner_width=f):
-                rows = tokens / t * operation.active_share * layout.ep
-                times = operation.number / layout.ep / scenario.engine.constants.experts_efficiency
-                sizes += [*[(times, rows, f, h)] * operation.num_opening, (times, rows, h, f)]
+    tokens, fuses = tokens_of(scenario, layout), scenario.engine.features.fuses_qkv
+    experts = describe(scenario.model).experts
+    for entry in block_tape(scenario.model):
+        if entry.kind == "matmul":
+            (read,), (made,) = entry.reads, entry.makes
+            outputs, inputs = _own_part(made, layout), _own_part(read, layout)
+            if entry.fuses and fuses:
+                sizes[-1] = (1, tokens, sizes[-1][2] + outputs, inputs)
+            elif read.spread == made.spread:  # each rank multiplies what it has of the stream
+                sizes.append((1, tokens / _ranks(layout)["stream"], outputs, inputs))
+            else:
+                sizes.append((1, tokens, outputs, inputs))
+        elif entry.kind == "experts" and experts:  # widths are those of all copies of a token
+            times = experts.number / layout.ep / scenario.engine.constants.experts_efficiency
+            rows, k = tokens / layout.tp * experts.active_share * layout.ep, experts.per_token
+            sizes += [(times, rows, made.width / k, entry.reads[0].width / k) for made in entry.makes]
     return sizes
 
 
+def _own_part(tensor: BlockTensor, layout: Layout) -> float:
+    """Elements of a token that one rank multiplies or makes: a part of those inside a branch."""
+    return tensor.width / (layout.tp if tensor.spread == "branch" else 1)
+
+
+def _ranks(layout: Layout) -> dict[str, int]:
+    """tp ranks that share a tensor, by its spread on a tape without collectives."""
+    return {"stream": layout.tp if layout.shards_sequence else 1, "branch": layout.tp}
+
+
 def _traffic_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Moved for each token by what is elementwise in a block, forward and backward.
+    """Bytes moved for each token by the elementwise kernels of a block, forward and backward.
 
     `width_traffic_bytes` are those of two norms and two residual adds, a quarter for each.
     """
-    constants, t = scenario.engine.constants, layout.tp
-    shared = t if layout.shards_sequence else 1
+    constants, ranks = scenario.engine.constants, _ranks(layout)
     widening = activation_size(scenario) / 2  # the constants count passes in bf16
     width_traffic = widening * constants.width_traffic_bytes / 4
-    norm_traffic = width_traffic + (constants.norm_traffic_bytes / 2 if _has_eager_norms(kernels) else 0.0)
     rope_traffic = constants.rope_traffic_bytes
     if find_kernel(RopeKernel, kernels.rope).is_fused or kernels.compiles_blocks:
         rope_traffic = min(rope_traffic, _ROPE_KERNEL_TRAFFIC_BYTES)
-    traffic = 0.0
-    for operation in describe(scenario.model).block:
-        match operation:
-            case Norm():
-                traffic += norm_traffic * operation.width / (t if operation.is_of_heads else shared)
-            case Residual():
-                traffic += width_traffic * operation.width / shared
-            case Rotary():
-                traffic += rope_traffic * operation.width / t
-            case Activation():
-                traffic += widening * _FFN_TRAFFIC_BYTES * operation.width / t
-            case RoutedExperts():
-                copied = _FFN_TRAFFIC_BYTES * operation.inner_width
-                copied += constants.expert_bias_traffic_bytes * operation.width * operation.bias
-                traffic += widening * copied * operation.per_token / t
-    return traffic
+    experts = describe(scenario.model).experts
+    moved = {
+        "norm": width_traffic + (constants.norm_traffic_bytes / 2 if _has_eager_norms(kernels) else 0.0),
+        "residual": width_traffic,
+        "rope": rope_traffic,
+        "activation": widening * _FFN_TRAFFIC_BYTES,
+        "combine": widening * constants.expert_bias_traffic_bytes if experts and experts.bias else 0.0,
+    }
+    of_width = [(moved[entry.kind], entry.reads[0]) for entry in block_tape(scenario.model) if entry.kind in moved]
+    return sum([each * read.width / ranks[read.spread] for each, read in of_width])
 
 
 def _cast_bytes(scenario: Scenario, layout: Layout) -> float:
-    """Moved for each token of a block by casts for its linear layers, forward and backward: what each of them reads,
-    once where several read the same, and the gradients of what they give.
+    """Bytes moved for each token of a block by casts for its linear layers, forward and backward.
+
+    Cast are the input of each layer, once where several read the same, and the gradient of its output.
 
     Weights are cast once a step and left out; a router stays as it is.
     """
     if (fmt := scenario.precision.matmul_format) is None:
         return 0.0
-    t = layout.tp
-    shared = t if layout.shards_sequence else 1
-    elements = 0.0
-    for operation in describe(scenario.model).block:
-        match operation:
-            case Linear(style="rowwise"):
-                elements += operation.inputs / t + operation.outputs / shared
-            case Linear(style="colwise"):
-                elements += operation.inputs / shared * operation.keeps_input + operation.outputs / t
-            case RoutedExperts(width=h, inner_width=f):
-                copies = operation.number * operation.active_share / t
-                elements += copies * (h + operation.num_opening * f + f + h)
+    ranks, elements, cast = _ranks(layout), 0.0, set[str]()
+    for entry in block_tape(scenario.model):
+        if entry.casts:
+            new = [each for each in entry.reads if each.name not in cast]
+            elements += sum([each.width / ranks[each.spread] for each in (*new, *entry.makes)])
+            cast.update(each.name for each in new)
     return fmt.cast_bytes * elements
 
 
 def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:
-    """Moved for each token where forward sorts k copies of it by expert, and adds their results up.
+    """Bytes moved for each token when forward sorts its k copies by expert, and adds their results up.
 
-    What is exchanged is sorted by rank before, and by expert afterwards; and so on its way back. The router's scores
-    are left out: they are E numbers beside k·h.
+    With ep the copies are sorted by rank before they are sent and by expert afterwards, and again on their way back.
+    The router's scores are left out: they are E numbers beside k·h.
     """
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
@@ -229,7 +226,7 @@ def _permuted_bytes(scenario: Scenario, layout: Layout) -> float:
 
 
 def _routing_wait_s(scenario: Scenario, layout: Layout) -> float:
-    """What the GPU waits for in a layer with experts, forward and backward; longer where a rank has more of them."""
+    """Seconds that the GPU waits for the host in a layer with experts, forward and backward; they grow with experts."""
     if (experts := describe(scenario.model).experts) is None:
         return 0.0
     constants = scenario.engine.constants
@@ -241,12 +238,13 @@ def _has_eager_norms(kernels: Kernels) -> bool:
 
 
 def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: BlockTime) -> tuple[float, float]:
-    """A covered block's forward in its backward: seconds of computing, and of what tp and cp send.
+    """Seconds in which a covered block is computed again in its backward, and seconds of what it sends for that.
 
-    torch.utils.checkpoint leaves out the last matmul and its reduction, of which backward needs nothing, and what is
-    kept; around a compiled block it leaves out nothing, and where the two overlap not them. With anything kept tp sends
-    half of what forward sends, the gathers of sequence parallelism, and cp nothing where that is attention, unless it
-    splits the heads around it. ep sends tokens again, and no results. Separate attention keeps no softmax.
+    torch.utils.checkpoint leaves out whatever is kept, and the last matmul with its reduction, which backward does not
+    need. Around a compiled block it leaves out nothing; nor does it leave out a matmul that overlaps its reduction.
+    If anything is kept, tp sends the gathers of sequence parallelism alone, half of what forward sends. If attention is
+    kept, cp sends nothing, unless it splits the heads around it. ep sends tokens again, and no results. Separate
+    attention keeps no softmax.
     """
     recompute = Recompute.parse(layout.recompute)
     if scenario.engine.features.checkpointing == "megatron":
@@ -272,7 +270,7 @@ def recompute_time(scenario: Scenario, layout: Layout, kernels: Kernels, block: 
 
 
 def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
-    """Scores, softmax and weighted values, forward and backward.
+    """Seconds of scores, softmax and weighted values, forward and backward.
 
     Flash kernels skip the half that the causal mask hides and compute the scores again in backward, 2.5 times the FLOPs
     of forward (arXiv:2307.08691, sec. 4.1), and what a window hides. Separate operations compute all of it and move
@@ -292,18 +290,18 @@ def attention_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[f
 
 
 def flash_s(scenario: Scenario, attention: str, flops: float) -> float:
-    """A flash kernel, which computes the half that the mask leaves of so many FLOPs."""
+    """Seconds of a flash kernel, which computes the half of so many FLOPs that the mask leaves."""
     efficiency = getattr(scenario.engine.constants, find_kernel(AttentionKernel, attention).efficiency)
     return flops / 2 / float(matrix_flops_per_s(scenario) * efficiency)
 
 
 def pass_s(scenario: Scenario, moved_bytes: float) -> float:
-    """An elementwise kernel that reads and writes so many bytes."""
+    """Seconds of an elementwise kernel that reads and writes so many bytes."""
     return moved_bytes / (scenario.cluster.gpu.memory_bytes_per_s * scenario.engine.constants.memory_efficiency)
 
 
 def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:
-    """Moving every score through memory between attention's matmuls in forward; nothing in flash kernels."""
+    """Seconds of moving every score through memory between attention's matmuls in forward; 0 for flash kernels."""
     kernel = find_kernel(AttentionKernel, kernels.attention)
     if not kernel.holds_scores:
         return 0.0
@@ -312,7 +310,7 @@ def score_traffic_s(scenario: Scenario, layout: Layout, kernels: Kernels) -> flo
 
 
 def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
-    """tp's collectives in a block, forward and backward, as far as nothing hides them (arXiv:2205.05198, sec. 4.2.2).
+    """Seconds of tp's collectives in a block that nothing hides, forward and backward (arXiv:2205.05198, sec. 4.2.2).
 
     Forward closes attention and FFN with an all-reduce each, or under sequence parallelism with an all-gather before
     and a reduce-scatter after; backward does the same for the inputs' gradients, and gathers inputs again.
@@ -337,7 +335,7 @@ def block_tp_s(scenario: Scenario, layout: Layout) -> tuple[float, float]:
 
 
 def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size: float) -> tuple[float, float]:
-    """What `tp_overlap` hides of a block's collectives, forward and backward; a host computes itself.
+    """Seconds that `tp_overlap` hides of a block's collectives, forward and backward; 0 on a CPU.
 
     A branch sums up `size` bytes and gathers `gathered_size`.
 
@@ -354,11 +352,14 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size:
         return whole_s - max(0.0, last_matmul_or_message_s - beside_s - after_s)
 
     forward_s = backward_s = opening_s = 0.0
-    for each in describe(scenario.model).block:
-        if isinstance(each, Linear) and each.style == "colwise":
-            opening_s += linear_s(scenario, tokens, each.outputs / layout.tp, each.inputs)
-        elif isinstance(each, Linear) and each.style == "rowwise":
-            closing_s = linear_s(scenario, tokens, each.outputs, each.inputs / layout.tp)
+    for entry in block_tape(scenario.model):
+        if entry.kind != "matmul" or not entry.casts:
+            continue
+        sent_beside_s = linear_s(scenario, tokens, _own_part(entry.makes[0], layout), _own_part(entry.reads[0], layout))
+        if entry.makes[0].spread == "branch":
+            opening_s += sent_beside_s
+        else:
+            closing_s = sent_beside_s
             forward_s += hidden_s(gathered_size, opening_s) + hidden_s(size, closing_s)
             backward_s += hidden_s(gathered_size, closing_s) + hidden_s(size, opening_s, after_s=opening_s)
             opening_s = 0.0
@@ -366,7 +367,7 @@ def _hidden_tp_s(scenario: Scenario, layout: Layout, size: float, gathered_size:
 
 
 def block_ep_s(scenario: Scenario, layout: Layout) -> float:
-    """ep's exchanges in a block's forward: of k copies of each token to its experts, and of their results.
+    """Seconds of ep's exchanges in a block's forward: k copies of each token go to its experts, and results come back.
 
     tp ranks send their own part of the tokens (arXiv:2006.16668, sec. 3.2).
     """
@@ -377,7 +378,7 @@ def block_ep_s(scenario: Scenario, layout: Layout) -> float:
 
 
 def head_time(scenario: Scenario, layout: Layout, kernels: Kernels) -> BlockTime:
-    """Head and loss: a matmul with the vocabulary, and the loss's passes over the logits.
+    """Times of head and loss: a matmul with the vocabulary, and the loss's passes over the logits.
 
     The linear loss computes all gradients in forward, and adds the weight's up over its chunks.
     """

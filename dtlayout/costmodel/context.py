@@ -15,7 +15,7 @@ from dtlayout.spec.layout import Layout
 def block_cp_s(
     scenario: Scenario, layout: Layout, attention_forward_s: float, attention_backward_s: float
 ) -> tuple[float, float]:
-    """What forward and backward of a block wait for, as far as attention does not hide it."""
+    """Seconds that a block's forward and its backward wait for cp's messages, beside those that attention hides."""
     if layout.cp == 1:
         return 0.0, 0.0
     link = data_link(scenario, layout, layout.tp, layout.cp)

@@ -39,17 +39,17 @@ class KnownKernels:
     """Kernels of a program, by operation."""
 
     attention: tuple[str, ...] = ()
-    """As `Kernels.attention`."""
+    """Values of `Kernels.attention`."""
     norm: tuple[str, ...] = ()
-    """As `Kernels.norm`."""
+    """Values of `Kernels.norm`."""
     rope: tuple[str, ...] = ()
-    """As `Kernels.rope`."""
+    """Values of `Kernels.rope`."""
     swiglu: tuple[str, ...] = ()
-    """As `Kernels.swiglu`."""
+    """Values of `Kernels.swiglu`."""
     loss: tuple[str, ...] = ()
-    """As `Kernels.loss`."""
+    """Values of `Kernels.loss`."""
     compile: tuple[str, ...] = ()
-    """As `Kernels.compile`."""
+    """Values of `Kernels.compile`."""
 
     def __post_init__(self) -> None:
         for operation, names in vars(self).items():
@@ -98,20 +98,24 @@ class Features:
     runs_ahead: bool = False
     """Whether the host starts tp's collectives long before the GPU gets there, which hold their buffers meanwhile."""
     axes: tuple[str, ...] = ("tp", "pp")
-    """What it has of a layout beside data parallelism: the axes tp, pp, cp and ep, and tp_overlap and ep_overlap, which
-    hide what they send. With ep it trains mixtures of experts, and the latent attention that some of them have."""
+    """Fields of a layout that it has beside data parallelism: the axes tp, pp, cp, ep; tp_overlap and ep_overlap, which
+    hide messages. With ep it trains mixtures of experts, and the latent attention that some of them have."""
     cp_methods: tuple[str, ...] = (DEFAULT_CONTEXT_METHOD,)
     """Ways in which cp's ranks attend to each other's tokens, its usual one first."""
     offloads: tuple[str, ...] = ("none",)
-    """What it can keep in the host's memory, as `Layout.offload`; only fsdp2 engines' is predicted."""
+    """Values of `Layout.offload` that it has: parts of a run on the host; only fsdp2 engines' are predicted."""
     kernels: KnownKernels = field(default_factory=KnownKernels)
     """Kernels that it has beside its usual ones, by our names."""
     matmuls: tuple[str, ...] = ()
     """Formats below bf16 in which its linear layers multiply, as `Precision.matmuls`."""
+    keeps_cast_inputs: bool = False
+    """Whether a linear layer that multiplies in such a format keeps its input for backward as it was cast. Transformer
+    Engine's do, unless told `save_original_input`; torchao's keep the original (`input_hp` in float8_linear.py), and
+    cast it again in backward."""
     always_sequence_parallel: bool = False
     """Whether its tensor parallelism always shards the sequence too."""
     data_parallel: tuple[str, ...] = DATA_PARALLEL
-    """Which of `DATA_PARALLEL` it has."""
+    """Ways of `DATA_PARALLEL` that it has."""
     highest_zero: Literal[1, 2, 3] = 3
     """Highest stage of ZeRO that it has."""
     pipeline_zero: Literal[1, 2, 3] = 3
@@ -173,7 +177,7 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a program does where a published run does not say; None is what nobody can tell."""
+    """Choices of a program that a published run leaves out; None if nobody can tell."""
 
     micro_batch: int | None = None
     """Sequences."""
@@ -182,13 +186,13 @@ class Defaults:
     zero: Literal[1, 2, 3] | None = None
     """Stage of ZeRO."""
     recompute: str | None = None
-    """As `layout.recompute`."""
+    """Value of `layout.recompute`."""
     sequence_parallel: bool | None = None
     """Beside tensor parallelism."""
     fuses_norms: bool = False
     """Whether a norm is one kernel, also where it is not called so."""
     kernels: Kernels = field(default_factory=Kernels)
-    """Its kernels: also behind what is called a flash attention, of any version."""
+    """Kernels that it runs, also behind a flash attention of any version."""
 
     def __post_init__(self) -> None:
         if self.micro_batch is not None and self.micro_batch < 1:
@@ -208,7 +212,7 @@ class Engine:
     """A training program on one GPU type."""
 
     name: str
-    """Its word in tables and commands."""
+    """Name in tables and commands."""
     gpu: str
     """The GPU type that the constants are for."""
     features: Features
@@ -367,7 +371,7 @@ def known_engines() -> list[str]:
 
 
 def find_usual(name: str) -> Defaults:
-    """What the engine called `name` does where a run does not say; nothing, where that engine is not known."""
+    """Choices of the engine called `name` that a run leaves out; all None if that engine is not known."""
     usual: Defaults = _read_engines().get(name, {}).get("usual", Defaults())
     return usual
 

@@ -21,10 +21,10 @@ class Constants:
     matmul_efficiency: float = _constant(0.8, 0.4, 0.95, "share")
     """Share of the peak that a large matmul achieves."""
     matmul_share: float = _constant(1.0, 0.5, 1.2, "share")
-    """What a program leaves of the efficiency of matmuls on a GPU type, beside all else that it does: its libraries,
-    gaps between kernels, clocks that fall."""
+    """Share of a GPU type's matmul efficiency that a program reaches: its libraries, gaps between kernels and falling
+    clocks take the rest."""
     experts_efficiency: float = _constant(1.0, 0.2, 1.2, "share")
-    """Share of what other matmuls of their sizes achieve that those of experts do, grouped in one kernel or many."""
+    """Efficiency of experts' matmuls, grouped in one kernel or many, over that of other matmuls of their sizes."""
     matmul_fill: float = _constant(64.0, 0.0, 400.0, "elements")
     """A matmul takes as long as if each of its sizes were this much larger: half a tile of 128, and what runs empty."""
     fp8_efficiency: float = _constant(0.6, 0.2, 0.9, "share")
@@ -167,6 +167,6 @@ BOUNDS: dict[str, tuple[float, float]] = {f.name: f.metadata["bounds"] for f in 
 
 
 def list_outside(name: str, value: float) -> list[str]:
-    """What is wrong with a constant's value: a line if it is out of bounds."""
+    """A line if a constant's value is out of bounds, else none."""
     low, high = BOUNDS[name]
     return [] if low <= value <= high else [f"{name}={value} lies outside [{low}, {high}]"]

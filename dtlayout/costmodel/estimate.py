@@ -116,7 +116,7 @@ class Estimate:
 
 
 def stage_times(schedule: str, work: Sequence[StageWork], delay_s: float) -> StageTimes:
-    """What a schedule's actions take, from the work of each stage."""
+    """Seconds of a schedule's actions, from the work of each stage."""
     splits_backward = find_schedule(schedule).splits_backward
     return StageTimes(
         forward_s=tuple(w.forward_s for w in work),

@@ -1,6 +1,6 @@
 """Peak bytes of each pipeline rank, by component; docs/theory/memory-model.md derives every formula.
 
-Here with a distributed optimizer; under FSDP2 components are what they are at one moment (fsdp2_memory.py).
+Here with a distributed optimizer; under FSDP2 components are what they are at one moment (fsdp2/memory.py).
 
 n parameters of a stage on one tp rank, S = dp_shard · cp, t = tp, T tokens of a microbatch on one cp rank, h hidden,
 f FFN, V vocabulary, a heads, e bytes of an activation, k experts of a token. The tp, dp and cp ranks of a pipeline rank
@@ -18,22 +18,15 @@ from dtlayout.costmodel.fsdp2.memory import fragment_bytes, fullest_finder, over
 from dtlayout.costmodel.fsdp2.phase import MemoryKind
 from dtlayout.costmodel.scenario import (
     Scenario,
-    activation_size,
     count_expert_shards,
     count_state_shards,
+    format_sizes,
     tokens_of,
 )
 from dtlayout.models.counting import count_block_parameters, count_embedding_parameters
-from dtlayout.models.description import (
-    Activation,
-    Linear,
-    Norm,
-    Rotary,
-    RoutedExperts,
-    SelfAttention,
-    Weight,
-)
-from dtlayout.models.families import describe
+from dtlayout.models.description import Weight
+from dtlayout.models.families import block_tape, describe
+from dtlayout.models.tape import TapeOptions, own_saves
 from dtlayout.pipelining.partition import StageSlice
 from dtlayout.pipelining.timing import Moment, in_flight_peaks, weigh_moments
 from dtlayout.spec.kernel_table import AttentionKernel, NormKernel, SwigluKernel, find_kernel
@@ -67,7 +60,7 @@ class MemoryEstimate(Components):
     parameters: float
     """Weights: sharded masters with gathered copies, and the tables of RoPE (fsdp2); or whole bf16 weights."""
     gradients: float
-    """As they are accumulated."""
+    """Gradients in the format in which they are accumulated."""
     optimizer: float
     """State that the optimizer keeps of each parameter, with fp32 masters where they belong to it."""
     activations: float
@@ -138,7 +131,7 @@ class RankMemory(Sized, Iterable[MemoryEstimate]):
 def rank_estimator(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
 ) -> Callable[[int], MemoryEstimate]:
-    """What estimates the peak of a pipeline rank; `stages` as `scenario.cut` gives them."""
+    """A function from a pipeline rank to its peak; `stages` as `scenario.cut` gives them."""
     is_fsdp2 = scenario.engine.features.sharding == "fsdp2"
     find = (_fsdp2_ranks if is_fsdp2 else _distributed_optimizer_ranks)(scenario, layout, kernels, stages)
 
@@ -283,43 +276,27 @@ def activation_bytes(
 def block_bytes_per_token(scenario: Scenario, layout: Layout, kernels: Kernels) -> tuple[float, float]:
     """Kept by a block for backward, for each token: all of it, and what is left where it is recomputed.
 
-    Norms keep what they read, matmuls too where nothing else keeps it, attention q, k, v and its output, the activation
-    gate, up and silu(gate). Sequence parallelism splits what norms read, and what they write where inputs are gathered
-    again; tp what lies inside a branch, and the tokens of experts, each of which keeps k copies of what it reads.
+    The tape says what each step saves; a number for each row is left out. Sequence parallelism splits what norms read,
+    and what they write where inputs are gathered again; tp what lies inside a branch, and the tokens of experts.
     """
     model, features, constants = scenario.model, scenario.engine.features, scenario.engine.constants
-    e, h, t = activation_size(scenario), model.hidden_size, layout.tp
-    read = fmt.held_bytes if (fmt := scenario.precision.matmul_format) else e  # what a matmul keeps of its input
+    h, t = model.hidden_size, layout.tp
     shared = t if layout.shards_sequence else 1
-    is_eager = find_kernel(NormKernel, kernels.norm).is_eager
-    norm = e + (constants.norm_saved_bytes / 2 if is_eager else 0.0)
-    beside_scores = constants.block_saved_bytes * h
-    for operation in describe(model).block:
-        match operation:
-            case Norm():
-                beside_scores += norm * operation.width / (t if operation.is_of_heads else shared)
-            case Linear(style="colwise", keeps_input=True):
-                beside_scores += read * operation.inputs / (shared if features.regathers_inputs else 1)
-            case Linear(style="rowwise", keeps_input=True):
-                beside_scores += read * operation.inputs / t
-            case Rotary():
-                beside_scores += features.rope_saved_bytes * operation.width / t
-            case SelfAttention():
-                beside_scores += e * (operation.input_width + operation.output_width) / t
-            case Activation():
-                num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept - 1 if operation.gated else 1
-                beside_scores += e * num_kept * operation.width / t
-            case Linear(style="replicated", keeps_input=True):
-                beside_scores += e * operation.inputs / shared
-            case RoutedExperts():
-                num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept if operation.gated else 2
-                inside = num_kept * operation.inner_width  # what the activation keeps, and its result
-                beside_scores += operation.per_token * (read * operation.width + e * inside) / t
-    whole = beside_scores + score_bytes(scenario, layout, kernels)
+    ranks = {"stream": shared, "branch": t, "input": shared if features.regathers_inputs else 1}
+    beside = {"rope": float(features.rope_saved_bytes)}
+    if find_kernel(NormKernel, kernels.norm).is_eager:
+        beside["norm"] = constants.norm_saved_bytes / 2
+    num_kept = find_kernel(SwigluKernel, kernels.swiglu).num_kept
+    held, sizes = constants.block_saved_bytes * h, format_sizes(scenario)._asdict()
+    for entry, own in own_saves(block_tape(model, TapeOptions(num_gated_kept=num_kept - 1))):
+        kept = sum([sizes[each.format] * each.width / ranks[each.spread] for each in own if each.format != "exact"])
+        read = entry.reads[0]
+        held += kept + (beside[entry.kind] * read.width / ranks[read.spread] if entry.kind in beside else 0.0)
+    whole = held + score_bytes(scenario, layout, kernels)
     recompute = Recompute.parse(layout.recompute)
     if "matmuls" in recompute.kept:  # attention's scores alone are computed again (arXiv:2205.05198, sec. 5)
-        return whole, beside_scores
-    return whole, e * h / shared
+        return whole, held
+    return whole, sizes["compute"] * h / shared
 
 
 def score_bytes(scenario: Scenario, layout: Layout, kernels: Kernels) -> float:

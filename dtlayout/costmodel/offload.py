@@ -32,9 +32,9 @@ from dtlayout.spec.precision import BYTES
 from dtlayout.spec.recompute import Recompute
 
 _GRADIENT_PASSES = 3
-"""Over the gradients on the host: the norm reads, clipping reads and writes."""
+"""Passes over the gradients on the host: the norm reads, clipping reads and writes."""
 _HOST_SHARE = 0.9
-"""Of the host's memory that training may take; the rest is for the system, batches and the libraries of each rank."""
+"""Share of the host's memory that training may take; the rest is for the system, batches and each rank's libraries."""
 
 
 def host_capacity_bytes(scenario: Scenario) -> float:
@@ -47,7 +47,7 @@ def host_capacity_bytes(scenario: Scenario) -> float:
 
 
 def state_on_host_bytes(scenario: Scenario, layout: Layout, num_parameters: float) -> float:
-    """What a rank has of its state in its host's memory: masters, gradients and the optimizer's state."""
+    """Bytes of a rank's state in its host's memory: masters, gradients and the optimizer's state."""
     if not layout.offloads_state:
         return 0.0
     params = BYTES[scenario.precision.params]
@@ -92,14 +92,14 @@ def copied_s(
 
 
 def copy_s(scenario: Scenario, nbytes: float) -> float:
-    """A copy of so many bytes between the device and its host; no time where nothing is known."""
+    """Seconds of a copy between the device and its host; 0 where the link's speed is not known."""
     if scenario.is_on_host:
         return 2 * nbytes / scenario.cluster.gpu.memory_bytes_per_s
     return nbytes / (scenario.cluster.gpu.host_link_bytes_per_s or inf)
 
 
 def kept_copy_s(scenario: Scenario, layout: Layout | StageLayout, kernels: Kernels) -> tuple[float, float]:
-    """A copy of what a block keeps, in one direction: of a block that is not recomputed, and of one that is."""
+    """Seconds of copying what a block keeps, in one direction: without recomputation, and with it."""
     sizes, recompute = Sizes(scenario, layout, kernels), Recompute.parse(layout.recompute)  # type: ignore[arg-type]
     kept = sizes.kept(recompute, recompute.every - 1) if recompute.every else sizes.block
     return copy_s(scenario, sizes.block), copy_s(scenario, kept)
@@ -111,14 +111,14 @@ def exposed_s(scenario: Scenario, copying_s: float, computing_s: float) -> float
 
 
 def host_pass_s(scenario: Scenario, nbytes: float) -> float:
-    """The host reads or writes so many bytes of its memory for one rank, while all ranks do."""
+    """Seconds in which the host reads or writes so many bytes of its memory for one rank, while all ranks do."""
     gpu = scenario.cluster.gpu
     speed = gpu.memory_bytes_per_s if scenario.is_on_host else gpu.host_memory_bytes_per_s
     return nbytes / (speed or inf)
 
 
 def state_times(scenario: Scenario, layout: Layout, n: float) -> tuple[float, float, float]:
-    """Of n parameters a copy of their shard, adding its gradient to another on the host, and the update there."""
+    """Seconds for a shard of n parameters: its copy, adding its gradient to another on the host, the update there."""
     params, shard = BYTES[scenario.precision.params], n / count_state_shards(layout)
     copying_s = 0.0 if scenario.is_on_host else copy_s(scenario, params * shard)
     adding_s = copying_s + host_pass_s(scenario, 3 * params * shard)

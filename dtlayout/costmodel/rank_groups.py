@@ -21,7 +21,7 @@ class RankGroup(NamedTuple):
     classes: tuple[StageClass, ...]
     """The class of each of their stages."""
     counts: Counts
-    """What of them its parameters depend on, nothing recomputed: the different ones, and how many of each."""
+    """Different classes with recomputation left out, on which its parameters depend, and how many of each."""
     before: Counts
     """Classes of the first chunks of all ranks before the last of these, and how many of each."""
     recomputes: bool

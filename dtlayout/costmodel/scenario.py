@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.engine_partition import STAGE_SPLITS
@@ -65,7 +65,7 @@ class Scenario:
 
 
 NO_TIME = "no step time: dtlayout calibrate has not measured this CPU"
-"""What is said where a scenario knows no time."""
+"""Words for a step time that a scenario does not know."""
 
 
 def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> Kernels:
@@ -170,6 +170,24 @@ def tokens_of(scenario: Scenario, layout: Layout) -> float:
 def activation_size(scenario: Scenario) -> int:
     """Bytes of an activation: bf16, or what an fsdp2 engine is told."""
     return BYTES[scenario.precision.compute] if scenario.engine.features.sharding == "fsdp2" else 2
+
+
+class FormatSizes(NamedTuple):
+    """Bytes of an element in each format of a tape (`BlockTensor.format`)."""
+
+    compute: float
+    """Activations."""
+    cast: float
+    """Inputs that matmuls below bf16 keep, as the engine keeps them."""
+    exact: float
+    """Statistics and copies of norms, RoPE and the loss: fp32 or finer."""
+
+
+def format_sizes(scenario: Scenario) -> FormatSizes:
+    """Bytes of an element in each format; the only place that knows what an engine keeps of a matmul's input."""
+    size, fmt = float(activation_size(scenario)), scenario.precision.matmul_format
+    cast = fmt.held_bytes if fmt and scenario.engine.features.keeps_cast_inputs else size
+    return FormatSizes(size, cast, max(size, 4.0))
 
 
 def cut(scenario: Scenario, layout: Layout) -> list[StageSlice]:

@@ -78,7 +78,7 @@ class BlocksWork:
         return cache(self._find_work)
 
     def _find_work(self, stage: StageClass) -> StageWork:
-        """Where blocks differ and only some are recomputed, these are of all kinds alike."""
+        """Work of a stage; recomputed blocks are spread evenly over its kinds of blocks."""
         if (stage.embedding or stage.head) and not self._sees_ends:
             return self.on(stage._replace(embedding=False, head=False))
         blocks, recompute_s, again_tp_s, copying_s = BlockTime(0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0

@@ -1,28 +1,32 @@
-"""What a model computes, as data: the operations of a block in order, and the ends of the model. No torch.
+"""Description of a model as data: the operations of a block in order, and both ends of the model. No torch.
 
-Of a model with experts this is a block with them; its first blocks may have none (`ModelShape.kinds`).
+A description of a model with experts is of a block with them; its first blocks may have none (`ModelShape.kinds`).
 
-Whatever depends on a model's structure is derived from this, and from nothing else: parameters and FLOPs
-(`models.counting`), tensor-parallel styles and FSDP units (`plans`), initial weights (`plans.init`), what is held for
-backward and for how long (`costmodel.memory`, `costmodel.fsdp2_blocks`), and the time of a block and of what is
-computed again (`costmodel.compute`). The modules themselves are `models.llama`; tests hold one against the other.
+All that depends on a model's structure is derived from it, and from nothing else: parameters and FLOPs
+(`models.counting`), tensor-parallel styles and FSDP units (`plans`), and initial weights (`plans.init`). Each operation
+also writes its part of a block's tape (`record`; `models.tape`), from which follow the bytes that are held for backward
+and for how long (`costmodel.memory`, `costmodel.fsdp2.liveness`), and the time of a block and of what is computed again
+(`costmodel.compute`). The modules themselves are `models.llama`; tests hold one against the other.
 
-The residual stream is as wide as the model and, under sequence parallelism, split along the sequence. What lies between
-a `colwise` matmul and the `rowwise` one that closes its branch is split over tp; so a norm over heads is.
+The residual stream is as wide as the model and, under sequence parallelism, split along the sequence. Tensors between a
+`colwise` matmul and the `rowwise` one that closes its branch are split over tp; so a norm over heads is.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import ClassVar, Literal
 
+from dtlayout.models.tape import GATHERED, HIDDEN, BlockTensor, TapeEntry, TapeOptions
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.recompute import Kept
 
 EMBEDDING, BLOCKS, FINAL_NORM, HEAD = "model.embed_tokens", "model.layers.*", "model.norm", "lm_head"
 """Modules of a whole model; the star stands for a block's number."""
+ATTENDED = "self_attn.attended"
+"""Name of attention's result on a tape."""
 ROTARY, MASK, ATTEND = "model.rotary", "model.prepare_mask", "self_attn.attend"
-"""What depends on where tokens stand: tables, and functions that a model or each of its blocks has."""
+"""Names of the places that depend on where tokens stand: tables, and functions of a model or of each block."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Weight:
 
 
 class _Operation:
-    """What all operations say."""
+    """Facts that all operations say."""
 
     weights: ClassVar[tuple[Weight, ...]] = ()
     """Parameters that belong to it."""
@@ -63,6 +67,10 @@ class _Operation:
     """The word of a recomputation that keeps its result; without one it is always computed again."""
     active_share: ClassVar[float] = 1.0
     """Fraction of its weights that computes a token."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """Entries of a tape for this operation."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it reads, makes and saves")
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,8 @@ class Norm(_Operation):
     """Elements of a token."""
     num_heads: int = 0
     """Heads that are normalised each for itself, which tp splits; 0 for the residual stream."""
-    is_latent: bool = False
-    """Whether it normalises the narrow vector of a token that latent attention makes of the residual stream."""
+    reads: str = HIDDEN
+    """Tensor that it normalises; of latent attention the narrow vector of a token."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -88,6 +96,26 @@ class Norm(_Operation):
         """One factor for each element of what is normalised."""
         return (Weight(f"{self.module}.weight", (self.width // max(1, self.num_heads),), "ones", decays=False),)
 
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """One kernel, which keeps its input and a number for each row; or separate operations, with exact copies."""
+        tensor = partial(BlockTensor, spread="branch" if self.is_of_heads else "stream")
+        read, made = tensor(self.reads, self.width), tensor(self.module, self.width)
+        exact = tensor(f"{self.module}.exact", self.width, format="exact")
+        # Heads' norms keep what a projection made; others keep a tensor that no entry before them has counted.
+        kept = read if self.is_of_heads else read._replace(name=f"{self.module}.input")
+        rows = tensor(f"{self.module}.rows", max(1, self.num_heads), format="exact")
+        weights = tuple(weight.name for weight in self.weights)
+        if not options.separate_norms:
+            return (TapeEntry("norm", (read,), (made,), (kept, rows), weights),)
+        product = tensor(
+            f"{self.module}.product", self.width, format="exact" if options.keeps_exact_product else "compute"
+        )
+        return (
+            # In the end four copies for the way through the scale: the mean's gradient, the power, their products.
+            TapeEntry("norm", (read,), (exact,), (exact if options.casts_norms else kept,), weights, (exact,) * 4),
+            TapeEntry("scale", (exact,), (made,), (product, rows), (), (exact,) * (2 + options.casts_norms)),
+        )
+
 
 @dataclass(frozen=True)
 class Linear(_Operation):
@@ -96,15 +124,17 @@ class Linear(_Operation):
     kept_as = "matmuls"
     module: str
     """The module's name in the block."""
+    reads: str
+    """Tensor that it multiplies: the module that makes it, or a word of its own."""
     inputs: int
     """Elements of a token that it reads."""
     outputs: int
     """Elements of a token that it makes."""
     style: Literal["colwise", "rowwise", "replicated"]
-    """What tp splits: outputs, which opens a branch; inputs, which closes it, with a sum over the ranks; or nothing:
-    each rank multiplies what it has of the residual stream."""
-    keeps_input: bool
-    """Whether it keeps its input for the weight's gradient; not where another operation keeps the same."""
+    """Split over tp. Colwise: of the outputs, which opens a branch. Rowwise: of the inputs, which closes it with a sum
+    over the ranks. Replicated: none, so that each rank multiplies what it has of the residual stream."""
+    saves_input: bool = True
+    """Whether it saves its input for the weight's gradient; not a router's beside a shared expert, which saves it."""
     bias: bool = False
     """Whether it adds one to its outputs."""
     fuses: bool = False
@@ -121,6 +151,24 @@ class Linear(_Operation):
         bias = Weight(f"{self.module}.bias", (self.outputs,), "zeros", rows, decays=False)
         return (matrix, bias) if self.bias else (matrix,)
 
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """A matmul of what tp has gathered, of a part of it, or of a branch; this is followed by a sum over tp."""
+        read = BlockTensor(self.reads, self.inputs, "branch" if self.style == "rowwise" else "stream")
+        made = BlockTensor(self.module, self.outputs, "branch" if self.style == "colwise" else "stream")
+        saved, closing = read, tuple[TapeEntry, ...]()
+        if self.style == "colwise":
+            saved = read._replace(spread="input")
+            read = BlockTensor(f"{self.reads}{GATHERED}", self.inputs, "whole") if options.is_split else read
+        elif self.style == "rowwise" and options.is_split:
+            summed, made = made, BlockTensor(f"{self.module}.term", self.outputs, "whole")
+            closing = (TapeEntry("sum", (made,), (summed,)),)
+        casts = self.style != "replicated"
+        matmul = TapeEntry(
+            "matmul", (read,), (made,), (saved._replace(format="cast" if casts else "compute"),) * self.saves_input,
+            tuple(weight.name for weight in self.weights), kept_as=self.kept_as, casts=casts, fuses=self.fuses,
+        )  # fmt: skip
+        return (matmul, *closing)
+
 
 @dataclass(frozen=True)
 class RoutedExperts(_Operation):
@@ -132,6 +180,10 @@ class RoutedExperts(_Operation):
     kept_as = "matmuls"
     module: str
     """The module's name in the block."""
+    reads: str
+    """Tensor whose tokens it computes."""
+    router: str
+    """Tensor of the experts' scores for each token."""
     number: int
     """Experts."""
     per_token: int
@@ -168,6 +220,27 @@ class RoutedExperts(_Operation):
         ]
         return (*stacks, *biases)
 
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """Tokens are copied for their experts, which are a feed-forward, and their results are added up.
+
+        Gate and up are one entry: both gradients of what they read come before those of their weights.
+        """
+        tokens, scores = BlockTensor(self.reads, self.width, "stream"), BlockTensor(self.router, self.number, "stream")
+        outer = partial(BlockTensor, width=self.per_token * self.width, spread="branch")
+        inner = partial(BlockTensor, width=self.per_token * self.inner_width, spread="branch")
+        copies, results = outer(f"{self.module}.copies"), outer(f"{self.module}.results")
+        opened = tuple(inner(f"{self.module}.{name}") for name in ("gate_proj", "up_proj")[-self.num_opening :])
+        active, summed = inner(f"{self.module}.active"), BlockTensor(self.module, self.width, "stream")
+        *opening, closing = (weight.name for weight in self.weights)
+        matmul = partial(TapeEntry, "experts", kept_as=self.kept_as, casts=True)
+        return (
+            TapeEntry("dispatch", (tokens, scores), (copies,), scratch=(tokens,)),
+            matmul((copies,), opened, (copies._replace(format="cast"),), tuple(opening), (copies,) * self.num_opening),
+            *_record_activation(opened, active, options),
+            matmul((active,), (results,), (active,), (closing,)),  # keeps what the activation gave it as that is
+            TapeEntry("combine", (results,), (summed,)),
+        )
+
 
 @dataclass(frozen=True)
 class Rotary(_Operation):
@@ -179,6 +252,13 @@ class Rotary(_Operation):
     """Elements of its keys that all heads have in common, and that are copied for each; 0 where a key has its own."""
     num_copies: int = 0
     """Heads that they are copied for."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """Queries, and keys that heads have in common: gradients of others take the place of what they come from."""
+        read, made = (BlockTensor(name, self.width, "branch") for name in ("queries before", "queries"))
+        shared = BlockTensor("shared keys", self.shared_width, "stream")
+        copies = BlockTensor("copied keys", self.num_copies * self.shared_width, "branch")
+        return (TapeEntry("rope", (read, shared), (made, copies), scratch=()),)
 
 
 @dataclass(frozen=True)
@@ -196,6 +276,18 @@ class SelfAttention(_Operation):
     """Width of each value."""
     window: int = 0
     """Tokens that are attended to in every other block; 0 where all are that came before."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """One entry; kernels keep more than it says (`costmodel.fsdp2.sizes`)."""
+        queries, keys, values, attended = (
+            BlockTensor(name, width, "branch")
+            for name, width in (
+                ("queries", self.query_width), ("keys", self.num_kv_heads * self.head_width),
+                ("values", self.num_kv_heads * self.value_width), (ATTENDED, self.output_width),
+            )
+        )  # fmt: skip
+        read = (queries, keys, values)
+        return (TapeEntry("attention", read, (attended,), (*read, attended), kept_as=self.kept_as),)
 
     @property
     def query_width(self) -> int:
@@ -237,10 +329,34 @@ class SelfAttention(_Operation):
 class Activation(_Operation):
     """silu(gate) · up, or without a gate the activation function alone."""
 
+    module: str
+    """Module of the matmuls before it: it reads what MODULE.gate_proj and MODULE.up_proj made."""
     width: int
     """Elements of a token."""
     gated: bool
     """Whether it multiplies two tensors."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """The activation, or silu and the product each by itself."""
+        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        opened = tuple(BlockTensor(f"{self.module}.{name}", self.width, "branch") for name in names)
+        return _record_activation(opened, BlockTensor(f"{self.module}.active", self.width, "branch"), options)
+
+
+def _record_activation(
+    opened: tuple[BlockTensor, ...], active: BlockTensor, options: TapeOptions
+) -> tuple[TapeEntry, ...]:
+    """Entries from results of opening matmuls, gate and up or up alone, to the activation's result."""
+    if len(opened) == 1:
+        return (TapeEntry("activation", opened, (active,), opened),)
+    if options.num_gated_kept == len(opened):  # both gradients take the place of gate and up
+        return (TapeEntry("activation", opened, (active,), opened, scratch=()),)
+    gate, up = opened
+    silu = active._replace(name=f"{active.name}.silu")
+    return (
+        TapeEntry("activation", (gate,), (silu,), (gate,)),
+        TapeEntry("activation", (silu, up), (active,), (silu, up)),
+    )
 
 
 @dataclass(frozen=True)
@@ -249,6 +365,11 @@ class Residual(_Operation):
 
     width: int
     """Elements of a token."""
+
+    def record(self, options: TapeOptions) -> tuple[TapeEntry, ...]:
+        """The sum; its gradient is that of both of its inputs, and nothing is saved."""
+        hidden = BlockTensor(HIDDEN, self.width, "stream")
+        return (TapeEntry("residual", (hidden,), (hidden,)),)
 
 
 Operation = Norm | Linear | RoutedExperts | Rotary | SelfAttention | Activation | Residual
@@ -261,7 +382,7 @@ class Description:
     embedding: Weight
     """Turns tokens into vectors; split over the vocabulary."""
     block: tuple[Operation, ...]
-    """What each block does, in order; one with experts, where only the first ones have none."""
+    """Operations of each block, in order; of one with experts where only the first blocks have none."""
     final_norm: Norm
     """Before the head."""
     head: Weight
@@ -323,16 +444,19 @@ def describe_llama(model: ModelShape) -> Description:
 
 
 def _describe_attention(model: ModelShape) -> tuple[Operation, ...]:
-    h, q, kv, width = model.hidden_size, model.query_width, model.kv_width, model.head_width
-    head_norms = (Norm("self_attn.q_norm", q, model.num_heads), Norm("self_attn.k_norm", kv, model.num_kv_heads))
+    h, q, kv, width, bias = model.hidden_size, model.query_width, model.kv_width, model.head_width, model.qkv_bias
+    head_norms = (
+        Norm("self_attn.q_norm", q, model.num_heads, reads="self_attn.q_proj"),
+        Norm("self_attn.k_norm", kv, model.num_kv_heads, reads="self_attn.k_proj"),
+    )
     return (
-        Linear("self_attn.q_proj", h, q, "colwise", keeps_input=True, bias=model.qkv_bias),
-        Linear("self_attn.k_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
-        Linear("self_attn.v_proj", h, kv, "colwise", keeps_input=False, bias=model.qkv_bias, fuses=True),
+        Linear("self_attn.q_proj", "input_layernorm", h, q, "colwise", bias=bias),
+        Linear("self_attn.k_proj", "input_layernorm", h, kv, "colwise", bias=bias, fuses=True),
+        Linear("self_attn.v_proj", "input_layernorm", h, kv, "colwise", bias=bias, fuses=True),
         *(head_norms if model.qk_norm else ()),
         Rotary(q),
         SelfAttention(model.num_heads, model.num_kv_heads, width, width, model.window),
-        Linear("self_attn.o_proj", q, h, "rowwise", keeps_input=False),
+        Linear("self_attn.o_proj", ATTENDED, q, h, "rowwise"),
     )
 
 
@@ -340,38 +464,47 @@ def _describe_latent_attention(model: ModelShape) -> tuple[Operation, ...]:
     latent, h, heads, width = model.latent_attention, model.hidden_size, model.num_heads, model.head_width
     assert latent, "only models with latent attention come here"
     query_rank, kv_rank, rope, value = latent.query_rank, latent.kv_rank, latent.rope_width, latent.value_width
+    query, keys_values = "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"
+    query_norm, kv_norm = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
     return (
-        Linear("self_attn.q_a_proj", h, query_rank, "replicated", keeps_input=True),
-        Norm("self_attn.q_a_layernorm", query_rank, is_latent=True),
-        Linear("self_attn.q_b_proj", query_rank, heads * width, "colwise", keeps_input=True),
-        Linear("self_attn.kv_a_proj_with_mqa", h, kv_rank + rope, "replicated", keeps_input=False),
-        Norm("self_attn.kv_a_layernorm", kv_rank, is_latent=True),
-        Linear("self_attn.kv_b_proj", kv_rank, heads * (width - rope + value), "colwise", keeps_input=True),
+        Linear(query, "input_layernorm", h, query_rank, "replicated"),
+        Norm(query_norm, query_rank, reads=query),
+        Linear("self_attn.q_b_proj", query_norm, query_rank, heads * width, "colwise"),
+        Linear(keys_values, "input_layernorm", h, kv_rank + rope, "replicated"),
+        Norm(kv_norm, kv_rank, reads=keys_values),
+        Linear("self_attn.kv_b_proj", kv_norm, kv_rank, heads * (width - rope + value), "colwise"),
         Rotary(heads * rope, shared_width=rope, num_copies=heads),
         SelfAttention(heads, heads, width, value),
-        Linear("self_attn.o_proj", heads * value, h, "rowwise", keeps_input=False),
+        Linear("self_attn.o_proj", ATTENDED, heads * value, h, "rowwise"),
     )
 
 
 def _describe_ffn(model: ModelShape) -> tuple[Operation, ...]:
-    h, experts = model.hidden_size, model.experts
+    h, experts, reads = model.hidden_size, model.experts, "post_attention_layernorm"
     if experts is None:
-        return _describe_dense_ffn("mlp", h, model.ffn_size, gated=model.gated_ffn)
-    shared = experts.shared_ffn_size
+        return _describe_dense_ffn("mlp", reads, h, model.ffn_size, gated=model.gated_ffn)
+    shared, gated = experts.shared_ffn_size, model.gated_ffn
     return (
-        Linear("mlp.gate", h, experts.number, "replicated", keeps_input=not shared),
+        Linear("mlp.gate", reads, h, experts.number, "replicated", saves_input=not shared),
         RoutedExperts(
-            "mlp.experts", experts.number, experts.per_token, h, experts.ffn_size, model.gated_ffn, experts.bias
+            "mlp.experts",
+            reads,
+            "mlp.gate",
+            experts.number,
+            experts.per_token,
+            h,
+            experts.ffn_size,
+            gated,
+            experts.bias,
         ),
-        *(_describe_dense_ffn("mlp.shared_expert", h, shared, gated=model.gated_ffn) if shared else ()),
+        *(_describe_dense_ffn("mlp.shared_expert", reads, h, shared, gated=gated) if shared else ()),
     )
 
 
-def _describe_dense_ffn(module: str, h: int, f: int, *, gated: bool) -> tuple[Operation, ...]:
-    gate = Linear(f"{module}.gate_proj", h, f, "colwise", keeps_input=True)
+def _describe_dense_ffn(module: str, reads: str, h: int, f: int, *, gated: bool) -> tuple[Operation, ...]:
     return (
-        *((gate,) if gated else ()),
-        Linear(f"{module}.up_proj", h, f, "colwise", keeps_input=not gated),
-        Activation(f, gated),
-        Linear(f"{module}.down_proj", f, h, "rowwise", keeps_input=True),
+        *((Linear(f"{module}.gate_proj", reads, h, f, "colwise"),) if gated else ()),
+        Linear(f"{module}.up_proj", reads, h, f, "colwise"),
+        Activation(module, f, gated),
+        Linear(f"{module}.down_proj", f"{module}.active", f, h, "rowwise"),
     )

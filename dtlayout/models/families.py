@@ -12,6 +12,7 @@ from typing import Any
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.models.description import Description, describe_llama
 from dtlayout.models.presets import PRESETS
+from dtlayout.models.tape import PLAIN, TapeEntry, TapeOptions, insert_gathers
 from dtlayout.spec.model_shape import ModelShape
 
 
@@ -89,3 +90,9 @@ def find_family(name: str) -> Family:
 def describe(model: ModelShape) -> Description:
     """The operations and weights of a model; InvalidConfig if its family is not known."""
     return find_family(model.family).describe(model)
+
+
+@lru_cache(maxsize=256)
+def block_tape(model: ModelShape, options: TapeOptions = PLAIN) -> tuple[TapeEntry, ...]:
+    """Steps of a block's forward, with what each reads, makes and saves."""
+    return tuple(insert_gathers(entry for operation in describe(model).block for entry in operation.record(options)))

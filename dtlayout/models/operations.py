@@ -1,4 +1,4 @@
-"""What an operator does that takes a device time: a matmul, attention, or moving bytes. Plain values, no torch."""
+"""Work of an operator on a device: a matmul, attention, or a pass that moves bytes. Plain values, no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -33,7 +33,7 @@ class Pass:
     """A kernel that does little more than to read and write."""
 
     moved_bytes: int
-    """What the kernel reads and writes."""
+    """Bytes that the kernel reads and writes."""
     flops: ClassVar[int] = 0
     """None that MFU counts."""
 

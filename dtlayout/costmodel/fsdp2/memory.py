@@ -1,9 +1,9 @@
 """Peak bytes of a pipeline rank under FSDP2: the fullest moment of its schedule, played in phases.
 
-What a block holds is in fsdp2_blocks.py, what a unit of FSDP2 does in fsdp2_units.py, and a schedule as steps of stages
-in fsdp2_steps.py. Here they become a stage's forward and backward, of which the first gathers parameters and finds no
-gradients, and the last reduces them; and those are played in the schedule's order. The optimizer needs nothing beside
-what the last backward leaves.
+Bytes of a block are in blocks.py, work of a unit of FSDP2 in units.py, and a schedule as steps of stages in steps.py.
+Here they become a stage's forward and backward, which are played in the schedule's order. The first of these gathers
+parameters and finds no gradients; the last reduces them. The optimizer needs nothing beside what the last backward
+leaves.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ _TOKEN_BYTES = 16
 def fullest_finder(
     scenario: Scenario, layout: Layout, kernels: Kernels, stages: Sequence[StageSlice]
 ) -> Callable[[int], Bytes]:
-    """What finds the bytes that a pipeline rank holds at its fullest moment, by part."""
+    """A function from a pipeline rank to the bytes that it holds at its fullest moment, by `MemoryKind`."""
     schedule, m = find_schedule(layout.schedule), max(1, layout.num_microbatches(scenario.batch))
     if not schedule.is_breadth_first:  # of a long step a part is enough, see `PipelineSchedule`
         m = schedule.shorten(layout.pp, layout.virtual_stages, m)
@@ -54,9 +54,9 @@ def fullest_finder(
 def fragment_bytes(
     scenario: Scenario, layout: Layout, kernels: Kernels, held: Sequence[float], *, has_head: bool
 ) -> float:
-    """Bytes that the allocator has reserved and cannot give out, where `held` is what it has, by part.
+    """Bytes that the allocator has reserved and cannot give out, where `held` is what it has, by `MemoryKind`.
 
-    What comes and goes leaves holes. The largest tensor of the loss fits none of them, so there is room for one more.
+    Tensors that come and go leave holes. The largest tensor of the loss fits none, so there is room for one more.
     """
     share, comes_and_goes = (
         scenario.engine.constants.fragment_share,
@@ -93,19 +93,19 @@ def table_bytes(scenario: Scenario, layout: Layout) -> float:
 
 
 def overhead_bytes(scenario: Scenario, layout: Layout) -> float:
-    """What the allocator holds whatever the layout, and the step's tokens and targets."""
+    """Bytes that the allocator holds for any layout, and those of a step's tokens and targets."""
     tokens = scenario.batch.num_tokens / (layout.dp * layout.cp)
     return _TOKEN_BYTES * tokens + scenario.engine.constants.overhead_bytes
 
 
 def _play(own: Sequence["_Stage"], step: Step) -> Phase:
-    """A step of a rank with these stages."""
+    """Phase of a step of a rank that has these stages."""
     reduced = step.reduced
     return own[step.chunk].play(step, own[reduced.chunk].last_reduced(reduced) if reduced else None)
 
 
 def _stage_maker(scenario: Scenario, layout: Layout, kernels: Kernels) -> "Callable[[StageSlice], _Stage]":
-    """What makes the stages of a layout; of those that are alike it makes one."""
+    """A function that makes the stages of a layout, and one stage for all that are alike."""
     sizes = {kind: Sizes(of_kind, layout, kernels) for kind, of_kind in scenario.kinds.items()}
     make = cache(partial(_Stage, scenario.model, layout, sizes, UnitBytes(scenario, layout)))
     every = Recompute.parse(layout.recompute).every or 1
@@ -194,7 +194,7 @@ class _Stage:
     def last_reduced(self, reduced: Reduced) -> Unit | None:
         """The unit whose buffer a backward of this stage has left, [Note: a unit's reduction]."""
         if reduced.kind is Kind.BACKWARD_WEIGHT:
-            *_, last = self._reduced_late(ends_wait=reduced.alternates)
+            *_, last = self._reduced_late(ends_wait=reduced.kind_changed)
             return last
         return self.units.root or self.units.embedding or (self.runs[0].unit if self.runs else self.ends[-1])
 
@@ -215,24 +215,28 @@ class _Stage:
         `reduced` is the unit of any of the rank's stages whose buffer is still there, [Note: a unit's reduction].
         """
         head_is_gathered = self.keeps_head and step.follows_forward
-        around = (step.turns, step.leaves_block, step.fetches)
+        around = (step.beside_own_pass, step.prev_block_still_copying, step.prefetches_next)
         if step.kind is Kind.FORWARD:
             return self.forward(step.is_first or self.sharding.zero == 3, head_is_gathered, *around)
         late = self.sharding.sums_late
         reduced = None if late else reduced
         if step.kind is Kind.BACKWARD_WEIGHT:
-            ends_wait = step.is_last if late else step.alternates
+            ends_wait = step.is_last if late else step.kind_changed
             return self.backward_weight(step.is_first, step.is_last, ends_wait, reduced)
         if step.kind is Kind.BACKWARD_INPUT:
-            return self.backward_input(step.is_first if late else step.alternates, None, head_is_gathered)
+            return self.backward_input(step.is_first if late else step.kind_changed, None, head_is_gathered)
         return self.backward(step.is_first, step.is_last, reduced, head_is_gathered, *around)
 
     def _forward(
-        self, gathers: bool, head_is_gathered: bool, turns: bool, leaves_block: bool, fetches: bool
-    ) -> Iterator[Phase]:
-        """With activations on the host the device has, beside what a block keeps while it runs, what the one before
-        it has kept, `leaves_block` if that was of another action; `fetches` if then one comes back for what follows.
-        What a unit `reads` is there while it is gathered.
+        self, gathers: bool, head_is_gathered: bool,
+        beside_own_pass: bool, prev_block_still_copying: bool, prefetches_next: bool,
+    ) -> Iterator[Phase]:  # fmt: skip
+        """Phases of one microbatch's forward.
+
+        With activations on the host the device has what the running block keeps, and what the one before it has kept;
+        `prev_block_still_copying` if that was of another action. With `prefetches_next` the first block of the next
+        action comes back.
+        A unit's input, `reads` bytes, is there while the unit is gathered.
         """
         sharding, units = self.sharding, self.units
 
@@ -252,7 +256,7 @@ class _Stage:
             yield run(units.embedding, IDLE, before, reads=0.0)
             before = units.embedding
         yield changes((_A, self.size.mask))
-        copied = self.last_kept if self.offloads and leaves_block else 0.0
+        copied = self.last_kept if self.offloads and prev_block_still_copying else 0.0
         yield changes((_A, copied))
         reads = self.size.stream - self.received
         for each in self.runs:
@@ -266,7 +270,7 @@ class _Stage:
                 yield run(each.unit, work, before, reads)
                 yield changes((_A, -copied))
                 yield run(each.unit, follows, each.unit).times(each.num_blocks - 1 - is_last)
-                if is_last and fetches:
+                if is_last and prefetches_next:
                     yield changes((_A, each.kept))
                 yield run(each.unit, follows, each.unit).times(min(is_last, each.num_blocks - 1))
                 copied = each.kept
@@ -276,17 +280,20 @@ class _Stage:
             work = autograd.head_forward(self.size)
             yield run(units.head, work, before) if units.head else work
         if self.offloads:  # what is left of it here is what the next action begins with
-            yield changes((_A, -copied * (not turns) - self.last_kept * fetches))
+            yield changes((_A, -copied * (not beside_own_pass) - self.last_kept * prefetches_next))
         if gathers:
             yield changes((_B, -sharding.buffer(before if head_is_gathered else units.head or before)))
         if units.root and sharding.zero == 3 and not self.has_head:
             yield sharding.drop(units.root)
 
     def _backward(
-        self, is_first: bool, reduced: Unit | None, head_is_gathered: bool, turns: bool = False,
-        leaves_block: bool = False, fetches: bool = False, *, is_last: bool, splits: bool = False,
+        self, is_first: bool, reduced: Unit | None, head_is_gathered: bool, beside_own_pass: bool = False,
+        prev_block_still_copying: bool = False, prefetches_next: bool = False, *, is_last: bool, splits: bool = False,
     ) -> Iterator[Phase]:  # fmt: skip
-        """With activations on the host the device has, beside what the running block has kept, what is coming back."""
+        """Phases of one microbatch's backward.
+
+        With activations on the host the device has what the running block kept, and what comes back for the next one.
+        """
         size, sharding, units, runs = self.size, self.sharding, self.units, self.runs
         last_block, ends = (runs[-1].unit if runs else None), self.ends
         reduces = not splits and (not sharding.sums_late or is_last)
@@ -307,9 +314,9 @@ class _Stage:
             ahead = (None if head_is_gathered else units.head) if units.head else last_block or units.embedding
             root = sharding.take_out(units.root) if units.root and not head_is_gathered else []
             yield changes(*root, *sharding.fill(ahead))
-        copied = self.last_kept if self.offloads and leaves_block else 0.0
+        copied = self.last_kept if self.offloads and prev_block_still_copying else 0.0
         if self.offloads:
-            yield changes((_A, copied + self.last_kept * (not turns)))
+            yield changes((_A, copied + self.last_kept * (not beside_own_pass)))
         if self.has_head:
             with_head = units.head or units.root
             assert with_head, "a stage with a head has its weight in a unit"
@@ -323,7 +330,7 @@ class _Stage:
             unit, work = each.unit, block_backward(each._replace(num_blocks=1), is_first, splits)
             first_work = last_work = work
             if self.offloads:  # and what the block that follows has kept comes back
-                coming = runs[i - 1].kept if i else self.last_kept if fetches else 0.0
+                coming = runs[i - 1].kept if i else self.last_kept if prefetches_next else 0.0
                 last_work = sequence((changes((_A, coming)), work))
                 work = sequence((changes((_A, each.kept)), work))
                 first_work = work if each.num_blocks > 1 else last_work
@@ -337,7 +344,7 @@ class _Stage:
             if each.num_blocks > 1:
                 yield run(unit, last_work, after, unit)
             reduced = unit
-        if self.offloads and fetches:
+        if self.offloads and prefetches_next:
             yield changes((_A, -self.last_kept))
         yield changes((_A, -self.kept_mask))
         if self.has_embedding:
@@ -366,7 +373,7 @@ class _Stage:
     def _backward_weight(
         self, is_first: bool, is_last: bool, ends_wait: bool, before: Unit | None
     ) -> Iterator[Phase]:  # fmt: skip
-        """All blocks' gradients come and are added up before the first unit is reduced.
+        """Phases of a backward's second part: all blocks' gradients are added up before the first unit is reduced.
 
         `ends_wait` where embedding and head have gradients of a first part, which are reduced with them.
         """

@@ -1,8 +1,8 @@
-"""Bytes of the tensors of a block, the head and the embedding, from the operations of `models.description`.
+"""Bytes of the tensors of a block, the head and the embedding of one layout.
 
 Legend: T tokens of a microbatch on one cp rank, h hidden, q width of all query heads, a heads, s sequence, t = tp; e
 bytes of the compute format, w of the exact one (fp32 or finer) in which norms, RoPE and the loss compute. To be read
-with models/llama.py and ops/*.py. fsdp2_blocks.py says when they come and go.
+with models/llama.py and ops/*.py. liveness.py says when they come and go.
 
 [Note: what a compiled block keeps]
 torch.compile sees forward and backward together and keeps what is cheapest to go on from: the results of matmuls and
@@ -13,11 +13,12 @@ It computes silu(gate) again. Its norms are so as if one kernel did them. `tests
 from functools import cached_property
 from itertools import takewhile
 from math import ceil
-from typing import NamedTuple
 
-from dtlayout.costmodel.scenario import Scenario, tokens_of
-from dtlayout.models.description import Activation, Linear, Norm, Operation, RoutedExperts, SelfAttention
+from dtlayout.costmodel.fsdp2.liveness import hold_until
+from dtlayout.costmodel.fsdp2.tape import Measures, SizedEntry, size_block, size_end
+from dtlayout.costmodel.scenario import Scenario, format_sizes, tokens_of
 from dtlayout.models.families import describe
+from dtlayout.models.tape import TapeOptions
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, chunk_length
 from dtlayout.spec.kernel_table import AttentionKernel, LossKernel, NormKernel, SwigluKernel, find_kernel
 from dtlayout.spec.kernels import Kernels, count_loss_chunks
@@ -26,29 +27,11 @@ from dtlayout.spec.precision import BYTES
 from dtlayout.spec.recompute import Recompute
 
 
-class NormBytes(NamedTuple):
-    """Bytes of a norm's tensors."""
-
-    gradient: float
-    """The gradient of its output or of its input, in the compute format."""
-    exact: float
-    """Its output or its input in the exact format."""
-    input: float
-    """Kept for backward: its input itself, or an exact copy."""
-    rest: float
-    """Kept beside the input: one number for each row and, as separate operations, input · scale."""
-
-    @property
-    def kept(self) -> float:
-        """All that it keeps."""
-        return self.input + self.rest
-
-
 class Sizes:
     """Bytes of one microbatch's tensors on one rank, [Note: what a compiled block keeps]."""
 
     def __init__(self, scenario: Scenario, layout: Layout, kernels: Kernels):
-        """Those of a layout or a BlockLayout; on CPU no kernel of PyTorch does a whole norm."""
+        """Take a layout, or a BlockLayout of cache_keys.py; on CPU no kernel of PyTorch does a whole norm."""
         tokens, e = tokens_of(scenario, layout), BYTES[scenario.precision.compute]
         norm, swiglu = find_kernel(NormKernel, kernels.norm), find_kernel(SwigluKernel, kernels.swiglu)
         self.description = describe(scenario.model)
@@ -65,8 +48,6 @@ class Sizes:
         """Whether tp splits matmuls."""
         self.shards_sequence = layout.shards_sequence
         """Whether tp splits the residual stream too."""
-        self.adds_in_place = not (self.is_split and scenario.engine.features.dtensor_activations)
-        """Whether the gradients of two uses become one in the place of the first."""
         is_one_sequence = layout.micro_batch == 1 and not scenario.engine.features.dtensor_activations
         self.reorders = layout.shards_sequence and not is_one_sequence
         """Whether what tp gathers or scatters is copied from the order of ranks, or into it: of one sequence it is that
@@ -81,21 +62,31 @@ class Sizes:
         """Ranks that share what a matmul that opens a branch keeps of its input."""
         self.norm_output = self.whole / self.input_ranks
         """The output of a norm as the matmuls that read it keep it: whole, or what they gather again in backward."""
-        self.has_norm_kernel = kernels.compiles_blocks or scenario.cluster.gpu.device_type not in norm.separate
-        """Whether a norm is one kernel."""
-        product = self.exact_element if norm.keeps_exact else self.element
-        self.product_element = 0.0 if self.has_norm_kernel else product
-        """One element a token of input · scale, which a norm of separate operations keeps."""
-        self.keeps_stream = self.has_norm_kernel or not self.casts
+        casts, is_kernel = e < 4, kernels.compiles_blocks or scenario.cluster.gpu.device_type not in norm.separate
+        self.keeps_stream = is_kernel or not casts
         """Whether a norm keeps its input itself, which a checkpoint or the runtime then need not keep."""
-        self.num_gated_kept = 2 if kernels.compiles_blocks else swiglu.num_kept - 1
-        """Tensors that a gated activation keeps beside its result: its inputs and, if not computed again, silu."""
+        self._options = TapeOptions(
+            is_split=self.is_split,
+            separate_norms=not is_kernel,
+            casts_norms=casts,
+            keeps_exact_product=norm.keeps_exact,
+            num_gated_kept=2 if kernels.compiles_blocks else swiglu.num_kept - 1,
+        )
         self.kept_matmuls = scenario.engine.features.kept_matmuls
         """Share of matmuls whose results selective recomputation keeps, where it keeps any."""
         self.keeps_last = not kernels.compiles_blocks
         """Whether selective recomputation keeps the last matmul's result too, of which backward needs nothing."""
+        self.model = scenario.model
+        """The model whose blocks are sized."""
         self._weigh_attention(scenario, layout, kernels)
         self._weigh_loss(scenario, layout, kernels)
+        sizes = format_sizes(scenario)
+        self._measures = Measures(
+            tokens * sizes.compute, tokens * sizes.cast, tokens * sizes.exact,
+            layout.tp, self.stream_ranks, self.input_ranks,
+            self.reorders, self.is_split and scenario.engine.features.dtensor_activations,
+            self.attention, self.attention_results, self.forward_work, self.backward_work,
+        )  # fmt: skip
 
     def _weigh_attention(self, scenario: Scenario, layout: Layout, kernels: Kernels) -> None:
         """Flash: q, k, v, the output and a number a row, and backward the gradients of q, k and v.
@@ -164,7 +155,7 @@ class Sizes:
         piece = 2 * own_chunk if scenario.document_mask else 1.0  # the last chunk sees twice what queries do on average
 
         def work(num_keys: float, copies: float) -> float:
-            """Of each query with so many keys: scores or none, and copies of its own tensors."""
+            """Bytes of scores with so many keys for each query: exact copies, and a cast one; 0 without scores."""
             num_keys *= piece
             scores = rows * num_keys if kernel.holds_scores else 0.0
             cast = scores / exact if self.casts else 0.0
@@ -202,26 +193,30 @@ class Sizes:
         """Held by the loss at its fullest, with exponentials in the exact format; not the norm and what that keeps."""
 
     @cached_property
+    def tape(self) -> tuple[SizedEntry, ...]:
+        """Steps of a block, with bytes of their tensors."""
+        return size_block(self.model, self._options, self._measures)
+
+    @cached_property
+    def end(self) -> tuple[SizedEntry, ...]:
+        """Steps of the final norm, and the gather of its result for the head; with bytes of their tensors."""
+        return size_end(self.model, self._options, self._measures)
+
+    @cached_property
     def block(self) -> float:
         """Kept by a block without recomputation."""
-        return sum(map(self.kept_by, self.description.block))
+        return sum(entry.saved for entry in self.tape)
 
     @cached_property
     def in_attention(self) -> float:
         """Held by a block's forward while attention runs: the stream, projections, and what is kept until then."""
-        held = self.stream + self.attention + self.forward_work
-        for operation in takewhile(lambda each: not isinstance(each, SelfAttention), self.description.block):
-            held += self.kept_by(operation)
-            if isinstance(operation, Linear):
-                held += sum(self.results_of(operation))
-            elif isinstance(operation, Norm) and operation.is_of_heads and self.keeps_stream:
-                held -= self.split(operation.width)  # a projection, which is there anyway
-        return held
+        attention = next(entry for entry in self.tape if entry.kind == "attention")
+        return self.stream + attention.forward_work + hold_until(self.tape, attention)
 
     @cached_property
-    def last_branch(self) -> list[Operation]:
-        """The operations of a block after its last norm."""
-        after = takewhile(lambda each: not isinstance(each, Norm), reversed(self.description.block))
+    def last_branch(self) -> list[SizedEntry]:
+        """The steps of a block after its last norm."""
+        after = takewhile(lambda each: each.kind not in ("norm", "scale"), reversed(self.tape))
         return [*after][::-1]
 
     def in_last_branch(self, recompute: Recompute, layer: int) -> float:
@@ -231,88 +226,36 @@ class Sizes:
         it reads, its sum over tp, and the sum with the residual stream. Whoever calls the branch holds what the norm
         gave, also where it is gathered first. Experts have their results and the sum of these.
         """
-        kept, branch = self.kept(recompute, layer), sum(map(self.kept_by, self.last_branch))
-        # The last matmul's output and its sum over tp, which a reduce-scatter first puts in the order of ranks.
-        closing = self.whole + ((self.stream + self.whole * self.reorders) if self.is_split else 0.0)
+        kept, branch = self.kept(recompute, layer), sum(each.saved for each in self.last_branch)
+        *opening, last = (each for each in self.last_branch if each.kept_as == "matmuls")
+        after = self.last_branch[self.last_branch.index(last) : -1]
+        closing = sum(sum(each.makes.values()) + each.forward_work for each in after)
         if self.description.experts:  # of whose way through a block no dry run tells
-            if not self.description.tp_closes_block:
-                closing = self.copies(self.description.experts) + self.stream
             dropped = min(self.block - kept, branch) if recompute.covers(layer) else 0.0
             return kept + dropped + closing + 2 * self.stream
         if not recompute.covers(layer):
             # All is kept but what a norm gave that is gathered; or branch and sum are there.
             return kept + max(closing + self.stream * self.shards_sequence, 2 * self.stream)
-        *opening, last = [each for each in self.last_branch if isinstance(each, Linear)]
         share = self.kept_matmuls if "matmuls" in recompute.kept else 0.0
         # Counted in what is kept, and there already at the activation; and not there before the end.
-        opened = share * sum(sum(self.results_of(each)) for each in opening)
+        opened = share * sum(sum(each.results) for each in opening)
         closed = share * self.whole * self.keeps_last
         closed += self.stream * (self.is_split and recompute.is_selective and self.keeps_last)
         given = 2 * self.stream + self.whole * self.shards_sequence  # the residual stream and what the norm gave
-        at_activation = branch - self.kept_by(opening[0]) - opened
-        return kept - closed + given + max(at_activation, self.kept_by(last) + closing)
+        at_activation = branch - opening[0].saved - opened
+        return kept - closed + given + max(at_activation, last.saved + closing)
 
     def split(self, width: int) -> float:
         """A tensor inside a branch with so many elements a token, over t."""
         return self.element * width / self.tp
 
-    def norm(self, norm: Norm) -> NormBytes:
-        """A norm of the residual stream, or of heads."""
-        ranks = self.tp if norm.is_of_heads else self.stream_ranks
-        width, num_rows = norm.width / ranks, max(1, norm.num_heads) / ranks
-        compute, exact = self.element * width, self.exact_element * width
-        rest = self.product_element * width + self.exact_element * num_rows
-        return NormBytes(compute, exact, compute if self.has_norm_kernel else exact, rest)
-
-    def results_of(self, operation: Operation) -> list[float]:
-        """What recomputation may keep of an operation: of each matmul its outputs, or a term of the branch's sum."""
-        match operation:
-            case Linear(style="colwise"):
-                return [self.split(operation.outputs)]
-            case Linear(style="replicated"):
-                return [self.element * operation.outputs / self.stream_ranks]
-            case Linear():
-                return [self.whole]
-            case RoutedExperts():
-                opened = self.split(operation.per_token * operation.inner_width)
-                return [*[opened] * operation.num_opening, self.copies(operation)]
-        return [self.attention_results]
-
     def results(self, recompute: Recompute, *, last: bool) -> float:
         """Results that a recomputed block keeps, that of its last matmul only if `last`."""
         kept: list[float] = []
-        for operation in (each for each in self.description.block if each.kept_as in recompute.kept):
-            share = self.kept_matmuls if operation.kept_as == "matmuls" else 1.0
-            kept += [share * size for size in self.results_of(operation)]
+        for entry in (each for each in self.tape if each.kept_as in recompute.kept):
+            share = self.kept_matmuls if entry.kept_as == "matmuls" else 1.0
+            kept += [share * size for size in entry.results]
         return sum(kept[:-1] if "matmuls" in recompute.kept and not last else kept)
-
-    def kept_by(self, operation: Operation) -> float:
-        """Kept by an operation for its backward, and by no other one."""
-        match operation:
-            case Norm():
-                return self.norm(operation).kept
-            case Linear(style="colwise", keeps_input=True):
-                return self.element * operation.inputs / self.input_ranks
-            case Linear(style="rowwise", keeps_input=True):
-                return self.split(operation.inputs)
-            case Linear(keeps_input=True):
-                return self.stream
-            case SelfAttention():
-                return self.attention
-            case Activation():
-                return self.count_kept(operation) * self.split(operation.width)
-            case RoutedExperts():
-                inside = self.split(operation.per_token * operation.inner_width)
-                return self.copies(operation) + (self.count_kept(operation) + 1) * inside
-        return 0.0
-
-    def copies(self, experts: RoutedExperts) -> float:
-        """The tokens that a rank's experts are sent, k copies of each of its own where all are sent as many."""
-        return self.split(experts.per_token * experts.width)
-
-    def count_kept(self, activation: Activation | RoutedExperts) -> int:
-        """Tensors that an activation keeps beside its result."""
-        return self.num_gated_kept if activation.gated else 1
 
     def kept(self, recompute: Recompute, layer: int) -> float:
         """Left by a block for its backward: everything, its input, or also results that are kept.

@@ -1,4 +1,4 @@
-"""A rank's actions as steps of its stages, for the memory of FSDP2: what each has to know of those around it.
+"""A rank's actions as steps of its stages, for the memory of FSDP2: each knows facts about the steps around it.
 
 Steps that follow each other and are alike are one row, so that long steps of a schedule cost no more than short ones.
 """
@@ -19,18 +19,18 @@ class Reduced(NamedTuple):
     """A backward that has reduced a stage's units."""
 
     chunk: int
-    """Which of the rank's stages."""
+    """Place of the stage among the rank's stages."""
     kind: Kind
     """Whether it was a whole one, or the second part of one."""
-    alternates: bool
-    """`Step.alternates`: embedding and head had gradients to reduce in a second part."""
+    kind_changed: bool
+    """`Step.kind_changed`: embedding and head had gradients to reduce in a second part."""
 
 
 class Step(NamedTuple):
     """One action of a rank."""
 
     chunk: int
-    """Which of the rank's stages."""
+    """Place of the stage among the rank's stages."""
     kind: Kind
     is_first: bool
     """Whether it is the stage's first of its kind."""
@@ -38,16 +38,16 @@ class Step(NamedTuple):
     """Whether it is the stage's last."""
     follows_forward: bool
     """Whether the stage's last action was a forward, after which norm and head are still gathered."""
-    alternates: bool
-    """Whether the stage's last backward, or part of one, was of another kind or there was none."""
+    kind_changed: bool
+    """Whether the stage's last backward, or part of one, was of another kind, or there was none before."""
     reduced: Reduced | None
-    """Of a step that reduces: the rank's last one, whose last unit still has its buffer; None where that is gone."""
-    turns: bool = False
-    """Whether the forward's own backward, or the backward's own forward, is the next thing or the last that the rank
-    does; where activations go to the host alone is it and what follows asked."""
-    leaves_block: bool = False
+    """The rank's last backward that reduced, if this step reduces too and the last unit's buffer is still there."""
+    beside_own_pass: bool = False
+    """Whether a forward's own backward is the rank's next action, or a backward's own forward was its last one. False,
+    as the fields below are, unless activations go to the host."""
+    prev_block_still_copying: bool = False
     """Whether the rank's last action was a forward whose last block is still being copied to the host."""
-    fetches: bool = False
+    prefetches_next: bool = False
     """Whether the rank's next action is a backward whose first block comes back from the host meanwhile."""
 
 
@@ -55,7 +55,7 @@ _BEGUN_WITH = {
     Kind.BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD, Kind.BACKWARD_WEIGHT),
 }
-"""What is no stage's first of its kind after this one; of others, they alone."""
+"""Kind of an action → kinds that have begun for a stage once it is done; default: itself alone."""
 StepRow = tuple[Step | None, int]
 """A step and how often it is done in a row; None is a message that has not gone."""
 _PLAYED_IN_ROWS = 4
@@ -72,9 +72,9 @@ def find_steps(
 def follow_steps(
     actions: Sequence[Action], placement: Placement, *, offloads: bool
 ) -> Iterator[tuple[Action, Step, bool]]:
-    """A rank's forwards and backwards as steps of its stages, and whether a message is left that has not gone.
+    """A rank's forwards and backwards as steps of its stages, and whether each leaves a message that has not gone.
 
-    Those are the first ones to each neighbour.
+    The first messages to each neighbour have not gone.
     """
     neighbours: Iterable[Iterable[bool]] = repeat(())
     if offloads:
@@ -93,17 +93,17 @@ def follow_steps(
             known[of_stage] = placement.chunk_of(stage), receiver
         chunk, receiver = known[of_stage]
         is_first, is_last = chunk not in begun[kind], action == last.get(stage)
-        alternates = last_kind.get(chunk) is not kind
+        kind_changed = last_kind.get(chunk) is not kind
         reduces = kind in RELEASE
         before = reduced if reduces else None
         yield (
             action,
-            Step(chunk, kind, is_first, is_last, chunk in forwarded, alternates, before, *neighbour),
+            Step(chunk, kind, is_first, is_last, chunk in forwarded, kind_changed, before, *neighbour),
             receiver is not None and num_sent[receiver] < SENDS_IN_FLIGHT,
         )
         num_sent[receiver] += 1
         if reduces:
-            reduced = None if is_last else Reduced(chunk, kind, alternates)
+            reduced = None if is_last else Reduced(chunk, kind, kind_changed)
         if kind is Kind.FORWARD:
             forwarded.add(chunk)
         else:
@@ -114,12 +114,12 @@ def follow_steps(
 
 
 def _look_around(before: Action | None, action: Action, after: Action | None) -> tuple[bool, bool, bool]:
-    """What a step of a rank whose activations go to the host has to know of its neighbours: from `Step.turns` on."""
-    turned = before is not None and before.kind is Kind.FORWARD and before[1:] == action[1:]
-    turns = after is not None and action.kind is Kind.FORWARD and _is_backward_of(action, after)
-    leaves_block = before is not None and before.kind is Kind.FORWARD and not turned
-    fetches = after is not None and after.kind is not Kind.FORWARD and not turns
-    return turns or turned, leaves_block, fetches
+    """The last three fields of a `Step` between two others, for a rank whose activations go to the host."""
+    follows_own = before is not None and before.kind is Kind.FORWARD and before[1:] == action[1:]
+    precedes_own = after is not None and action.kind is Kind.FORWARD and _is_backward_of(action, after)
+    prev_block_still_copying = before is not None and before.kind is Kind.FORWARD and not follows_own
+    prefetches_next = after is not None and after.kind is not Kind.FORWARD and not precedes_own
+    return precedes_own or follows_own, prev_block_still_copying, prefetches_next
 
 
 def _is_backward_of(forward: Action, action: Action) -> bool:
@@ -137,7 +137,7 @@ def find_rows(
     steps = (each for _, step, leaves_message in played for each in ((step, None) if leaves_message else (step,)))
     rows: list[StepRow] = [(step, len(list(run))) for step, run in groupby(steps)]
     if schedule.is_breadth_first and offloads:  # the last forward of a row is like the others
-        rows = [(s._replace(fetches=False) if s and s.kind is Kind.FORWARD else s, n) for s, n in rows]
+        rows = [(s._replace(prefetches_next=False) if s and s.kind is Kind.FORWARD else s, n) for s, n in rows]
     if schedule.is_breadth_first:  # of each chunk and kind the last row is that of the microbatches in the middle
         middle = {
             (step.chunk, step.kind): place

@@ -73,7 +73,7 @@ class StageUnits(NamedTuple):
     """The units of a stage beside its blocks; a stage without embedding or head has none of it."""
 
     embedding: Unit | None
-    """Where it is not tied."""
+    """Embedding, where it is not tied."""
     head: Unit | None
     """Final norm and head, where they are not tied."""
     root: Unit | None
@@ -232,7 +232,7 @@ class UnitBytes:
     def _finish_backward(
         self, unit: Unit, before: Unit | None, *, is_first: bool, is_last: bool, is_late: bool = False
     ) -> Phase:
-        """Of a backward that is split it `is_late`, after `put_off` and `add_up`."""
+        """Phase of a unit's end; `is_late` in the second part of a split backward, after `put_off` and `add_up`."""
         if self.sums_late and not is_last:
             return self.add_up(unit, is_first=is_first)
         weights, accumulated = self.gradients_of(unit, is_first=is_first), self._accumulated(unit)

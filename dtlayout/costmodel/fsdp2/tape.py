@@ -1,0 +1,129 @@
+"""Tape with bytes: the steps of a block as `models.tape` has them, with bytes of their tensors on one rank.
+
+A sized tape is a function of a model and of few numbers, which many layouts share; so it is remembered.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from dtlayout.models.description import ATTENDED
+from dtlayout.models.families import block_tape, describe
+from dtlayout.models.tape import GATHERED, BlockTensor, TapeEntry, TapeOptions, gather_for, own_saves
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.recompute import Kept
+
+
+class Measures(NamedTuple):
+    """Numbers of a layout, of formats and of kernels by which the tensors of a tape get bytes."""
+
+    compute: float
+    """Bytes of one element of all tokens in the compute format, T·e."""
+    cast: float
+    """Bytes of one element of all tokens of an input that a matmul keeps as it was cast."""
+    exact: float
+    """Bytes of one element of all tokens in the exact format, T·w."""
+    tp: int
+    """Ranks that share what lies inside a branch."""
+    stream_ranks: int
+    """Ranks that share the residual stream: tp with sequence parallelism, else 1."""
+    input_ranks: int
+    """Ranks that share what a matmul that opens a branch keeps of its input."""
+    reorders: bool
+    """Whether a gather's or a scatter's tensor is copied between the order of ranks and that of tokens."""
+    adds_apart: bool
+    """Whether two gradients of a gathered tensor are added in a third one."""
+    attention: float
+    """Bytes that attention keeps, its output included."""
+    attention_results: float
+    """Bytes of the results of attention's kernels, which recomputation may keep."""
+    forward_work: float
+    """Bytes of the work space of attention's forward at its fullest, beside what it keeps."""
+    backward_work: float
+    """Bytes of the work space of attention's backward at its fullest."""
+
+
+class SizedEntry(NamedTuple):
+    """A step of a tape, with bytes of its tensors on one rank."""
+
+    kind: str
+    """Kind of the step, as in `TapeEntry`."""
+    reads: dict[str, float]
+    """Bytes of each new gradient, by the tensor that was read."""
+    makes: dict[str, float]
+    """Bytes of each result."""
+    saves: dict[str, float]
+    """Bytes of each tensor that it saves for backward and that no entry before it saves."""
+    saves_again: tuple[str, ...]
+    """Names of tensors that it saves, and that an entry before it saves too."""
+    weights: tuple[str, ...]
+    """Names of its parameters."""
+    forward_work: float
+    """Held by its forward at the fullest, beside what it reads, makes and saves."""
+    work: float
+    """Held by its backward at the fullest, the new gradients included."""
+    used: float
+    """Gradients of its results that go when it is over; 0 where the residual stream shares them."""
+    kept_as: Kept | None
+    """Word of the recomputations that keep its results."""
+    results: tuple[float, ...]
+    """Bytes of each tensor that such a recomputation keeps."""
+    adds_apart: bool
+    """Whether two gradients of what it read are added in a third tensor."""
+
+    @property
+    def saved(self) -> float:
+        """Bytes that it saves and no entry before it."""
+        return sum(self.saves.values())
+
+
+@lru_cache(maxsize=1024)
+def size_block(model: ModelShape, options: TapeOptions, measures: Measures) -> tuple[SizedEntry, ...]:
+    """Steps of a model's block, with bytes of their tensors."""
+    return tuple(_size(block_tape(model, options), measures))
+
+
+@lru_cache(maxsize=1024)
+def size_end(model: ModelShape, options: TapeOptions, measures: Measures) -> tuple[SizedEntry, ...]:
+    """Steps of the final norm, and the gather of its result for the head; with bytes of their tensors."""
+    norm = describe(model).final_norm
+    gather = gather_for(BlockTensor(f"{norm.module}{GATHERED}", norm.width, "whole"))
+    return tuple(_size([*norm.record(options), *[gather] * options.is_split], measures))
+
+
+def _size(tape: Iterable[TapeEntry], measures: Measures) -> Iterable[SizedEntry]:
+    elements = {"compute": measures.compute, "cast": measures.cast, "exact": measures.exact}
+    ranks = {"stream": measures.stream_ranks, "branch": measures.tp, "whole": 1, "input": measures.input_ranks}
+    scatters = measures.stream_ranks > 1
+
+    def size(tensors: Iterable[BlockTensor]) -> dict[str, float]:
+        return {each.name: elements[each.format] * each.width / ranks[each.spread] for each in tensors}
+
+    for entry, own in own_saves(tape):
+        reads, makes, saves = size(entry.reads), size(entry.makes), size(own)
+        new, used = sum(reads.values()), sum(makes.values())
+        work, forward_work, results = new, 0.0, tuple(makes.values())
+        if entry.scratch is not None:
+            work = sum([elements[each.format] * each.width / ranks[each.spread] for each in entry.scratch])
+        if entry.kind == "attention":
+            saves = {ATTENDED: used, "attention": measures.attention - used}
+            work, forward_work, results = measures.backward_work, measures.forward_work, (measures.attention_results,)
+        elif entry.kind == "gather":  # its backward is a reduce-scatter or an all-reduce, which writes beside its input
+            work = new + used * measures.reorders
+        elif entry.kind == "sum":
+            work, forward_work = new * (1 + measures.reorders), new * measures.reorders
+        if entry.kind == "residual" or (entry.kind == "sum" and not scatters):  # pass their gradient on
+            reads, work = {}, 0.0
+        yield SizedEntry(
+            entry.kind, reads, makes, saves, tuple([each.name for each in entry.saves if each not in own]),
+            entry.weights, forward_work, work, 0.0 if _shares_gradient(entry, scatters=scatters) else used,
+            entry.kept_as, results, measures.adds_apart and entry.reads[0].spread == "whole",
+        )  # fmt: skip
+
+
+def _shares_gradient(entry: TapeEntry, *, scatters: bool) -> bool:
+    """Whether the gradient of an entry's result is the residual stream's, to which a branch's end is added."""
+    read, made = entry.reads[0].spread, entry.makes[0].spread
+    if made == "stream":
+        return read != "stream" or entry.kind == "residual"
+    return (read, made) == ("branch", "whole") and not scatters

@@ -1,0 +1,101 @@
+"""Tape: the steps of a block's forward, each with the tensors that it reads, makes and saves for backward. No torch.
+
+Operations of `models.description` write it; nothing on it depends on the number of tokens or of ranks. The cost model
+gives its tensors bytes, and walks it forwards and backwards.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from dtlayout.spec.recompute import Kept
+
+HIDDEN = "hidden"
+"""Name of the residual stream: a block reads it, and each residual adds to it."""
+GATHERED = ".gathered"
+"""Ends the name of a tensor of the stream that tp gathered, or copied to all of its ranks."""
+
+
+class BlockTensor(NamedTuple):
+    """A tensor of a block, by its part of one token."""
+
+    name: str
+    """The module that makes it, or a word of its own."""
+    width: int
+    """Elements of a token, over all tp ranks."""
+    spread: Literal["stream", "branch", "whole", "input"]
+    """How tp ranks share it. Branch: each has some of the elements. Whole: each has all. Stream: under sequence
+    parallelism each has some of the tokens, else all. Input: like stream if the engine gathers it again, else whole."""
+    format: Literal["compute", "exact", "cast"] = "compute"
+    """Number format. Exact: fp32 or finer. Cast: that of matmuls if the program keeps what they read as it was cast,
+    else the compute format."""
+
+
+class TapeEntry(NamedTuple):
+    """One step of a block's forward, and what its backward needs."""
+
+    kind: Literal[
+        "norm", "scale", "matmul", "rope", "attention", "activation", "residual", "gather", "sum",
+        "dispatch", "experts", "combine",
+    ]  # fmt: skip
+    """Word for its computation or its message. A scale is the second half of a norm of separate operations. A gather
+    and a sum are tp's collectives. A dispatch copies tokens for experts, and a combine adds up their results."""
+    reads: tuple[BlockTensor, ...]
+    """Inputs that get a gradient."""
+    makes: tuple[BlockTensor, ...]
+    """Results."""
+    saves: tuple[BlockTensor, ...] = ()
+    """Tensors that its backward reads, also where another entry saves the same one."""
+    weights: tuple[str, ...] = ()
+    """Names of its parameters."""
+    scratch: tuple[BlockTensor, ...] | None = None
+    """Tensors that its backward holds at its fullest, the new gradients included; None: these gradients alone."""
+    kept_as: Kept | None = None
+    """Word of the recomputations that keep its results; None where every one computes them again."""
+    casts: bool = False
+    """Whether a matmul computes in `Precision.matmuls` where that is another format; routers do not."""
+    fuses: bool = False
+    """Whether some engines compute it together with the matmul before it."""
+
+
+class TapeOptions(NamedTuple):
+    """Facts about kernels and ranks that decide which entries a tape has and what they save."""
+
+    is_split: bool = False
+    """Whether tp splits matmuls, so that their inputs are gathered or copied and their results summed."""
+    separate_norms: bool = False
+    """Whether a norm is several operations, each with a result in memory."""
+    casts_norms: bool = False
+    """Whether separate operations of a norm copy their input into the exact format."""
+    keeps_exact_product: bool = False
+    """Whether separate operations of a norm keep input · scale in the exact format."""
+    num_gated_kept: int = 2
+    """Tensors that a gated activation keeps beside its result: gate, up and, if 3, silu(gate)."""
+
+
+PLAIN = TapeOptions()
+"""Options of one rank whose norms and activations are one kernel each."""
+
+
+def insert_gathers(entries: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
+    """Entries in order, with a gather before the first that reads a gathered tensor."""
+    gathered = set[str]()
+    for entry in entries:
+        for read in entry.reads:
+            if read.name.endswith(GATHERED) and read.name not in gathered:
+                gathered.add(read.name)
+                yield gather_for(read)
+        yield entry
+
+
+def gather_for(gathered: BlockTensor) -> TapeEntry:
+    """The collective by which every tp rank gets a tensor of the stream."""
+    own = gathered._replace(name=gathered.name.removesuffix(GATHERED), spread="stream")
+    return TapeEntry("gather", (own,), (gathered,))
+
+
+def own_saves(tape: Iterable[TapeEntry]) -> Iterator[tuple[TapeEntry, list[BlockTensor]]]:
+    """Each entry with the tensors that it saves and no entry before it."""
+    saved = set[str]()
+    for entry in tape:
+        yield entry, [each for each in entry.saves if each.name not in saved]
+        saved.update(each.name for each in entry.saves)
