@@ -1,11 +1,11 @@
-"""What train.py does: check first, without torch; train only what passed.
+"""Launch: the program train.py. It checks a config without torch, and trains only if the checks pass.
 
 torchrun restarts workers after any exit code but 0 (`--max-restarts`), also after a refusal or a non-finite loss. So a
-restarted process looks at RUN/summary.json first, and if the run has ended there, it ends the same way again. A start
+restarted process reads RUN/summary.json first. If the run has ended there, the process ends the same way again. A start
 that may not write there has left its reason elsewhere (`restarts`).
 
-What an earlier run in the folder reached stays in summary.json until this one has reached something: a start that is
-refused adds why, under "refused", and changes nothing else.
+Results of an earlier run in the folder stay in summary.json until this run has reached something. A start that is
+refused only adds its reason, under "refused".
 """
 
 import os
@@ -38,7 +38,7 @@ USAGE = "usage: torchrun --nproc-per-node N train.py CONFIG.toml [--section.key=
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run with the command line's arguments; the exit code. Refusals are lines on stderr, from one rank a node."""
+    """Run train.py with these arguments; its exit code. Refusals are lines on stderr, from one rank a node."""
     with guarded(is_answer=False):
         return _main(arguments)
 
@@ -67,10 +67,10 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def refuse_separate_worlds() -> None:
-    """InvalidConfig if something that is no torchrun started several processes, of which each would be a world alone.
+    """InvalidConfig if another launcher than torchrun started several processes, each of which would train alone.
 
-    All of them would write one run folder. A task of srun is told from a batch script, which is no step with a number
-    of tasks, whatever its job has.
+    All of them would write one run folder. A task of srun differs from a batch script: only a task has a number of
+    tasks of its own step, while both have that of the job.
     """
     if "RANK" in os.environ:
         return
@@ -84,9 +84,9 @@ def refuse_separate_worlds() -> None:
 
 
 def _says_why() -> bool:
-    """Whether this process prints a refusal: one a node under torchrun, the first of those that srun or mpirun started.
+    """Whether this process prints a refusal: one a node under torchrun, the first process of srun or mpirun.
 
-    Ranks that somebody else numbered all do: it may be one's own, and nothing ends the others for it.
+    Ranks that something else numbered all print theirs: a refusal may be one rank's alone, and nothing ends the others.
     """
     if "RANK" not in os.environ and any(_count(size) > 1 and _count(rank) > 0 for _, size, rank in _LAUNCHERS):
         return False
@@ -94,7 +94,7 @@ def _says_why() -> bool:
 
 
 def _count(variable: str) -> int:
-    """A number of the environment; 0 where there is none."""
+    """The number in an environment variable; 0 if there is none."""
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() else 0
 
@@ -144,7 +144,7 @@ def _run(config: Config, stop: StopRequest) -> int:
 
 
 def _write_end(error: Stopped | DtlayoutError, folder: Path, reached: dict[str, Any]) -> None:
-    """Say in summary.json why a start has ended early."""
+    """Write to summary.json why a start has ended early."""
     if isinstance(error, Stopped):
         _write_stopped(folder, reached)
     elif isinstance(error, LostRanks):
@@ -154,14 +154,14 @@ def _write_end(error: Stopped | DtlayoutError, folder: Path, reached: dict[str, 
 
 
 def _tidy(lease: Lease, folder: Path, reached: dict[str, Any]) -> None:
-    """What a start that is stopped early leaves in its folder."""
+    """Leave the folder of a start that is stopped early: write how it ended, and release the lease."""
     lease.check()
     _write_stopped(folder, reached)
     lease.release()
 
 
 def _leave(tidy: Callable[[], None] = lambda: None) -> NoReturn:
-    """End this process, which has begun nothing; `tidy` says so where it has begun to write a run folder."""
+    """End this process before it has trained; `tidy` first notes the end in a run folder that it has begun to write."""
     try:
         tidy()
         _say_stopped()
@@ -181,12 +181,12 @@ def _write_stopped(folder: Path, reached: dict[str, Any]) -> None:
 
 
 def _write_outcome(outcome: str, exit_code: int | None, folder: Path, reached: dict[str, Any]) -> None:
-    """Say how it is, beside what an earlier run reached."""
+    """Write an outcome to summary.json; the other fields stay those that an earlier run reached."""
     _write({**Summary(outcome=outcome).to_dict(), **reached, "outcome": outcome, "exit_code": exit_code}, folder)
 
 
 def _find_end(summary: dict[str, Any], world_size: int) -> int | None:
-    """The exit code with which the last start of a run has ended; None if it has not, or goes on with other ranks."""
+    """Exit code of the last start of a run; None if it has not ended, or goes on with another number of ranks."""
     if summary.get("refused"):
         return EXIT_REFUSED
     # Ranks that torchrun stops because a node has come or gone save as for anybody who stops them.
@@ -197,7 +197,7 @@ def _find_end(summary: dict[str, Any], world_size: int) -> int | None:
 
 
 def _refuse_another_run(config: Config, folder: Path) -> None:
-    """InvalidConfig if the run that has ended in a folder was of another model, batch, data, optimizer or seed."""
+    """InvalidConfig if the finished run in a folder had another model, batch, data, optimizer or seed."""
     try:
         ended = load_config(folder / "config.toml")
     except InvalidConfig:  # of another version, perhaps: nobody can tell
@@ -217,14 +217,14 @@ def _refuse_another_run(config: Config, folder: Path) -> None:
 
 
 def _without_names(config: Config) -> Config:
-    """The config without what the model is called, and with the tokenizer's place however it is written."""
+    """The config with a fixed model name, and with the real path of its tokenizer."""
     tokenizer = config.data.tokenizer
     place = tokenizer if tokenizer == "bytes" else os.path.realpath(tokenizer)
     return replace(config, model=replace(config.model, name="any"), data=replace(config.data, tokenizer=place))
 
 
 def _write_refusal(error: DtlayoutError, folder: Path, reached: dict[str, Any]) -> None:
-    """Note why a start was refused, beside what an earlier one reached."""
+    """Write to summary.json why a start was refused; results of an earlier one stay."""
     problems = str(error).splitlines()
     refused = Summary(outcome="refused", exit_code=error.exit_code, problems=problems)
     _write({**reached, "refused": problems} if reached else refused.to_dict(), folder)

@@ -316,13 +316,13 @@ LARGE = ("--model.hidden_size=8192", "--model.ffn_size=28672", "--model.num_laye
 
 
 def test_a_layout_far_beyond_the_gpus_memory_is_refused_before_the_data_are_opened(files, capsys, monkeypatch):
-    from dtlayout.training import run
+    from dtlayout.training import start
 
     def opened(*_):
         raise DataError("opened")
 
-    monkeypatch.setattr(run, "open_device", lambda *_: device_of(find_gpu("a100-80g-sxm")))
-    monkeypatch.setattr(run, "open_store", opened)
+    monkeypatch.setattr(start, "open_device", lambda *_: device_of(find_gpu("a100-80g-sxm")))
+    monkeypatch.setattr(start, "open_store", opened)
     arguments = [str(files.config), *LARGE]
     assert main(arguments) == 2
     said = capsys.readouterr().err

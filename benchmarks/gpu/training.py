@@ -21,7 +21,8 @@ from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.kernels import first_forward
 from dtlayout.training.optimizer import build_optimizer, set_learning_rate
-from dtlayout.training.step import StepResult, TrainStep
+from dtlayout.training.result import StepResult
+from dtlayout.training.step import TrainStep
 
 SEED, LEARNING_RATE, MAX_NORM = 0, 1e-4, 1.0
 PRECISION = Precision()

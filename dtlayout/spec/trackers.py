@@ -1,6 +1,6 @@
-"""Trackers: the programs that show a run while it goes on, for `metrics.to`; a record each, and `register_tracker`.
+"""Trackers: a record for each program in `metrics.to` that shows a run while it trains, and `register_tracker`.
 
-A record is all that checks know of a tracker. Nothing of it is imported before the rank that writes opens it.
+Checks know a tracker by its record alone. Its module is imported when the rank that writes opens it.
 """
 
 import difflib
@@ -13,14 +13,14 @@ from dtlayout.spec.kernel_table import Package, is_installed
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker:
-    """One program that numbers of a run are sent to."""
+    """One program that gets the numbers of a run."""
 
     name: str
-    """What `metrics.to` calls it."""
+    """Name in `metrics.to`."""
     package: Package
-    """What it needs."""
+    """Python package that must be installed."""
     session: str
-    """The `Session` of training/trackers.py that writes to it, as "module:name"; it is called with a `Start`."""
+    """A `Session` of training/trackers.py that writes to the tracker, as "module:name"; called with a `Start`."""
 
 
 TRACKERS = {
@@ -38,18 +38,18 @@ TRACKERS = {
         ),
     )
 }
-"""Every tracker by its name."""
+"""Name → tracker, registered ones included."""
 
 
 def register_tracker(tracker: Tracker) -> None:
-    """Make a tracker of your own a choice of `metrics.to`; InvalidConfig if its name is taken."""
+    """Allow a tracker of your own in `metrics.to`; InvalidConfig if its name is taken."""
     if tracker.name in TRACKERS:
         raise InvalidConfig(f"the tracker {tracker.name!r} is there already; give yours another name")
     TRACKERS[tracker.name] = tracker
 
 
 def name_problems(names: Sequence[str]) -> list[str]:
-    """What is wrong with the names in `metrics.to`."""
+    """Problems with the names in `metrics.to`: unknown ones and repeated ones."""
     problems = []
     for name in dict.fromkeys(names):
         if name not in TRACKERS:
@@ -62,7 +62,7 @@ def name_problems(names: Sequence[str]) -> list[str]:
 
 
 def package_problems(names: Sequence[str]) -> list[str]:
-    """Which of these trackers are not installed here, and how to get them."""
+    """A problem for each of these trackers whose package is not installed here, with the command that installs it."""
     packages = [(name, TRACKERS[name].package) for name in names]
     return [
         f"metrics.to has {name!r}: no package {package.module} here; install it: {package.install}"

@@ -1,4 +1,4 @@
-"""Batches: what this rank reads of each global batch, on its way to the device before the step that needs it."""
+"""Batches: this rank's part of each global batch, read ahead by a thread and sent to the device before its step."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,17 @@ from dtlayout.training.transfer import send_to_device
 
 @dataclass(frozen=True)
 class OwnBatch:
-    """A data-parallel rank's rows of a global batch, [microbatches · B, s] each: of every sample the rank's tokens."""
+    """This rank's part of a global batch: the rows of its data-parallel rank, and of each row its own tokens."""
 
     tokens: Tensor
+    """[microbatches · B, s]."""
     targets: Tensor
+    """[microbatches · B, s]."""
     starts: Tensor | None
-    """For each token of whole samples, [microbatches · B, S], the position at which its document starts, on the CPU;
-    None where documents see each other."""
+    """Position at which the document of each token starts, for whole samples, [microbatches · B, S], on the CPU; None
+    where documents see each other."""
     wait_s: float = 0.0
-    """Seconds for which the host had nothing else to do than to wait for it."""
+    """Seconds that the host did nothing but wait for this batch."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,20 @@ class Batches:
 
     samples: Samples
     indices: Sequence[int]
-    """This rank's of a global batch."""
+    """Rows of a global batch that this rank reads."""
     device_type: str
     has_documents: bool
     """Whether documents of a sample are kept apart."""
     layout: Layout
+    """Decides, with `rank`, which tokens of each sample are this rank's."""
     rank: int
-    """Which decide which tokens of each sample are this rank's."""
 
     def fetch(self, step: int) -> OwnBatch:
-        """The batch of a step; the host reads it and does not wait for the device."""
+        """Read the batch of a step, which counts from 0, and send it without waiting for the device."""
         return self._send(self._read(step))
 
     def fetch_ahead(self, steps: range) -> Iterator[OwnBatch]:
-        """The batches of steps in their order; a thread reads the next one while whoever has this one works."""
+        """Batches of these steps, which count from 0, in order; a thread reads the next one while this one is used."""
         if not steps:
             return
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as reader:
@@ -72,10 +74,10 @@ class Batches:
 
 
 def take_own(rows: Sequence[Tensor], starts_BS: Tensor | None, layout: Layout, rank: int) -> list[Tensor]:
-    """Of each of `rows`, [microbatches · B, S], the tokens that are this rank's, [microbatches · B, s].
+    """Take this rank's tokens, [microbatches · B, s], out of each of `rows`, [microbatches · B, S].
 
-    Targets stay with the token that they follow. Where `starts_BS` keeps documents apart they decide it, for each
-    microbatch anew.
+    Targets stay with the token that they follow. Where documents are kept apart, `starts_BS` decides which tokens are
+    this rank's, for each microbatch anew.
     """
     if starts_BS is None or not layout.attends_in_parts:
         positions = own_positions(rank, layout, rows[0].shape[1])

@@ -1,4 +1,4 @@
-"""A run's checkpoints: the one that it begins from, those that it leaves, and the weights that it exports."""
+"""Checkpoints of a run: loads the newest one at the start, saves others, and exports the weights at the end."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -23,17 +23,17 @@ from dtlayout.models.beside import KEPT
 from dtlayout.training.watchdog import SPARE_S, Watchdog
 
 SPIKES = "spikes"
-"""States that are kept to be looked at."""
+"""Folder for states that met a spike, kept for people to look at."""
 
 
 class Checkpoints:
-    """The folders of a run in which its state is, as all ranks use them together."""
+    """The folders that hold a run's state; all ranks load and save together."""
 
     def __init__(self, config: Config, say: Callable[[str], None], watch: Watchdog, look: Callable[[], None]):
-        """Open the groups that ranks save and load over, and find where the run begins; `say` gets lines for people.
+        """Open the groups that ranks save and load over, and find the newest intact checkpoint: `newest`, or None.
 
-        `look` is called before anything there is published or removed: `Lease.check`. `newest` is the newest checkpoint
-        that is intact, or None; those that are newer are out of its way.
+        Newer checkpoints that are damaged are moved aside. `say` prints a line for people. `look` is called before
+        anything in the folders is published or removed: `Lease.check`.
         """
         self.config = config
         self.folder = Path(config.train.run_folder)
@@ -46,6 +46,8 @@ class Checkpoints:
         self.background = open_host_group(*limits) if in_background else None
         self.saving: Saving | None = None
         self.planner = RepeatedPlanner()
+        self.saved = 0
+        """Steps that are done in the newest checkpoint of this start, the one that it began from included."""
         self.newest = self._find_newest()
 
     def _find_newest(self) -> Path | None:
@@ -62,27 +64,28 @@ class Checkpoints:
         return newest
 
     def serve(self, modules: list[nn.Module], optimizer: torch.optim.Optimizer, device_type: str) -> None:
-        """From now on this is the state that is loaded and saved."""
+        """Load and save this state from now on; `device_type` is where parameters and optimizer state lie."""
         self.modules, self.optimizer = modules, optimizer
         self.copies = HostCopies(optimizer, device_type)
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Fill the state with the newest one: the steps that are done, and what was saved of where it came from."""
+        """Fill the state from the newest checkpoint; the steps that it has done, and the `origin` saved with it."""
         assert self.newest is not None, "somebody asked whether there is one"
         self.watch.at("loading a checkpoint", is_long=True)
         model, settings = self.config.model, self.config.optimizer
         done = load_checkpoint(self.newest, self.modules, self.optimizer, model, settings, group=self.host)
         check_steps_left(self.newest, done, self.config.train.steps)
         self.say(f"resumed from {self.newest} after {plural(done, 'step')}")
+        self.saved = done
         return done, read_origin(self.newest)
 
     def save(
         self, step: int, folder: str, *, resolved: Config, samples: int, origin: dict[str, Any], is_last: bool
     ) -> None:
-        """Save the state into one of the folders, in the background if that is asked for.
+        """Save the state after `step` steps into RUN/`folder`, in the background if that is asked for.
 
-        `samples` are all that the steps have seen, `resolved` reproduces the run, and `origin` is for `load`.
-        CheckpointError if the `is_last` is not saved; without another one a run goes on.
+        `samples` is how many all steps have seen, `resolved` reproduces the run, and `load` returns `origin`.
+        CheckpointError if the last checkpoint is not saved; if another one is not, a line says so.
         """
         config, settings, layout = self.config, self.config.optimizer, resolved.layout
         facts = {
@@ -93,8 +96,8 @@ class Checkpoints:
             "versions": {"dtlayout": find_version("dtlayout"), "torch": torch.__version__},
             "config": resolved.to_toml(),
         }
-        self.watch.at("saving", is_long=True)
         self.finish()
+        self.watch.at("saving", is_long=True)
         tensors = collect_state(self.modules, self.optimizer, config.model, settings.state)
         in_background = self.background is not None and not is_last
         wait_for_copies = self.copies.take(tensors) if in_background else lambda: tensors
@@ -111,9 +114,11 @@ class Checkpoints:
             self.say(f"saved {write()}")
         else:
             self._say_saved(step, write)
+        if folder == CHECKPOINTS:
+            self.saved = step
 
     def finish(self, *, waits: bool = True) -> None:
-        """Say how the save that is under way has ended; wait for it, or look only whether it has."""
+        """Say how the save in the background has ended; wait for its end, or without `waits` return if it goes on."""
         if self.saving is None or not (waits or self.saving.is_done):
             return
         saving, self.saving = self.saving, None
@@ -123,17 +128,18 @@ class Checkpoints:
         self._say_saved(saving.step, saving.wait)
 
     def _say_saved(self, step: int, wait: Callable[[], Path]) -> None:
-        """The checkpoint of a step, or why there is none; a run goes on without."""
+        """Print where a step was saved, or why it was not; the run goes on either way."""
         try:
             self.say(f"saved {wait()}")
         except CheckpointError as error:
             self.say(f"note: step {step} is not saved, training goes on and the next save tries again: {error}")
 
     def go_back(self, done: int, bad: Collection[int]) -> None:
-        """On one rank, set checkpoints aside from which no step was fine: the next start would end like this one.
+        """Set those checkpoints aside after which no step was fine, since the next start would end like this one.
 
-        `bad` are steps until `done` whose numbers were not fine. The last update of such a checkpoint may be the
-        reason, which no number before it tells. One of them stays if there is no other.
+        One rank calls this. `bad` holds the steps until `done` that were spikes or not finite. The last update before
+        such a checkpoint may be the reason, although no number before it shows that. If all checkpoints are of this
+        kind, one stays.
         """
         while done in bad:
             done -= 1
@@ -152,7 +158,7 @@ class Checkpoints:
             self.say(f"{problem}, and it cannot be set aside: {error.strerror}")
 
     def export(self) -> None:
-        """On one rank, the weights as they were saved last, in the format that was computed in."""
+        """On one rank, write the weights of the newest checkpoint to RUN/hf, in the format of the computation."""
         config = self.config
         try:
             self.look()
@@ -170,7 +176,7 @@ class Checkpoints:
 
 
 def check_steps_left(checkpoint: Path, done: int, num_steps: int) -> None:
-    """CheckpointError if a checkpoint is further than the run wants to go."""
+    """CheckpointError if a checkpoint has done more steps than the run is to do."""
     if done > num_steps:
         raise CheckpointError(
             f"{checkpoint} has done {plural(done, 'step')}, more than train.steps={num_steps}; raise train.steps, or "

@@ -1,4 +1,4 @@
-"""The device of this rank, as torch finds it."""
+"""The device of this rank, found by torch."""
 
 import os
 from dataclasses import replace
@@ -13,9 +13,10 @@ from dtlayout.spec.kernel_table import find_packages
 
 
 def repeat_bits(wanted: str) -> None:
-    """Let CUDA run deterministic kernels alone, where a run with this `train.device` uses it; a CPU needs nothing.
+    """Allow only deterministic kernels on CUDA, if a run with this `train.device` uses it; a CPU needs nothing.
 
-    Before `open_device`, for cuBLAS reads its workspace's sizes when CUDA starts; those that are set already stay.
+    Call it before `open_device`, since cuBLAS reads the sizes of its workspace when CUDA starts. Sizes that the
+    environment sets already stay.
     """
     if wanted == "cpu" or not torch.cuda.is_available():
         return
@@ -27,10 +28,10 @@ def repeat_bits(wanted: str) -> None:
 
 
 def open_device(wanted: str, known: Gpu | None) -> Device:
-    """The device that `train.device` asks for; on CUDA this rank takes the GPU of its local rank.
+    """The device that `train.device` asks for; on CUDA, the GPU with the number of this local rank.
 
-    `known` is the type that [cluster] names, None if it is to be asked. InvalidConfig where there is no such device, on
-    every rank of a node that has more ranks than GPUs.
+    `known` is the GPU type that [cluster] names; with None the device is asked. InvalidConfig if there is no such
+    device, and on every rank of a node that has more ranks than GPUs.
     """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -47,7 +48,7 @@ def open_device(wanted: str, known: Gpu | None) -> Device:
 
 
 def _check_gpus(local_rank: int) -> None:
-    """InvalidConfig if this node has more ranks than GPUs; without torchrun a rank knows of its own number alone."""
+    """InvalidConfig if this node has more ranks than GPUs; without torchrun a rank knows only its own number."""
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if num_gpus == 1 and local_rank == 0 and "CUDA_VISIBLE_DEVICES" in os.environ:
         return  # its own, which somebody chose for it

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""Display: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
 import time
 from collections import deque
@@ -16,11 +16,11 @@ from dtlayout.base.formatting import plural
 from dtlayout.training.metrics import StepMetrics, Validation
 
 _RECENT_STEPS = 50
-"""Steps of which the next ones are expected to be like."""
+"""Number of last steps whose median says how long the next ones take."""
 
 
 class Display:
-    """Shows the steps of one run; only the rank that talks has one."""
+    """Shows the steps of one run; its console is quiet on all ranks but one."""
 
     def __init__(
         self, console: Console, num_steps: int, log_every: int, clock: Callable[[], float] = time.perf_counter
@@ -51,11 +51,11 @@ class Display:
         self.progress.stop()
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Print a line above the progress bar."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, metrics: StepMetrics) -> None:
-        """Progress after a step."""
+        """Show a step: move the bar, and print a line where one is due."""
         left_s = self.time_left.after(metrics.step, metrics.step_time_s)
         numbers = [Number("loss", f"{metrics.loss:.4f}"), Number("grad_norm", f"{metrics.grad_norm:.3f}")]
         details = [Number("lr", f"{metrics.lr:.2e}"), Number("", f"{metrics.step_time_s:.3f}", "s")]
@@ -77,17 +77,17 @@ class Display:
             self.say(f"{self._name(metrics.step)}  validation loss {metrics.validation_loss:.4f}")
 
     def _name(self, step: int) -> str:
-        """A step in as many letters as the last one."""
+        """A step's name, as wide as the last step's."""
         return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
 
     def _align(self, number: "Number") -> str:
-        """A number below those of earlier lines: as wide as the widest so far."""
+        """A number, padded to the widest one in its column so far."""
         column = number.name, number.unit
         self.widths[column] = width = max(self.widths.get(column, 0), len(number.text))
         return str(number._replace(text=number.text.rjust(width)))
 
     def show_table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A table of two columns."""
+        """Print a table of two columns."""
         table = Table(title=title, title_justify="left", show_header=False)
         for name, value in rows:
             table.add_row(name, value)
@@ -95,20 +95,20 @@ class Display:
 
 
 class Number(NamedTuple):
-    """A number as a log has it."""
+    """A number in a line of the log, with its name and its unit."""
 
     name: str
-    """What stands before it, if anything."""
+    """Word before the number; empty for none."""
     text: str
     unit: str = ""
-    """What stands after it, if anything."""
+    """Unit after the number; empty for none."""
 
     def __str__(self) -> str:
         return " ".join(filter(None, self))
 
 
 class TimeLeft:
-    """How long a run still takes."""
+    """Estimates how long a run still takes."""
 
     def __init__(self, num_steps: int, clock: Callable[[], float]):
         """`clock` gives seconds."""
@@ -120,9 +120,10 @@ class TimeLeft:
         self.seen_s: float | None = None
 
     def after(self, step: int, step_time_s: float) -> float | None:
-        """Seconds after a step that has just been done; None after the first one, which is slower than others.
+        """Seconds until the run ends, after a step that has just been done; None after the first, slower one.
 
-        The median of recent steps, and what passes between steps, checkpoints and validation, as a mean of all so far.
+        Each step to come counts as the median of recent steps, plus the mean time between steps so far, which holds
+        checkpoints and validation.
         """
         now_s = self.clock()
         if self.seen_s is not None:
@@ -139,7 +140,7 @@ T = TypeVar("T", int, float)
 
 
 def compare(measured: T | None, predicted: T | None, show: Callable[[T], str]) -> str:
-    """A measured number beside its prediction, and how far that is off.
+    """Text of a measured number beside its prediction, and by how much the prediction is off.
 
     >>> compare(0.5, 0.6, "{} s".format)
     '0.5 s, predicted 0.6 s (+20 %)'
@@ -152,7 +153,7 @@ def compare(measured: T | None, predicted: T | None, show: Callable[[T], str]) -
 
 
 def describe_validation(validation: Validation | None) -> list[tuple[str, str]]:
-    """The line of the table about validation, if there is one."""
+    """Row about validation in the table at the end; none without validation."""
     if validation is None:
         return []
     steps = plural(validation.best_step, "step")
@@ -162,16 +163,16 @@ def describe_validation(validation: Validation | None) -> list[tuple[str, str]]:
 def describe_peaks(
     measured: Sequence[int | None] | None, predicted: Sequence[int | None] | None
 ) -> list[tuple[str, str]]:
-    """A row of the table at the end for each pipeline rank.
+    """Rows about peak memory in the table at the end, one for each pipeline rank.
 
-    A run that ends early has measured none, a GPU that nobody knows has no prediction.
+    `measured` is None for a run that ended before it measured, `predicted` for a GPU of unknown type.
     """
     pairs = zip_longest(measured or (), predicted or ())
     return [(f"peak memory, pipeline rank {rank}", compare(*pair, format_bytes)) for rank, pair in enumerate(pairs)]
 
 
 def format_bytes(count: int) -> str:
-    """Binary units, three digits.
+    """Text of a number of bytes in binary units, with two decimals.
 
     >>> format_bytes(3 * 2**20)
     '3.00 MiB'
@@ -185,7 +186,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Minutes and seconds, from an hour on hours too, from a day on days and hours.
+    """Text of a duration: minutes and seconds, from an hour on hours too, from a day on days and hours.
 
     >>> [format_duration(seconds) for seconds in (9, 3729, 180_000)]
     ['0:09', '1:02:09', '2d 02h']

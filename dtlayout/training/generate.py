@@ -1,4 +1,4 @@
-"""Text from a model: a prompt at once, then one token after the other, beside the keys and values of all before.
+"""Text from a model: the whole prompt first, then one token after the other, with kept keys and values.
 
 Legend: B batch, H query heads, G key-value heads, S tokens, K head width, D model width, V vocabulary.
 """
@@ -31,19 +31,19 @@ from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 
 KERNELS = Kernels(attention="sdpa-math", norm="fused")
-"""Of which attention is replaced by one that remembers."""
+"""Kernels of a model that generates; `generate` replaces its attention by one that keeps keys and values."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is taken from its probabilities."""
+    """How the next token is drawn from its probabilities."""
 
     temperature: float = 0.8
-    """What logits are divided by; 0 takes the likeliest token always."""
+    """Divisor of the logits; 0 always takes the likeliest token."""
     top_p: float = 0.95
-    """Only the likeliest tokens are taken that together have this probability."""
+    """Only the likeliest tokens that together have this probability are drawn."""
     seed: int = 0
-    """Decides all tokens of a text."""
+    """Seed of the random draws; with it, all tokens of a text are decided."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -57,7 +57,7 @@ class Sampling:
             raise InvalidConfig(problems)
 
     def make(self) -> Callable[[Tensor], int]:
-        """What takes a token from logits [V]."""
+        """A function that draws a token from logits [V]."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def take(logits_V: Tensor) -> int:
@@ -72,20 +72,20 @@ class Sampling:
 
 
 def is_hf_folder(source: Path) -> bool:
-    """Whether it is a Hugging Face folder, and no run or checkpoint."""
+    """Whether `source` is a Hugging Face folder rather than a run or a checkpoint."""
     return (source / "config.json").is_file()
 
 
 def find_shape(source: Path) -> ModelShape:
-    """The model of a run, a checkpoint or a Hugging Face folder."""
+    """The shape of the model in a run, a checkpoint or a Hugging Face folder."""
     return find_model(str(source / "config.json")) if is_hf_folder(source) else read_model(find_checkpoint(source))
 
 
 def open_model(source: Path, max_len: int, number_format: str, device_type: str) -> Llama:
     """A model of at most `max_len` tokens with the weights of a run, a checkpoint or a Hugging Face folder.
 
-    With several ranks tp splits it over all of them. InvalidConfig or CheckpointError for what cannot be opened,
-    InvalidLayout for ranks that do not divide it.
+    Several ranks split it by tp over all of them. InvalidConfig or CheckpointError if it cannot be opened,
+    InvalidLayout if the number of ranks does not divide it.
     """
     shape, is_hf = find_shape(source), is_hf_folder(source)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -107,7 +107,7 @@ def open_model(source: Path, max_len: int, number_format: str, device_type: str)
 
 
 def _load_checkpoint(checkpoint: Path, model: Llama, shape: ModelShape) -> None:
-    """Fill a model's parameters; a weight that has two names is saved under the first, and may be two tensors here."""
+    """Fill a model's parameters; a tied weight is saved under its first name, and may be two tensors here."""
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     load_parameters(checkpoint, {name: tensor for name, tensor in own.items() if name not in shape.aliases})
     if seconds := {first: own[second] for second, first in shape.aliases.items() if second in own}:
@@ -115,7 +115,7 @@ def _load_checkpoint(checkpoint: Path, model: Llama, shape: ModelShape) -> None:
 
 
 class Memory:
-    """Attention that keeps the keys and values of all tokens so far, in the place of a block's kernel."""
+    """Attention in place of a block's kernel that keeps the keys and values of all tokens so far."""
 
     def __init__(self, max_len: int):
         self.max_len = max_len
@@ -123,7 +123,7 @@ class Memory:
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
-        """Of tokens that follow those before: at first all of a prompt, then one at a time."""
+        """Attention of new tokens to all tokens so far: first a whole prompt, then one token at a time."""
         batch, groups, num_new, width = k_BGSK.shape
         if self._kept is None:
             size = (batch, groups, self.max_len, width)
@@ -141,7 +141,7 @@ class Memory:
 def generate(
     model: Llama, prompt: Sequence[int], max_tokens: int, take: Callable[[Tensor], int], *, ends: Collection[int] = ()
 ) -> Iterator[int]:
-    """Ids that follow a prompt, which has one at least, as they come: `max_tokens`, or until one of `ends` comes."""
+    """Draw the ids that follow a prompt of at least one id: `max_tokens` of them, or until one of `ends` comes."""
     decoder, max_len = model.model, len(prompt) + max_tokens
     assert decoder.embed_tokens is not None, "the model is whole"
     cos, sin = decoder.rotary.cos, decoder.rotary.sin
@@ -166,7 +166,7 @@ def generate(
 
 
 def _find_logits(model: Llama, h_BSD: Tensor) -> Tensor:
-    """[B, S, V], on every rank."""
+    """Logits [B, S, V] of hidden states, whole on every rank."""
     assert model.lm_head is not None, "the model is whole"
     logits = model.lm_head(h_BSD)
     if not dist.is_initialized():
@@ -179,10 +179,10 @@ def _find_logits(model: Llama, h_BSD: Tensor) -> Tensor:
 def stream_text(
     ids: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
 ) -> Iterator[str]:
-    """The text of ids that follow those `before`, piece by piece.
+    """The text of ids that follow the ids `before`, piece by piece.
 
-    Some tokenizers drop the first space of what they decode, so that all is decoded together. A character that is not
-    whole yet comes with the ids that end it.
+    All ids are decoded together each time, since some tokenizers drop the first space of a text. A character that is
+    not whole yet comes with the id that ends it.
     """
     so_far = list(before)
     shown = decode(so_far).rstrip("\N{REPLACEMENT CHARACTER}")

@@ -1,9 +1,9 @@
-"""Links between nodes: which of them is cut, as the ranks tell that have lost a connection.
+"""Links between nodes: finds the one that is cut, from the ranks that have lost a connection.
 
 [Note: which link is cut]
-A rank that loses a connection is not to blame for it, and mostly knows the address at its other end. Nodes say which
-addresses are theirs. So each such rank gives a pair of nodes between which a link is cut. Where there are several pairs
-and one node is in all of them, the other nodes reach each other: that node's own links are gone.
+A rank that loses a connection is not to blame for it, and mostly knows the address at the other end. Nodes say which
+addresses are theirs. So each such rank names a pair of nodes with a cut link between them. If there are several pairs
+and one node is in all of them, the other nodes still reach each other, so the links of that node are gone.
 """
 
 import re
@@ -18,29 +18,29 @@ from dtlayout.base.formatting import join_words
 from dtlayout.training.progress import RankProgress
 
 _PEERS = (re.compile(r"\[([0-9A-Fa-f.:]+)\]:\d+"), re.compile(r"([\w.:-]+)<\d+>"))
-"""An address, or a host's name, and its port: as gloo has them, and as NCCL."""
+"""Patterns of an address or a host's name with its port: first in messages of gloo, then of NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What a node says of its ranks."""
+    """One node: its host, its addresses, and the progress of its ranks."""
 
     host: str
     records: Sequence[RankProgress]
     addresses: Sequence[str] = ()
-    """Of its network interfaces, without those that every host has."""
+    """Addresses of its network interfaces, without those that every host has."""
     is_silent: bool = False
-    """Whether it said so earlier, and nothing now."""
+    """Whether the node said this earlier, and says nothing now."""
 
 
 def find_peer(message: str) -> str:
-    """The other end of the connection of which an error tells; empty if it names none."""
+    """The address at the other end of the connection in an error's message; empty if it names none."""
     found = (pattern.search(message) for pattern in _PEERS)
     return next((match[1] for match in found if match), "")
 
 
 def find_addresses(net: Path = Path("/proc/net")) -> list[str]:
-    """This host's addresses; none where /proc does not tell."""
+    """This host's addresses; none if /proc does not tell."""
     found: list[str] = []
     try:
         lines = (net / "fib_trie").read_text(encoding="utf-8").splitlines()
@@ -86,7 +86,7 @@ def describe_isolation(nodes: Sequence[Node]) -> str:
 
 
 def _find_pairs(nodes: Sequence[Node]) -> set[frozenset[int]]:
-    """Pairs of nodes, as numbers, between which a connection is lost."""
+    """Pairs of nodes, by their places in `nodes`, with a lost connection between them."""
     known = [(address, i) for i, node in enumerate(nodes) for address in {*node.addresses, node.host}]
     counts = Counter(address for address, _ in known)
     owner = {address: i for address, i in known if counts[address] == 1}  # not a bridge's, which each host has
@@ -100,7 +100,7 @@ def _find_pairs(nodes: Sequence[Node]) -> set[frozenset[int]]:
 
 
 def _name(nodes: Sequence[Node]) -> list[str]:
-    """Nodes by their hosts, and by an address too where several have one name."""
+    """Names of nodes: the host, and an address too where several hosts have one name."""
     hosts = [node.host for node in nodes]
     return [
         f"{node.host} ({node.addresses[0]})" if hosts.count(node.host) > 1 and node.addresses else node.host

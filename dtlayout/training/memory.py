@@ -1,7 +1,7 @@
-"""Memory of a run: the peak of a step, as `peak_memory_bytes` reports it, and the curve of the first steps.
+"""Memory of a run: the peak of a step, reported as `peak_memory_bytes`, and the curve of the first steps.
 
-On CUDA it is the allocator's peak over a step, on CPU what the storage tracker counts over one. Either way only some
-steps report: the tracker slows a step, and collecting the peaks of all ranks makes the host wait.
+On CUDA the peak is the allocator's over a step, on a CPU the storage tracker's. Only some steps are measured, since the
+tracker slows a step, and collecting the peaks of all ranks makes the host wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,24 +19,24 @@ from dtlayout.spec.layout import Layout
 
 
 class MemoryMeter:
-    """Measures the steps that it is asked to, and keeps the largest peak of each pipeline rank."""
+    """Measures the steps that run inside `watch`, and keeps the largest peak of each pipeline rank."""
 
     def __init__(
         self, device_type: str, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *,
         state_on_host: bool = False,
     ):  # fmt: skip
-        """Of a device; what would lie on its host is not counted, also where a CPU is both (`StorageTracker`)."""
+        """Count the memory of a device; state on the host is left out, also if a CPU is both (`StorageTracker`)."""
         self.device_type = device_type
         tracked = device_type != "cuda"
         self.tracker = StorageTracker(modules, [optimizer], state_on_host=state_on_host) if tracked else None
         self.peaks_by_pp_rank: list[int] | None = None
         self.curve: list[Highest] = []
-        """The curve of all steps that were watched, as far as `mark` was called."""
+        """Curve of all steps inside `watch`: the fullest moment of each action that `mark` named."""
         self._marks: list[Highest] = []
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """A block around a step that `gather_peaks` may be called for."""
+        """A block around a step; `gather_peaks` then gives its peak."""
         self._marks = []
         if self.tracker is None:
             torch.cuda.reset_peak_memory_stats()
@@ -50,7 +50,7 @@ class MemoryMeter:
             self.curve += self.tracker.ledger.highest_by_mark
 
     def mark(self, action: Action | None) -> None:
-        """Inside `watch`: from now on it is an action of the schedule, or after the last one the update."""
+        """Inside `watch`, say that an action of the schedule begins, or with None the update after the last one."""
         name = str(action or UPDATE)
         if self.tracker is not None:
             self.tracker.ledger.mark(name)
@@ -60,14 +60,14 @@ class MemoryMeter:
             self._marks.append(Highest(name, 0))
 
     def _close_mark(self) -> None:
-        """Write down the peak of what was marked last; what is before the first belongs to none."""
+        """Note the peak of the action that was marked last; memory before the first mark belongs to none."""
         if self._marks:
             self._marks[-1] = Highest(self._marks[-1].action, torch.cuda.max_memory_allocated())
 
     def gather_peaks(self, layout: Layout) -> list[int]:
-        """The peak of each pipeline rank in the last step that was watched, the largest over its other axes.
+        """The peak of each pipeline rank in the last watched step, bytes: the largest of its ranks.
 
-        A collective, every rank gets the result.
+        A collective; every rank gets the result.
         """
         if self.tracker is None:
             peak_bytes = max([torch.cuda.max_memory_allocated(), *(mark.nbytes for mark in self._marks)])
@@ -82,7 +82,7 @@ class MemoryMeter:
         return by_pp_rank
 
     def gather_curves(self, layout: Layout, group: ProcessGroup | None = None) -> list[list[Highest]]:
-        """The curve of the first rank of each pipeline rank, on rank 0; a collective of all ranks, over `group`."""
+        """Curve of each pipeline rank's first rank, on rank 0; a collective of all ranks over `group`."""
         stage_ranks, rank = layout.world_size // layout.pp, dist.get_rank()
         curves: list[list[Highest]] = [[] for _ in range(layout.world_size)] if rank == 0 else []
         dist.gather_object([] if rank % stage_ranks else self.curve, curves or None, dst=0, group=group)

@@ -1,5 +1,5 @@
-"""What a run writes down: metrics.jsonl, one object a step; summary.json, one a run; memory.json, the first steps';
-timeline.json, some steps'."""
+"""Files of a run: metrics.jsonl, one object a step; summary.json, one object a run; memory.json, the curve of the first
+steps; timeline.json, the timelines of some steps."""
 
 import json
 import os
@@ -41,10 +41,10 @@ class StepMetrics:
     tokens: int
     """Tokens seen since the first step of the run."""
     step_time_s: float
-    """From knowing the loss of the step before, or from the end of its checkpoint, to knowing this one's.
+    """Seconds from knowing the loss of the step before, or from the end of its checkpoint, to knowing this step's loss.
 
-    So the update counts for the step after, which it delays, except before a checkpoint and at the end. A run's first
-    step begins where it fetches its batch. Writing metrics is part of it, checkpoints are not.
+    So an update counts for the step after it, which it delays, except before a checkpoint and at the end. A run's first
+    step begins where its batch is fetched. Writing metrics is part of a step, checkpoints are not.
     """
     tokens_per_s: float
     """Tokens per second of all ranks."""
@@ -55,49 +55,49 @@ class StepMetrics:
     mfu: float | None
     """Model FLOPs as a share of the peak; None where the peak is not known."""
     peak_memory_bytes: int | None
-    """Largest peak of all ranks; None where this step was not measured."""
+    """Largest peak of all ranks, bytes; None where this step was not measured."""
     validation_loss: float | None = None
-    """Nats per token of [validation] after this step; None where that was not measured."""
+    """Nats per token of [validation] after this step; None where it was not measured."""
     data_wait_s: float = 0.0
-    """Time that rank 0 had to wait for this step's batch, which a thread reads during the step before."""
+    """Seconds that rank 0 waited for this step's batch, which a thread reads during the step before."""
     spike: bool = False
     """Whether loss or gradient norm was far above those of recent steps; `[spikes]` says what comes of that."""
     layout: str = ""
-    """What the step ran as, as layouts are printed: a resumed run may go on as another one."""
+    """Printed layout of this step; a resumed run may go on in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What [validation] showed."""
+    """Last and best loss of [validation] in a run."""
 
     last: float
-    """Nats a token."""
+    """Newest loss, nats a token."""
     best: float
-    """The smallest so far."""
+    """Smallest loss so far, nats a token."""
     best_step: int
-    """The steps that were done then."""
+    """Steps that were done at the smallest loss."""
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> "Validation | None":
-        """Of the lines of metrics.jsonl; None where no step was validated."""
+        """Sum up the lines of metrics.jsonl; None if no step was validated."""
         found = [(line["validation_loss"], line["step"]) for line in lines if line.get("validation_loss") is not None]
         return cls(last=found[-1][0], best=min(found)[0], best_step=min(found)[1]) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """summary.json: how a run ended, and what it reached."""
+    """Content of summary.json: how a run ended, and what it reached."""
 
     outcome: str
-    """done, stopped, non_finite, refused, crashed, or running: for ever if no rank was left to say how it ended."""
+    """One of done, stopped, non_finite, refused, crashed and running, which stays if no rank was left to end it."""
     exit_code: int | None = None
-    """What each process of the run returns; None of a run that crashed, which may go on."""
+    """Exit code of each process of the run; None for a run that crashed, which may go on."""
     steps: int = 0
     """Optimizer steps that the newest state has seen."""
     final_loss: float | None = None
-    """Mean of the last ten steps, or of all where they are fewer, nats a token."""
+    """Mean loss of the last ten steps, or of all if there are fewer, nats a token."""
     validation: Validation | None = None
-    """None of a run that validates nothing."""
+    """Losses of [validation]; None for a run without any."""
     parameters: int | None = None
     device: str = ""
     torch: str = ""
@@ -106,20 +106,20 @@ class Summary:
     kernels: dict[str, list[str]] = field(default_factory=dict)
     """Operation → its kernels that really ran, as far as names tell."""
     chosen: list[str] = field(default_factory=list)
-    """Each kernel that was an auto, as what and why."""
+    """A line for each kernel that was left open: what it became, and why."""
     skipped: list[int] = field(default_factory=list)
-    """Steps since the last start that have updated nothing, for their numbers were not finite."""
+    """Steps since the last start that updated nothing, since their loss or norm was not finite."""
     spikes: list[int] = field(default_factory=list)
     """Steps since the last start that were spikes."""
     problems: list[str] = field(default_factory=list)
     """Why a run was refused, or has crashed."""
     refused: list[str] = field(default_factory=list)
-    """Why the last start was, where all else is of the run before it, which had reached something."""
+    """Why the last start was refused, if all else is of an earlier run that had reached something."""
     run: Run | None = None
-    """The record that can be reported and compared; None of a run that never began."""
+    """The record that can be reported and compared; None for a run that never began."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The document: the fields, and of the record above itself what most readers look for."""
+        """The JSON document: all fields, and the main numbers of the record as keys of their own."""
         short, run = (_shorten(self.run), self.run.to_dict()) if self.run else ({}, None)
         validation = vars(self.validation) if self.validation else None
         return {**vars(self), "validation": validation, **short, "run": run}
@@ -130,7 +130,7 @@ class Summary:
 
 
 def _shorten(run: Run) -> dict[str, Any]:
-    """What most readers look for in a record, as a few flat keys."""
+    """The main numbers of a record as a few flat keys."""
     scenario, measured, world_size = run.scenario, run.measured, run.layout.world_size
     speed = Speed(scenario.model, scenario.batch, world_size, None)
     names = ("step_time_s", "mfu", "peak_memory_bytes")
@@ -150,14 +150,14 @@ def _shorten(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCurves:
-    """memory.json: what the first rank of each stage held in the first steps of a run."""
+    """Content of memory.json: the memory of each pipeline rank over the first steps of a run."""
 
     num_steps: int
-    """Steps of which there is a curve, from the first on."""
+    """Number of first steps that the curves show."""
     by_pp_rank: list[list[Highest]]
-    """Each pipeline rank's curve, the actions of one step after those of the other."""
+    """Curve of each pipeline rank's first rank; the actions of one step follow those of the step before."""
     run: Run
-    """What ran."""
+    """Record of the run that was measured."""
 
     def write(self, folder: Path) -> None:
         """Write RUN/memory.json."""
@@ -167,7 +167,7 @@ class MemoryCurves:
 
     @classmethod
     def read(cls, folder: Path) -> "MemoryCurves":
-        """Read RUN/memory.json; DtlayoutError if there is none, or none of ours."""
+        """Read RUN/memory.json; DtlayoutError if it is missing or holds something else."""
         return _read_own(folder / MEMORY_NAME, "--metrics.memory=true", cls._of)
 
     @classmethod
@@ -179,12 +179,12 @@ class MemoryCurves:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedTimelines:
-    """timeline.json: when the first rank of each stage did what in the last steps that were recorded."""
+    """Content of timeline.json: when each pipeline rank's first rank did what, in the last recorded steps."""
 
     steps: dict[int, Timeline]
     """Step, from 1, → its timeline."""
     run: Run
-    """What ran."""
+    """Record of the run that was recorded."""
 
     def write(self, folder: Path) -> None:
         """Write RUN/timeline.json."""
@@ -196,7 +196,7 @@ class RecordedTimelines:
 
     @classmethod
     def read(cls, folder: Path) -> "RecordedTimelines":
-        """Read RUN/timeline.json; DtlayoutError if there is none, or none of ours."""
+        """Read RUN/timeline.json; DtlayoutError if it is missing or holds something else."""
         return _read_own(folder / TIMELINE_NAME, "--metrics.timeline=true", cls._of)
 
     @classmethod
@@ -206,7 +206,7 @@ class RecordedTimelines:
 
 
 def _read_own(path: Path, option: str, parse: Callable[[Any], _T]) -> _T:
-    """What a run has written there with an option; DtlayoutError if there is none, or none of ours."""
+    """Parse a file that a run writes with `option`; DtlayoutError if it is missing or holds something else."""
     try:
         return parse(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -242,19 +242,19 @@ class MetricsFile:
     def __init__(self, path: Path):
         self.path = path
         self.unwritten: list[str] = []
-        """Lines for which there was no room yet."""
+        """Lines that the disk had no room for yet."""
 
     def keep_until(self, step: int) -> int:
-        """Drop the lines after `step`, and a torn one: a resumed run writes them again. The last step there was."""
+        """Drop a torn line and those after `step`, which a resumed run writes again; the last step it had."""
         lines = self.read()
         if self.path.exists():
             write_whole(self.path, "".join(f"{json.dumps(line)}\n" for line in lines if line["step"] <= step))
         return lines[-1]["step"] if lines else 0
 
     def append(self, metrics: StepMetrics) -> str:
-        """Add a line; it is on its way to disk when this returns, or waits for the next one where there is no room.
+        """Add a line, which is on its way to disk when this returns; a message for people, or an empty text.
 
-        What to say about that, when it begins; else nothing.
+        If the disk has no room, the line waits for the next call, and the first such call returns the message.
         """
         self.unwritten.append(json.dumps(asdict(metrics)) + "\n")
         size = self.path.stat().st_size if self.path.exists() else 0
@@ -270,7 +270,7 @@ class MetricsFile:
         return ""
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines, but for one that a kill tore; none if there is no file yet."""
+        """All lines but one that a kill tore; none if there is no file yet."""
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -284,7 +284,7 @@ def write_summary(document: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """How the last run in a folder ended; empty if nobody knows."""
+    """The content of RUN/summary.json; empty if it is missing or no JSON object."""
     try:
         summary = parse_json((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -293,10 +293,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def note_crash(folder: Path, line: str, is_refusal: bool) -> None:
-    """Note in RUN/summary.json why a rank has ended all of them, and the steps that the newest checkpoint has.
+    """Note in RUN/summary.json the line that says why all ranks end, and the steps of the newest checkpoint.
 
-    A run that has crashed may go on; one in which a rank refuses to will come to the same again. Nothing is raised: the
-    disk may be what it crashed for.
+    A crashed run may go on. With `is_refusal` a rank refused to go on, so the next start would end the same way.
+    Nothing is raised, since the disk may be the reason of the crash.
     """
     with suppress(OSError):
         found = list_checkpoints(folder / CHECKPOINTS)
@@ -313,9 +313,10 @@ def note_crash(folder: Path, line: str, is_refusal: bool) -> None:
 
 
 def time_steps(times_s: Sequence[float], num_slow: int = 2) -> tuple[float | None, float | None]:
-    """Median of steps and what lies between their quartiles, None of fewer than one and than two.
+    """Median of step times and the distance between their quartiles, seconds.
 
-    The first ones, which warm up and are measured for memory, count if there are no others.
+    The median of no step and the distance of fewer than two are None. The first `num_slow` steps, which warm up and are
+    measured for memory, count only if there are no others.
     """
     counted = times_s[num_slow:] or times_s
     if len(counted) < 2:

@@ -1,4 +1,4 @@
-"""Where a run is in its samples: what a checkpoint keeps of that, and how a run goes on from there."""
+"""Position of a run in its samples: written to a checkpoint's `origin`, and read when a run goes on from there."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,16 +13,16 @@ _KEY = "seen"
 
 
 def note_seen(seen: Seen) -> dict[str, Any]:
-    """What a checkpoint's origin keeps, for `find_seen`."""
+    """Entries for a checkpoint's `origin` that `find_seen` reads."""
     return {_KEY: {"samples": seen.samples, "tokens": seen.tokens}}
 
 
 def find_seen(origin: Mapping[str, Any], done: int, batch: Batch, checkpoint: Path) -> tuple[Seen, list[str]]:
     """The samples and tokens that the first `done` steps have read, and notes for the user of the resumed run.
 
-    `origin` is the table that `read_origin` gives for the checkpoint, and `batch` that of the resumed run. An `origin`
-    without counts is of an older version: then `done` batches of the size that it names are counted, or of `batch` if
-    it names none. CheckpointError, with the path `checkpoint`, if a size or a count is no whole number that it can be.
+    `origin` is the table that `read_origin` gives for the checkpoint, `batch` the batch of the resumed run. An older
+    version wrote an `origin` without counts: then `done` batches of the size in it are counted, or of `batch` if it has
+    no size. CheckpointError, with the path `checkpoint`, if a size or a count is not a possible whole number.
     """
     sizes = {name: origin.get(name, getattr(batch, name)) for name in ("global_batch", "seq_len")}
     for name, size in sizes.items():

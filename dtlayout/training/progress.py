@@ -1,6 +1,6 @@
-"""What each rank of a node is doing, in memory that they share, so that it outlives whoever dies.
+"""Progress of the ranks of a node, in memory that they share, so that it is still there when a rank has died.
 
-Only its own rank writes a record; the others read it when something is wrong.
+Each rank writes its own record; the other ranks read it when something is wrong.
 """
 
 import fcntl
@@ -16,44 +16,45 @@ from typing import Any
 from dtlayout.base.process import is_gone, is_stopped
 
 _FORM = struct.Struct("<qqqd?10s80s160s64s")
-"""Rank, process, step, since when it does what it does or has ended, whether that is to wait for others, how it ended,
-what it does, why it ended, and with whom it lost a connection."""
+"""Fields of a record: rank, process, step, time since when it does what it does or has ended, whether it only waits for
+others, how it ended, what it does, why it ended, and the address with which it lost a connection."""
 _HEAD = struct.Struct("<q")
-"""1 + the rank that was found to be at fault; 0 until then."""
+"""Field before all records: 1 + the rank that was found to be at fault, or 0."""
 _SIZE = 512
 assert _FORM.size <= _SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress:
-    """What one rank did when somebody looked."""
+    """One rank at the moment when its record was read."""
 
     rank: int
     step: int
-    """The step that it was in, from 1; 0 before the first."""
+    """Number of the step that the rank was in, from 1; 0 before the first."""
     doing: str
+    """Part of the step that the rank was at, such as an action or a wait."""
     age_s: float
-    """For how long it had been doing that."""
+    """Seconds since it began that."""
     state: str
-    """How it said that it ends, or `running`, `stopped` by a signal, or `gone`: ended without a word."""
+    """The end that the rank itself noted, or `running`, `stopped` by a signal, or `gone`: ended without a note."""
     reason: str = ""
-    """Why it ends."""
+    """Reason of its end; empty while it runs."""
     waits: bool = False
-    """Whether what it does is to wait for other ranks."""
+    """Whether it only waits for other ranks."""
     peer: str = ""
-    """Address of the host with which it lost a connection, where that is known."""
+    """Address of the host with which it lost a connection; empty if unknown."""
 
     @property
     def where(self) -> str:
-        """As people read it."""
+        """Step and part of the step, as text."""
         return f"step {self.step}, {self.doing}" if self.step else self.doing
 
 
 class SharedStatus:
-    """The records of a node's ranks."""
+    """The records of all ranks of a node; this rank writes its own one."""
 
     def __init__(self, path: Path, num_ranks: int, *, local_rank: int, rank: int):
-        """`path` is a file that all ranks of the node open; it is made if it is not there."""
+        """Open the file `path`, which all ranks of the node share; it is made if it is missing."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         size = _SIZE * (1 + num_ranks)
         os.ftruncate(self._file, size)
@@ -62,23 +63,23 @@ class SharedStatus:
         self._own = _SIZE * (1 + local_rank)
         self.rank = rank
         self.since = 0.0
-        """When this rank began what it does."""
+        """Time of the monotonic clock at which this rank began what it does, seconds."""
         self.step = 0
         self.write("starting")
 
     def write(self, doing: str, *, waits: bool = False) -> None:
-        """Note what this rank does from now on, and whether that is to wait for others."""
+        """Note what this rank does from now on, and whether it only waits for others."""
         self.since = time.monotonic()
         self._doing, self._waits = doing.encode()[:80], waits
         self._write(os.getpid())
 
     def fail(self, state: str, reason: str, peer: str = "") -> None:
-        """Note how this rank ends, why, and with whom it lost a connection; what it did stays."""
+        """Note how and why this rank ends, and the address of a lost connection; what it did stays noted."""
         self.since = time.monotonic()
         self._write(os.getpid(), state, reason, peer)
 
     def leave(self) -> None:
-        """Note that this rank ends well: nobody misses it."""
+        """Note that this rank ends well: its record is read no more."""
         self._write(0)
 
     def _write(self, pid: int, state: str = "", reason: str = "", peer: str = "") -> None:
@@ -97,7 +98,7 @@ class SharedStatus:
         return records
 
     def find_process(self, rank: int) -> int | None:
-        """The process of a rank of this node; None of another's, or one that has ended well."""
+        """The process of a rank of this node; None for another node's rank and one that has ended well."""
         return next((pid for found, pid, *_ in self._unpack() if found == rank), None)
 
     def _unpack(self) -> list[tuple[Any, ...]]:
@@ -105,7 +106,7 @@ class SharedStatus:
         return [values for values in found if values[1]]
 
     def claim(self) -> bool:
-        """Whether this is the rank that speaks for its node: the first one that asks, for as long as it lives."""
+        """Whether this rank speaks for its node: the first rank that asks does, for as long as it lives."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -114,7 +115,7 @@ class SharedStatus:
 
     @property
     def culprit(self) -> int | None:
-        """The rank that was found to be at fault; None as long as nobody was."""
+        """The rank that was found to be at fault; None as long as none was."""
         found: int = _HEAD.unpack_from(self._memory)[0]
         return found - 1 if found else None
 
@@ -124,7 +125,7 @@ class SharedStatus:
 
 
 def new_path() -> Path:
-    """Where a board may be, in memory where there is such a folder."""
+    """A new file for a `SharedStatus`: in memory, if this host has a folder there."""
     shared = Path("/dev/shm")
     handle, name = tempfile.mkstemp(prefix="dtlayout-", dir=shared if os.access(shared, os.W_OK) else None)
     os.close(handle)

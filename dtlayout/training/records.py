@@ -1,6 +1,5 @@
-"""Records: what a run says while it goes on, and what stays of it in its folder."""
+"""Records: the lines that a run prints, and the files about it in its folder."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -14,13 +13,14 @@ from dtlayout.base.files import write_whole
 from dtlayout.base.formatting import join_alike, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.config.config import Config
+from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.samples import Samples
 from dtlayout.data.suspects import BadBatch
 from dtlayout.data.tokenizer import find_other_tokenizer
 from dtlayout.measure.ledger import Highest
 from dtlayout.models.counting import count_parameters
 from dtlayout.models.weights import find_other_positions
-from dtlayout.pipelining.partition import StageSlice, count_blocks
+from dtlayout.pipelining.partition import count_blocks
 from dtlayout.pipelining.timeline import Timeline
 from dtlayout.planner.prediction import describe, own_scenario, predict, to_predicted
 from dtlayout.records.run import Performance, Run
@@ -39,19 +39,21 @@ from dtlayout.training.metrics import (
     Validation,
     time_steps,
 )
-from dtlayout.training.step import StepResult
+from dtlayout.training.observer import ObservedStep, Observer
+from dtlayout.training.result import StepResult
 from dtlayout.training.trackers import Start, Trackers
+from dtlayout.training.trainer import Trainer
 
 STEPS_RECORDED = 8
-"""How many of the last ones that were recorded timeline.json shows."""
+"""Largest number of recorded steps in timeline.json; the last ones stay."""
 OUTCOMES = {EXIT_DONE: "done", EXIT_STOPPED: "stopped", EXIT_NON_FINITE: "non_finite"}
 
 
-class Records:
-    """Those of one run, of which one rank writes and talks."""
+class Records(Observer):
+    """Prints lines and writes files about a run, on one rank alone; as an observer, it notes each step."""
 
     def __init__(self, config: Config, layout: Layout, chosen: ResolvedKernels, device: Device):
-        """`chosen` are the config's kernels without an auto."""
+        """Predict the run; `chosen` are the config's kernels, each auto replaced by a name."""
         self.config, self.layout, self.chosen, self.device = config, layout, chosen, device
         self.folder = Path(config.train.run_folder)
         self.is_writer = dist.get_rank() == 0
@@ -60,6 +62,16 @@ class Records:
         self._trackers = Trackers(self.display.say)
         self._speed = Speed(config.model, config.batch, layout.world_size, device.peak_flops_per_s)
         self._step_times_s: list[float] = []
+        self.skipped: list[int] = []
+        """Steps of this start that updated nothing, because loss or norm was not finite."""
+        self.spikes: list[int] = []
+        """Steps of this start that were spikes."""
+        self.executed: dict[str, list[str]] = {}
+        """Operation → its kernels that the first step ran."""
+        self.peaks: list[int] | None = None
+        """Largest peak of each pipeline rank so far, bytes; None before the first was measured."""
+        self.num_slow = 2
+        """First steps of this start that are not timed in the summary."""
         self._timelines: dict[int, Timeline] = {}
         estimate = predict(replace(config, kernels=OpenKernels.of(chosen.kernels)), layout, device.gpu)
         scenario = own_scenario(config, layout.world_size, device.gpu or gpu_named(device.name))
@@ -69,15 +81,13 @@ class Records:
             kernels=chosen.kernels, outcome="running", predicted=to_predicted(estimate, scenario),
         )  # fmt: skip
 
-    def say_what_starts(
-        self, first_step: int, slices: Sequence[StageSlice], num_microbatches: int, *, is_loaded: bool
-    ) -> None:
-        """The model, the layout, its kernels and what is predicted of them, before the first step."""
-        model, blocks = self.config.model, join_alike(count_blocks(slices))
+    def say_what_starts(self, first_step: int, trainer: Trainer, held_out: Samples | None, *, is_loaded: bool) -> None:
+        """Print model, layout, kernels, prediction and how much of the data is read, before the first step."""
+        model, blocks = self.config.model, join_alike(count_blocks(trainer.assembly.slices))
         self.display.say(
             f"{model.name}: {count_parameters(model):,} parameters in {self.config.precision.compute} on "
             f"{self.layout.world_size} x {self.device.name} as {self.layout}\n"
-            f"{plural(num_microbatches, 'microbatch')}, blocks by stage: {blocks}, "
+            f"{plural(trainer.assembly.schedule.num_microbatches, 'microbatch')}, blocks by stage: {blocks}, "
             f"{self.config.batch.num_tokens:,} tokens a step, steps {first_step} to {self.config.train.steps}"
         )
         for line in self.chosen.describe():
@@ -90,9 +100,15 @@ class Records:
         if self.layout.offload != "none" and self.device.type == "cpu":
             self.display.say(f"note: layout.offload={self.layout.offload} saves nothing on a CPU, which has one memory")
         self.display.say(self._prediction_line)
+        if self.is_writer:
+            lines = describe_training(trainer.batches.samples, self.config.train.steps)
+            if held_out is not None:
+                lines += describe_held_out(held_out, self.config.validation.batches)
+            for line in lines:
+                self.display.say(line)
 
     def open(self, resolved: Config, done: int) -> None:
-        """Make the folder what it was after the steps that are done; `resolved` reproduces the run."""
+        """Open files and trackers, without anything after the `done` steps; `resolved` reproduces the run."""
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "config.toml", resolved.to_toml())
@@ -104,25 +120,24 @@ class Records:
         """Tell trackers that the run is over."""
         self._trackers.close(is_fine=is_fine)
 
-    def note(
-        self, done: int, result: StepResult, lr: float, step_time_s: float, *, data_wait_s: float,
-        validation_loss: float | None, tokens: int, peak_bytes: int | None, is_spike: bool,
-    ) -> None:  # fmt: skip
-        """A step that is done, as numbers of metrics.jsonl; `tokens` are those of all steps until then."""
-        self._step_times_s.append(step_time_s)
+    def after_step(self, step: ObservedStep) -> None:
+        """Write a step that is finite to metrics.jsonl and to trackers, and show it."""
+        if not step.result.is_finite:
+            return
+        self._step_times_s.append(step.time_s)
         metrics = StepMetrics(
-            step=done,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            tokens=tokens,
-            step_time_s=step_time_s,
-            peak_memory_bytes=peak_bytes,
-            data_wait_s=data_wait_s,
-            validation_loss=validation_loss,
-            spike=is_spike,
+            step=step.number,
+            loss=step.result.loss,
+            grad_norm=step.result.grad_norm,
+            lr=step.lr,
+            tokens=step.tokens,
+            step_time_s=step.time_s,
+            peak_memory_bytes=step.peak_bytes,
+            data_wait_s=step.data_wait_s,
+            validation_loss=step.validation_loss,
+            spike=step.is_spike,
             layout=str(self.layout),
-            **self._speed.describe(step_time_s),  # type: ignore[arg-type]
+            **self._speed.describe(step.time_s),  # type: ignore[arg-type]
         )
         if self.is_writer:
             if problem := self._metrics.append(metrics):
@@ -131,7 +146,7 @@ class Records:
         self.display.show(metrics)
 
     def note_samples(self, samples: Samples, step: int, result: StepResult, kind: Literal["nonfinite", "spike"]) -> str:
-        """Write down which samples a step had; what to say of it, on the rank that writes."""
+        """Write down which samples a step had; a part of a sentence about it, on the rank that writes."""
         if not self.is_writer:
             return ""
         try:
@@ -141,52 +156,45 @@ class Records:
             return f"its samples were not noted: {error.strerror}"
 
     def write_curves(self, num_steps: int, by_pp_rank: list[list[Highest]]) -> None:
-        """memory.json, with the curves of pipeline ranks in so many steps."""
+        """Write memory.json: the curve of each pipeline rank over the first `num_steps` steps."""
         if self.is_writer:
             MemoryCurves(num_steps=num_steps, by_pp_rank=by_pp_rank, run=self._run).write(self.folder)
 
     def write_timeline(self, step: int, timeline: Timeline) -> None:
-        """timeline.json, with this step and some before it."""
+        """Write timeline.json with this step and some before it."""
         self._timelines[step] = timeline
         for oldest in sorted(self._timelines)[:-STEPS_RECORDED]:
             del self._timelines[oldest]
         RecordedTimelines(steps=self._timelines, run=self._run).write(self.folder)
 
-    def report(
-        self, exit_code: int, done: int, peaks: Sequence[int] | None, *, skipped: list[int], spikes: list[int],
-        executed: dict[str, list[str]], num_slow: int,
-    ) -> None:  # fmt: skip
-        """summary.json and the table at the end.
-
-        `peaks` are those of pipeline ranks, bytes, `executed` the kernels that ran; the first `num_slow` steps of this
-        process are not timed.
-        """
+    def report(self, exit_code: int, done: int) -> None:
+        """Write summary.json and print the table at the end of a run that has done so many steps."""
         if not self.is_writer:
             return
         lines = self._metrics.read()
         losses = [line["loss"] for line in lines]
-        step_time_s, spread_s = time_steps(self._step_times_s, num_slow)
+        step_time_s, spread_s = time_steps(self._step_times_s, self.num_slow)
         speed = self._speed.describe(step_time_s) if step_time_s else {}
         measured = Performance(
             step_time_s=step_time_s,
             step_time_spread_s=spread_s,
             tokens_per_s=speed.get("tokens_per_s"),
             mfu=speed.get("mfu"),
-            peak_memory_bytes=None if peaks is None else tuple(peaks),
+            peak_memory_bytes=None if self.peaks is None else tuple(self.peaks),
         )
         summary = Summary(
             outcome=OUTCOMES[exit_code],
             exit_code=exit_code,
             steps=done,
-            skipped=skipped,
-            spikes=spikes,
+            skipped=self.skipped,
+            spikes=self.spikes,
             final_loss=fmean(losses[-10:]) if losses else None,
             validation=Validation.of(lines),
             parameters=count_parameters(self.config.model),
             device=self.device.name,
             torch=torch.__version__,
-            attention_kernels=executed["attention"],
-            kernels=executed,
+            attention_kernels=self.executed["attention"],
+            kernels=self.executed,
             chosen=self.chosen.describe(),
             run=replace(self._run, outcome="non_finite" if exit_code == EXIT_NON_FINITE else "ok", measured=measured),
         )
@@ -217,7 +225,7 @@ class Records:
         return rows
 
     def _find_speed(self, of: Performance) -> float | None:
-        """Tokens a second of one GPU."""
+        """Tokens a second of one GPU; None if no step was timed."""
         if not of.step_time_s:
             return None
         return self.config.batch.tokens_per_s_per_gpu(of.step_time_s, self.layout.world_size)

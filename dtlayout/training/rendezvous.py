@@ -1,11 +1,11 @@
-"""How the ranks of a start find each other: a store of keys, and torch.distributed over it.
+"""Rendezvous: the ranks of a start find each other over a store of keys, and join torch.distributed over it.
 
 [Note: keys of an earlier start]
-torchrun starts ranks again over the store that the earlier ones had, and the addresses under which those were to be
-found are still there: who believes them waits for dead processes. Neither a number of the start nor one of the round is
-known to all nodes alike, for an agent counts only the failures that it saw. So every rank leaves a word that nobody
-else has, and rank 0 answers to it, under a key that is made of that word, with one of its own, below which all keys of
-this start are; it looks again until all ranks have come, since a word may be an earlier rank's.
+torchrun starts ranks again over the store of the earlier ranks, whose addresses are still in it. A rank that believes
+them waits for dead processes. No number tells the starts apart: an agent counts only the failures that it saw, so nodes
+may count differently. So every rank leaves a random word. Rank 0 answers under a key that is made of that word, with a
+word of its own. All keys of this start lie below rank 0's word. Rank 0 looks again until all ranks have come, since a
+word may be an earlier rank's.
 """
 
 import os
@@ -23,11 +23,11 @@ from dtlayout.spec.device import Device
 _LOOK_EVERY_S = 0.05
 _AGREED = "meeting/agreed"
 _HEAR_EVERY_S = 1.0
-"""While torch waits, Python hears of no signal."""
+"""Longest wait inside torch, seconds, since Python hears of no signal meanwhile."""
 
 
 def open_store(timeout_s: float) -> dist.Store:
-    """Where the ranks of torchrun's environment leave words for each other; alone, of a world of one rank.
+    """The store over which the ranks of torchrun's environment talk; without torchrun, that of a world of one rank.
 
     It holds nothing that an earlier start of the same job has left. LostRanks if not all ranks come in time.
     """
@@ -43,7 +43,7 @@ def open_store(timeout_s: float) -> dist.Store:
 
 
 def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """A part of a store that only the ranks of this start know: [Note: keys of an earlier start]."""
+    """The part of a store that only the ranks of this start use: [Note: keys of an earlier start]."""
     word, words = uuid4().hex, [f"word/{each}" for each in range(world_size)]
     store.set(words[rank], word)
     if rank != 0:
@@ -65,7 +65,7 @@ def find_fresh(store: dist.Store, rank: int, world_size: int, timeout_s: float) 
 
 
 def _wait(store: dist.Store, keys: list[str], timeout_s: float, problem: str) -> None:
-    """Return once keys are there; LostRanks, with the `problem`, if they are not in time."""
+    """Return once the keys are there; LostRanks, with the `problem`, if they do not come in time."""
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
@@ -95,7 +95,7 @@ def meet(store: dist.Store, stop: StopRequest, timeout_s: float) -> None:
 
 
 def join_ranks(device: Device, timeout_s: float, store: dist.Store | None = None) -> None:
-    """Initialise torch.distributed from torchrun's environment, over its store; alone, as a world of one rank."""
+    """Initialise torch.distributed from torchrun's environment over `store`; without it, as a world of one rank."""
     store = store or open_store(timeout_s)
     # No device_id: with it all messages of a pipeline rank would share one stream.
     dist.init_process_group(

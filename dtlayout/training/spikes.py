@@ -1,11 +1,11 @@
-"""Spikes: steps of finite loss and gradient norm, one of which is far above those of recent steps.
+"""Spikes: steps whose loss or gradient norm is finite, but far above that of recent steps.
 
     limit = median + factor * max(quantile - median, median / 100)
 
-for the losses and for the norms of the last `window` finite steps. Spikes are among these, so that a level that stays
-is a spike for no longer than the share above the quantile; a hundredth of the median is what numbers differ by at
-least, where they are all but equal. All ranks know the same numbers, so they have the same limits without asking, and
-checkpoints keep the numbers, so that a run which is resumed has them too.
+once for the losses and once for the norms of the last `window` finite steps. Spikes count among these steps, so a new
+level that stays is a spike only until its share exceeds that above the quantile. Where numbers are almost equal, a
+hundredth of the median stands for their difference. All ranks know the same numbers, so they find the same limits
+without asking. Checkpoints keep the numbers for a run that is resumed.
 """
 
 from collections import deque
@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtlayout.config.config import SpikesConfig
-from dtlayout.training.step import NO_LIMITS, StepLimits, StepResult
+from dtlayout.training.result import NO_LIMITS, StepLimits, StepResult
 
 
 class SpikeDetector:
-    """What a run remembers of its steps' numbers, and what it expects of the next ones."""
+    """Remembers loss and norm of recent steps, and has the limits of the next step."""
 
     def __init__(self, settings: SpikesConfig):
         self.settings = settings
         self.limits = NO_LIMITS
-        """Of the next step."""
+        """Loss and norm above which the next step is a spike."""
         self.found: list[int] = []
         """Steps since the last start that were spikes."""
         self.num_left_out = 0
@@ -32,19 +32,19 @@ class SpikeDetector:
 
     @property
     def step_limits(self) -> StepLimits:
-        """Those beyond which the next step updates nothing."""
+        """Limits above which the next step updates nothing; none where spikes are only reported."""
         return self.limits if self.settings.action in ("skip", "save") else NO_LIMITS
 
     def is_spike(self, result: StepResult) -> bool:
-        """Whether the next step, which had this result, is one."""
+        """Whether the next step, with this result, is a spike."""
         return result.is_finite and result.exceeds(self.limits)
 
     def keeps_state(self, step: int, result: StepResult) -> bool:
-        """Whether the state that met a step is to be saved; one that is left as it was once is enough."""
+        """Whether the state before a step is to be saved; of spikes in a row only that before the first is."""
         return self.settings.action == "save" and self.is_spike(result) and step - 1 not in self.found
 
     def add(self, step: int, result: StepResult) -> None:
-        """Count a step, which is the next one no more."""
+        """Count a step: the limits are then those of the step after it."""
         if self.is_spike(result):
             self.found.append(step)
         if not result.is_finite or result.exceeds(self.step_limits):
@@ -55,13 +55,13 @@ class SpikeDetector:
             self._set_limits()
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, for `restore`; JSON gives back each bit of it."""
+        """The table that a checkpoint keeps for `restore`; JSON gives back each bit of it."""
         return {
             "losses": list(self._losses), "grad_norms": list(self._grad_norms), "num_left_out": self.num_left_out,
         }  # fmt: skip
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint has; an empty one, of a version before, has seen no step."""
+        """Go on from the table of a checkpoint; an older version's is empty, and then no step was seen."""
         self.num_left_out = int(saved.get("num_left_out", 0))
         self._losses.extend(saved.get("losses", ()))
         self._grad_norms.extend(saved.get("grad_norms", ()))
@@ -77,7 +77,7 @@ class SpikeDetector:
 
 
 def find_quantile(values: Sequence[float], share: float) -> float:
-    """The value below which lies this share of the others; none is made up between two.
+    """The value at or below which this share of the values lies, without interpolation.
 
     >>> [find_quantile([5.0, 1.0, 4.0, 2.0, 3.0], share) for share in (0.5, 0.9, 1.0)]
     [3.0, 4.0, 5.0]

@@ -1,16 +1,15 @@
 """TrainStep: one optimizer step over all microbatches, with the numbers that describe it.
 
 [Note: no update without numbers]
-A loss or gradient norm that is not finite must change neither parameters nor moments, on any rank, and what every rank
-knows of them is on the device. torch's fused optimizers read there, from the flag that was made for GradScaler, whether
-to leave all as it is, their count of steps too; so nobody waits. For an optimizer that has no such flag the host waits
-for the numbers before it launches the update. Limits that a finite loss or norm is not to exceed work the same way:
-host and device compare the same fp64 numbers with them.
+A loss or gradient norm that is not finite must change neither parameters nor moments, on any rank. After the step's
+all-reduce every rank has both numbers, but on the device. torch's fused optimizers read a flag on the device, made for
+GradScaler, that leaves everything as it is, their count of steps too. So the host waits for nothing. For an optimizer
+without that flag the host waits for the numbers before it launches the update. Limits for a finite loss or norm work
+the same way: host and device compare the same fp64 numbers with them.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,50 +22,19 @@ from dtlayout.pipelining.runtime import Runtime
 from dtlayout.pipelining.tied import sum_tied_gradients
 from dtlayout.spec.batch import IGNORED
 from dtlayout.training.gradients import clip_gradients, local_squared_norm
+from dtlayout.training.result import NO_LIMITS, StepLimits, StepResult
 from dtlayout.training.transfer import OnHost
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepLimits:
-    """Beyond which a step's numbers are too large; infinity for any."""
-
-    loss: float
-    grad_norm: float
-
-
-NO_LIMITS = StepLimits(loss=math.inf, grad_norm=math.inf)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What every rank knows after a step."""
-
-    loss: float
-    """Sum over valid tokens of the global batch divided by their number, nats."""
-    grad_norm: float
-    """Norm of all gradients before clipping."""
-    stop_requested: bool
-    """Whether any rank asked to stop."""
-
-    @property
-    def is_finite(self) -> bool:
-        """False if loss or norm is NaN or infinite; the step has updated nothing then."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-    def exceeds(self, limits: StepLimits) -> bool:
-        """Whether loss or norm is above its limit; a step that was given the limits has updated nothing then."""
-        return self.loss > limits.loss or self.grad_norm > limits.grad_norm
-
-
 class Launched:
-    """A step that a GPU may still be working on."""
+    """A launched step, on which a GPU may still work."""
 
     def __init__(self, numbers: Tensor):
-        """`numbers` are loss, squared gradient norm and how many ranks ask to stop, in fp64."""
+        """Begin to copy `numbers` to the host: loss, squared gradient norm, and how many ranks ask to stop, in fp64."""
         self._numbers = OnHost(numbers)
 
     def wait(self) -> StepResult:
-        """The numbers, which are there when backward is done; the update may not be."""
+        """The result, once backward is done; the update may still run."""
         loss, squared_norm, stops = self._numbers.wait().tolist()
         return StepResult(loss=loss, grad_norm=math.sqrt(squared_norm), stop_requested=stops > 0)
 
@@ -98,10 +66,11 @@ class TrainStep:
     def __call__(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
     ) -> StepResult:
-        """Train on this data-parallel rank's rows [microbatches · B, s], of each sample the tokens of its cp rank.
+        """Train on this rank's part of a global batch, and wait for the result.
 
-        Every rank of a pipeline brings the same. `starts`, where documents are not to see each other, say of each token
-        of whole samples at which position its own document starts, [microbatches · B, S]; they stay on the CPU.
+        `inputs` and `targets` are the rows of its data-parallel rank, [microbatches · B, s]: in each row the tokens of
+        its cp rank. Every rank of a pipeline brings the same. `starts`, where documents must not see each other, gives
+        the position at which the document of each token starts, for whole samples, [microbatches · B, S], on the CPU.
         """
         return self.launch(inputs, targets, starts, stop=stop).wait()
 
@@ -109,7 +78,7 @@ class TrainStep:
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False,
         limits: StepLimits = NO_LIMITS,
     ) -> Launched:  # fmt: skip
-        """The step without waiting for its numbers, which updates nothing if these exceed the limits."""
+        """Launch a step and do not wait; it updates nothing if its numbers are not finite or exceed `limits`."""
         documents, count = self._split_documents(starts), self._count_targets(targets)
         # Without any target the loss is 0, and no NaN.
         loss = self.runtime.step(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
@@ -123,7 +92,7 @@ class TrainStep:
         return launched
 
     def _update(self, launched: Launched, loss: Tensor, norm: Tensor, limits: StepLimits) -> None:
-        """The optimizer's step, or none: [Note: no update without numbers]."""
+        """Launch the optimizer's step, which may change nothing: [Note: no update without numbers]."""
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             is_fine = loss.isfinite() & norm.isfinite() & (loss <= limits.loss) & (norm <= limits.grad_norm)
             place = self.counted[0].device if self.counted else None  # the optimizer's, which may be the host
@@ -135,9 +104,9 @@ class TrainStep:
     def evaluate(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, *, stop: bool = False
     ) -> tuple[float, int, bool]:
-        """The loss a target of such rows, which nothing is trained on, their targets, and whether any rank has `stop`.
+        """Validation on such rows: mean loss per target, number of targets, and whether any rank asked to `stop`.
 
-        The same on every rank.
+        Nothing is trained. Every rank returns the same.
         """
         documents, count = self._split_documents(starts), self._count_targets(targets)
         loss = self.runtime.evaluate(inputs, documents, targets=targets, num_targets=count.clamp(min=1))
@@ -145,13 +114,13 @@ class TrainStep:
         return loss_of_all, round(float(count)), stops > 0
 
     def _split_documents(self, starts: Tensor | None) -> list[Documents]:
-        """Those of each microbatch; none where documents see each other."""
+        """The documents of each microbatch; none where documents see each other."""
         parts = () if starts is None else starts.chunk(self.runtime.schedule.num_microbatches)
         documents = [Documents.from_starts(part) for part in parts]
         return [each.pinned() for each in documents] if self.mesh.device_type == "cuda" else documents
 
     def _count_targets(self, targets: Tensor) -> Tensor:
-        """Valid targets of the global batch; each token's is known to `num_copies` ranks."""
+        """Number of valid targets in the global batch; each target is on `num_copies` ranks."""
         count = (targets != IGNORED).sum().to(torch.float64)
         dist.all_reduce(count)
         return count / self.num_copies

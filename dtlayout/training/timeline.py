@@ -1,9 +1,9 @@
 """Records when this rank works on each forward and backward of a step, on a clock that all ranks share.
 
-On a CPU by the host's clock, on CUDA by events of the stream that computes, so that nothing waits for them. An action
-begins when its input is there and ends where the next one is launched, messages not counted. What FSDP2 gathers and
-reduces within it is part of it as far as it is waited for, and has times of its own, on the stream on which it runs. A
-message is on its way from when it is asked for to when it is taken.
+On a CPU the clock is the host's. On CUDA times are events of the stream that computes, so nothing waits for them. An
+action begins when its input is there and ends where the next one is launched; messages are not part of it. FSDP2's
+gathers and reductions are part of an action as far as it waits for them, and have times of their own, on the stream on
+which they run. A message lasts from the moment it is asked for until it is taken.
 """
 
 import time
@@ -23,13 +23,13 @@ from dtlayout.schedules.actions import COMPUTE, RECEIVE, Action, Kind
 from dtlayout.spec.layout import Layout
 
 _PINGS = 8
-"""Times that a rank asks another host's for its clock; the answer that came fastest counts."""
+"""How often a rank asks a rank of another host for its clock; the fastest answer counts."""
 
 _Mark = float | torch.cuda.Event
 
 
 class _Marked(NamedTuple):
-    """What began and ended."""
+    """An action or a transfer, with the marks of its begin and its end."""
 
     name: str
     start: _Mark
@@ -37,10 +37,10 @@ class _Marked(NamedTuple):
 
 
 class TimelineRecorder:
-    """A rank's actions of the steps that it is asked to record."""
+    """Records the actions and transfers of one rank, in the steps for which `begin` is called."""
 
     def __init__(self, device_type: str, layout: Layout, timeout_s: float):
-        """A collective of all ranks; of each pipeline rank the first one is recorded."""
+        """Open a group of the first rank of each pipeline rank, which are recorded; a collective of all ranks."""
         stage_ranks = layout.world_size // layout.pp
         recorded = list(range(0, layout.world_size, stage_ranks))
         self._group = dist.new_group(recorded, backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -55,7 +55,7 @@ class TimelineRecorder:
         self._origin: tuple[float, _Mark] = (0.0, 0.0)
 
     def begin(self) -> None:
-        """A step that is recorded begins."""
+        """Record the step that is launched next."""
         if self._pp_rank is None:
             return
         self._is_on, self._actions, self._transfers, self._running = True, [], [], None
@@ -64,7 +64,7 @@ class TimelineRecorder:
             self._origin = time.perf_counter(), self._now()
 
     def before_action(self, action: Action | None) -> None:
-        """The rank begins an action, or has done the last one of a step."""
+        """Note that this rank begins an action, or with None that it has done the last one of a step."""
         if not self._is_on:
             return
         now = self._now()
@@ -76,7 +76,7 @@ class TimelineRecorder:
         self._is_on = action is not None
 
     def after_input(self) -> None:
-        """What the action waits for is there."""
+        """Note that the input of the current action is there."""
         if not self._is_on:
             return
         self._began = self._now()
@@ -87,7 +87,7 @@ class TimelineRecorder:
 
     @contextmanager
     def transfer(self, name: str) -> Iterator[None]:
-        """Something is sent or gathered inside."""
+        """A block in which something is sent or gathered."""
         if not self._is_on:
             yield
             return
@@ -96,7 +96,7 @@ class TimelineRecorder:
         self._transfers.append(_Marked(name, start, self._now()))
 
     def gather(self) -> Timeline | None:
-        """The last step that was recorded, on rank 0; None elsewhere. A collective of the ranks that are recorded."""
+        """The timeline of the last recorded step, on rank 0; None elsewhere. A collective of the recorded ranks."""
         if self._pp_rank is None:
             return None
         if self._on_cuda:
@@ -120,7 +120,7 @@ class TimelineRecorder:
         return event
 
     def _to_seconds(self, mark: _Mark) -> float:
-        """On the host's clock."""
+        """Time of a mark on the host's clock, seconds."""
         if isinstance(mark, float):
             return mark
         host_s, event = self._origin
@@ -129,10 +129,10 @@ class TimelineRecorder:
 
 
 def _find_offset(group: ProcessGroup) -> float:
-    """Seconds from this rank's clock to that of the group's first one; a collective.
+    """Seconds to add to this rank's clock for that of the group's first rank; a collective.
 
-    Where that is another host's it is asked several times, and half of the fastest way there and back is the error at
-    most (Cristian's algorithm, 1989).
+    A clock of another host is asked several times. The error is at most half of the fastest round trip (Cristian's
+    algorithm, 1989).
     """
     clocks = [0] * dist.get_world_size(group)
     dist.all_gather_object(clocks, _find_clock(), group=group)
@@ -165,6 +165,6 @@ def _answer(peer: int, group: ProcessGroup) -> None:
 
 
 def _find_clock() -> int:
-    """A number for the clock of this host since its last start, or of a container that has one of its own."""
+    """A number that names the clock of this host since its boot, or of a container with a clock of its own."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
     return crc32(f"{boot.read_text()} {space.readlink() if space.exists() else ''}".encode())

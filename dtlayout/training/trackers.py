@@ -1,7 +1,7 @@
-"""What `metrics.to` names, while a run goes on: every number of a step goes to TensorBoard, or Weights & Biases.
+"""Trackers of a run: the numbers of each step go to the trackers in `metrics.to`, TensorBoard or Weights & Biases.
 
-The rank that writes opens a session of each tracker and gives it the steps, one after the other. A tracker is no part
-of the training: one that fails is named once and dropped.
+The rank that writes opens a session of each tracker and gives it one step after the other. Training does not depend on
+a tracker: one that fails is named once and dropped.
 """
 
 import os
@@ -27,7 +27,7 @@ _TAGS = {
 
 
 def name_numbers(metrics: StepMetrics) -> dict[str, float]:
-    """What was measured of a step, under the names that trackers show: train/loss, validation/loss, speed/mfu, …"""
+    """Numbers of a step under the names that trackers show: train/loss, validation/loss, speed/mfu, …"""
     numbers = asdict(metrics)
     del numbers["layout"]  # no number, and in the config
     del numbers["step"]
@@ -36,29 +36,29 @@ def name_numbers(metrics: StepMetrics) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a session begins with."""
+    """Facts about a run that a session is made with."""
 
     folder: Path
     """The run folder; a session's files go to a folder in it, named like the tracker."""
     config: Mapping[str, Any]
     """Sections of the resolved config."""
     done: int
-    """Optimizer steps that are done; the next numbers are of the step after."""
+    """Optimizer steps that are done; the next numbers belong to the step after them."""
     noted: int
-    """The last step whose numbers an earlier session may have got, past `done` where a run was killed."""
+    """Last step whose numbers an earlier session may have; past `done` if that run was killed."""
 
 
 class Session(Protocol):
-    """One run in one tracker; whatever it raises ends it, and not the run."""
+    """One run in one tracker; an exception ends the session, not the run."""
 
     where: str
-    """What a person does or opens to see it."""
+    """Command or address with which people see it."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of a step; it costs the step, so it waits for nobody."""
+        """Send the numbers of a step; its time is part of the step, so it should not wait."""
 
     def close(self, *, is_fine: bool) -> None:
-        """Send what is left and end; `is_fine` of a run that is done or was stopped."""
+        """Send the rest and end; `is_fine` if the run is done or was stopped."""
 
 
 class TensorBoard:
@@ -85,7 +85,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B with its files in RUN/wandb, where its id is kept too; WANDB_PROJECT, WANDB_MODE, … hold."""
+    """A run of W&B; its files and its id lie in RUN/wandb, and WANDB_PROJECT, WANDB_MODE and so on hold."""
 
     def __init__(self, start: Start):
         wandb = import_module("wandb")
@@ -123,7 +123,7 @@ class WeightsAndBiases:
 
 
 class Trackers:
-    """The sessions of one run that still work; none before `open`."""
+    """The working sessions of one run; none before `open`."""
 
     def __init__(self, say: Callable[[str], None]):
         """`say` prints a line."""
@@ -131,7 +131,7 @@ class Trackers:
         self.sessions: dict[str, Session] = {}
 
     def open(self, names: Sequence[str], start: Start) -> None:
-        """Begin a session of each, which takes a second or two."""
+        """Begin a session of each tracker, which takes a second or two."""
         for name in names:
             try:
                 self.sessions[name] = pkgutil.resolve_name(TRACKERS[name].session)(start)
@@ -141,7 +141,7 @@ class Trackers:
                 self.say(f"{name}: {self.sessions[name].where}")
 
     def write(self, metrics: StepMetrics) -> None:
-        """Send a step to each."""
+        """Send a step to each session."""
         numbers = name_numbers(metrics) if self.sessions else {}
         for name, session in list(self.sessions.items()):
             try:
@@ -153,7 +153,7 @@ class Trackers:
                     session.close(is_fine=False)
 
     def close(self, *, is_fine: bool) -> None:
-        """End each; `is_fine` of a run that is done or was stopped."""
+        """End each session; `is_fine` if the run is done or was stopped."""
         while self.sessions:
             name, session = self.sessions.popitem()
             try:

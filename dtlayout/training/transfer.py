@@ -1,18 +1,18 @@
-"""Copies between host and GPU for which the host does not wait. On a CPU there is nothing to copy."""
+"""Copies between host and GPU without waiting on the host; on a CPU nothing is copied."""
 
 import torch
 from torch import Tensor
 
 
 def send_to_device(tensor: Tensor, device_type: str) -> Tensor:
-    """A tensor of the host on the device, once the device has done what it was given before."""
+    """A host's tensor on the device; the copy runs after the device's earlier work, and the host does not wait."""
     if device_type == "cpu":
         return tensor
     return tensor.pin_memory().to(device_type, non_blocking=True)  # torch keeps what it pinned until it is copied
 
 
 class OnHost:
-    """A device's tensor on its way to the host; what the device is given after it need not be done when it is there."""
+    """A device's tensor on its way to the host; it arrives without waiting for work that the device gets later."""
 
     def __init__(self, tensor: Tensor):
         self._copy = tensor

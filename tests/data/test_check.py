@@ -11,7 +11,7 @@ from tiny import write_tiny
 from dtlayout.base.errors import DtlayoutError
 from dtlayout.config.config import load_config
 from dtlayout.data.check import check_beginnings, check_data
-from dtlayout.training.run import _open_held_out, _open_samples
+from dtlayout.training.start import open_data, open_held_out
 
 pytestmark = pytest.mark.usefixtures("offline", "no_torchrun")
 
@@ -58,8 +58,8 @@ def trains(config):
     store = dist.HashStore()
     try:
         check_data(config)
-        _open_samples(config, config.data, store, "tokens", seed=config.train.seed)
-        _open_held_out(config, store)
+        open_data(config, config.data, store, "tokens", seed=config.train.seed)
+        open_held_out(config, store)
     except DtlayoutError as error:
         return str(error)
     return ""

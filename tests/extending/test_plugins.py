@@ -23,7 +23,7 @@ def run(plugins: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_they_register_is_there_without_torch():
-    done = run("tests.extending.plugins.lion, tests.extending.plugins.internlm,")
+    done = run("tests.extending.plugins.lion, tests.extending.plugins.internlm, tests.extending.plugins.my_observer,")
     assert done.stdout.split() == ["llama", "qwen2", "qwen3", "internlm", "adamw", "sgd", "lion", "False"], done.stderr
 
 

@@ -23,6 +23,7 @@ from dtlayout.costmodel import engine
 from dtlayout.models import families, presets
 from dtlayout.schedules import schedules
 from dtlayout.spec import cluster, kernel_table, optimizers, trackers
+from dtlayout.training import observer
 
 PLUGINS = ROOT / "tests" / "extending" / "plugins"
 SCENARIO = ("--seq-len", "16", "--global-batch", "8", "--precision", "compute=float32")
@@ -44,6 +45,7 @@ def plugged_in(name: str) -> Iterator[ModuleType]:
     registries: list[dict[str, Any]] = [
         cluster._read_constants(), engine._read_engines(), *kernel_table.KERNELS.values(), schedules.SCHEDULES,
         families.FAMILIES, presets.PRESETS, optimizers.OPTIMIZERS, trackers.TRACKERS,
+        observer.OBSERVERS,
     ]  # fmt: skip
     with ExitStack() as stack:
         for registry in registries:

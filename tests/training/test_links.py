@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtlayout.training.culprit import find_culprit, find_culprit_alone
 from dtlayout.training.links import Node, describe_cut_links, describe_isolation, find_addresses, find_peer
 from dtlayout.training.progress import RankProgress, SharedStatus
-from dtlayout.training.watchdog import judge, judge_alone
 
 HOSTS = "abcdef"
 
@@ -34,7 +34,7 @@ def nodes_of(pairs: set[tuple[int, int]], num_nodes: int = 4, *, both: bool = Tr
 
 @pytest.mark.parametrize("both", [True, False])
 def test_a_link_that_is_cut_is_to_blame_and_neither_of_the_nodes_at_its_ends(both):
-    verdict = judge(nodes_of({(1, 2)}, both=both))
+    verdict = find_culprit(nodes_of({(1, 2)}, both=both))
     assert (
         verdict.line == "the link between b and c is cut: rank 12 on b lost a connection in step 5, the update: lost"
         or (both and verdict.line.startswith("the link between b and c is cut: rank 21 on c lost a connection"))
@@ -47,7 +47,7 @@ def test_a_node_that_has_lost_links_to_others_which_reach_each_other_is_named(lo
     nodes = nodes_of({(other, lost) for other in others}, num_nodes, both=both)
     names = [HOSTS[i] for i in others]
     assert describe_cut_links(nodes) == f"{HOSTS[lost]} has lost its links to {', '.join(names[:-1])} and {names[-1]}"
-    assert judge(nodes).line.startswith(f"{HOSTS[lost]} has lost its links to ")
+    assert find_culprit(nodes).line.startswith(f"{HOSTS[lost]} has lost its links to ")
 
 
 @given(pairs=st.sets(st.sampled_from(list(combinations(range(6), 2))), min_size=1))
@@ -68,7 +68,7 @@ def test_connections_of_which_nobody_knows_the_other_end_tear_a_link_between_tho
     nodes = [Node(host=host, records=[cut_off(i)]) for i, host in enumerate("ab")]
     assert describe_cut_links(nodes) == "a link between a and b is cut"
     assert describe_cut_links(nodes[:1]) == ""
-    assert judge(nodes[:1]).line == "rank 0 on a lost a connection in step 5, the update: lost"
+    assert find_culprit(nodes[:1]).line == "rank 0 on a lost a connection in step 5, the update: lost"
 
 
 def test_a_connection_inside_a_node_and_an_address_that_all_nodes_have_tell_of_no_link():
@@ -87,7 +87,7 @@ def test_hosts_of_one_name_are_told_by_their_addresses():
 def test_what_is_gone_or_failed_is_to_blame_before_any_link():
     nodes = nodes_of({(1, 2)})
     gone = RankProgress(rank=77, step=5, doing="the update", age_s=1.0, state="gone")
-    assert judge([*nodes, Node(host="e", records=[gone])]).line.startswith("rank 77 on e is gone: ")
+    assert find_culprit([*nodes, Node(host="e", records=[gone])]).line.startswith("rank 77 on e is gone: ")
 
 
 def test_a_node_that_hears_of_none_of_several_others_has_lost_its_own_links():
@@ -95,25 +95,27 @@ def test_a_node_that_hears_of_none_of_several_others_has_lost_its_own_links():
     silent = [Node(host=each.host, records=each.records, is_silent=True) for each in nodes[1:]]
     said = "a has lost its links to b and c, of which nothing is heard"
     assert describe_isolation([nodes[0], *silent]) == said
-    assert judge([nodes[0], *silent]).line.startswith(f"{said}: rank 19 on b is out of reach")
+    assert find_culprit([nodes[0], *silent]).line.startswith(f"{said}: rank 19 on b is out of reach")
     assert describe_isolation([*nodes[:2], silent[1]]) == ""  # c alone is not heard of
-    assert judge([*nodes[:2], silent[1]]).line == "rank 29 on c is out of reach; last heard of in step 5, waiting"
+    assert (
+        find_culprit([*nodes[:2], silent[1]]).line == "rank 29 on c is out of reach; last heard of in step 5, waiting"
+    )
     assert describe_isolation([nodes[0], silent[0]]) == ""  # either of the two
 
 
 def test_a_node_that_reaches_nobody_blames_its_link_and_none_of_its_ranks_that_only_wait():
     (own,) = nodes_of(set(), 1)
-    assert judge_alone(own, 15.0).line == (
+    assert find_culprit_alone(own, 15.0).line == (
         "the link of a, or that of the host of rank 0, is cut: nothing was heard of other nodes within 15 s; "
         "rank 9 was in step 5, waiting"
     )
     stopped = Node(
         host="a", records=[*own.records, RankProgress(rank=3, step=5, doing="x", age_s=2.0, state="stopped")]
     )
-    assert judge_alone(stopped, 15.0).line == (
+    assert find_culprit_alone(stopped, 15.0).line == (
         "rank 3 on a is stopped by a signal, for 2 s, in step 5, x; nothing was heard of other nodes within 15 s"
     )
-    assert judge_alone(Node(host="a", records=[]), 15.0).line.startswith("no rank is left; ")
+    assert find_culprit_alone(Node(host="a", records=[]), 15.0).line.startswith("no rank is left; ")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from tiny import TinyFiles, write_tiny
 
 from dtlayout import cli, launch
 from dtlayout.training import checkpoints
+from dtlayout.training.observers.nonfinite import MAX_SKIPPED
 from dtlayout.training.optimizer import LearningRate
-from dtlayout.training.run import MAX_SKIPPED
 from dtlayout.training.step import TrainStep
 
 

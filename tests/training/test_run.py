@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from dtlayout.base.errors import CheckpointError, InvalidConfig, KernelError
+from dtlayout.base.errors import EXIT_STOPPED, CheckpointError, InvalidConfig, KernelError
 from dtlayout.base.lease import LEASE_NAME
 from dtlayout.base.signals import StopRequest
 from dtlayout.config.config import SpikesConfig, parse_config
@@ -18,13 +18,19 @@ from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.device import Device
 from dtlayout.spec.kernel_table import find_packages
+from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
-from dtlayout.training import run
+from dtlayout.training import run, start
 from dtlayout.training.checkpoints import Checkpoints, check_steps_left
 from dtlayout.training.kernels import find_other_attention, first_forward
 from dtlayout.training.metrics import Summary, read_summary, write_summary
+from dtlayout.training.observer import Observer
+from dtlayout.training.observers import order
+from dtlayout.training.observers.folder import FolderObserver
+from dtlayout.training.observers.validation import ValidationObserver
+from dtlayout.training.result import StepResult
 from dtlayout.training.spikes import SpikeDetector
-from dtlayout.training.step import StepResult
+from dtlayout.training.trainer import Trainer
 from dtlayout.training.watchdog import Watchdog
 
 
@@ -66,7 +72,9 @@ def test_a_kernel_that_is_not_here_is_refused_before_ranks_join(monkeypatch, nam
             "train": {"steps": 1},
         }
     )  # fmt: skip
-    monkeypatch.setattr(run, "open_device", lambda *_: Device("cuda", "a GPU", None, (8, 0), packages=find_packages()))
+    monkeypatch.setattr(
+        start, "open_device", lambda *_: Device("cuda", "a GPU", None, (8, 0), packages=find_packages())
+    )
     monkeypatch.setattr(run, "join_ranks", lambda *_: pytest.fail("ranks joined"))
     monkeypatch.setattr("dtlayout.spec.kernel_table.find_spec", lambda module: None)
     with pytest.raises(InvalidConfig, match=reason) as caught:
@@ -92,9 +100,9 @@ def test_determinism_is_asked_for_before_the_device_is_opened_and_cudnn_refused(
     def stop(*_):
         raise KernelError("so far")
 
-    monkeypatch.setattr(run, "repeat_bits", done.append)
-    monkeypatch.setattr(run, "open_device", open_device)
-    monkeypatch.setattr(run, "open_store", stop)
+    monkeypatch.setattr(start, "repeat_bits", done.append)
+    monkeypatch.setattr(start, "open_device", open_device)
+    monkeypatch.setattr(start, "open_store", stop)
     with pytest.raises(
         InvalidConfig if deterministic else KernelError, match="other bits" if deterministic else "so far"
     ):
@@ -138,6 +146,59 @@ USUAL = SpikesConfig()
 FETCH_S, LAUNCH_S, WAIT_S, UPDATE_S, NOTE_S, SAVE_S, VALIDATE_S = 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0
 
 
+class FakeTrainer(Trainer):
+    """A trainer of steps that have these results, and whose parts take seconds of their own."""
+
+    def __init__(self, clock: Clock, results: list[StepResult], config: SimpleNamespace, spikes: SpikesConfig):
+        self.clock, self.results, self.config, self.layout = clock, results, config, Layout()
+        self.spikes, self.learning_rate = SpikeDetector(spikes), SimpleNamespace(at=lambda index: 0.1)
+        self.assembly = SimpleNamespace(runtime=None, modules=[])
+        self.batches, self.optimizer, self.watch = SimpleNamespace(samples=None), None, mock.Mock(spec=Watchdog)
+
+    def fetch_ahead(self, steps):
+        for step in steps:
+            self.clock.work(f"fetch {step}", FETCH_S)
+            yield SimpleNamespace(step=step, wait_s=FETCH_S)
+
+    def launch(self, number, batch):
+        self.clock.work(f"launch {batch.step}", LAUNCH_S)
+        assert number == batch.step
+        return self
+
+    def wait(self):
+        self.clock.work("wait", WAIT_S)
+        return self.results[self.clock.done.count("wait") - 1]
+
+    def count_seen(self, done):
+        return Seen(done, done, 16 * done)
+
+    def wait_for_update(self):
+        self.clock.work("update", UPDATE_S)
+
+    def resolve(self):
+        return self.config
+
+
+class FakeRecords(Observer):
+    """Notes each finite step for as many seconds."""
+
+    is_writer, folder, display = True, Path(), SimpleNamespace(say=lambda text: None)
+
+    def __init__(self, clock: Clock):
+        self.clock, self.times_s = clock, list[float]()
+        self.skipped, self.spikes, self.peaks, self.num_slow = list[int](), list[int](), None, 2
+
+    def note_samples(self, *_):
+        return ""
+
+    def after_step(self, step):
+        if step.result.is_finite:
+            assert step.data_wait_s == FETCH_S and step.tokens == 16 * step.number
+            self.clock.work(f"note {step.number}", NOTE_S)
+            self.times_s.append(step.time_s)
+            self.clock.measured += [step.number] * (step.peak_bytes is not None)
+
+
 def play(
     monkeypatch,
     results: list[StepResult],
@@ -149,58 +210,43 @@ def play(
     stops_in_validation: bool = False,
     has_peaks: bool = True,
 ) -> tuple[Clock, tuple[int, int], list[float]]:
-    """The loop of a run of three steps, all of whose parts take seconds of their own."""
-    clock, times_s = Clock(), list[float]()
+    """The loop of a run of three steps with its observers, all of whose parts take seconds of their own."""
+    clock = Clock()
+    config = SimpleNamespace(
+        validation=SimpleNamespace(every=validated),
+        train=SimpleNamespace(steps=3, on_nonfinite="skip" if skips else "stop"),
+        metrics=SimpleNamespace(memory_every=9, memory=False, timeline=False),
+        checkpoint=SimpleNamespace(every=every, save=bool(every)), optimizer=None,
+    )  # fmt: skip
+    trainer, records = FakeTrainer(clock, results, config, spikes), FakeRecords(clock)
+    checkpoints = mock.Mock(spec=Checkpoints, host=None, saved=0)
 
-    class Launched:
-        def wait(self):
-            clock.work("wait", WAIT_S)
-            return results[clock.done.count("wait") - 1]
-
-    def launch(index, batch, *, is_first):
-        clock.work(f"launch {batch}", LAUNCH_S)
-        return Launched(), 0.1
-
-    class Fetched(int):
-        wait_s = FETCH_S
-
-    def fetch_ahead(steps):
-        for step in steps:
-            clock.work(f"fetch {step}", FETCH_S)
-            yield Fetched(step)
-
-    def note(done, result, lr, step_time_s, *, data_wait_s, peak_bytes, validation_loss, tokens, is_spike):
-        assert data_wait_s == FETCH_S and tokens == 16 * done
-        clock.work(f"note {done}", NOTE_S)
-        times_s.append(step_time_s)
-        clock.measured += [done] * (peak_bytes is not None)
-
-    def save(done, folder, *, is_last):
+    def save(trainer, checkpoints, done, folder, *, is_last):
         clock.work(f"save {done}" if folder == "checkpoints" else f"keep {done}", SAVE_S)
+        checkpoints.saved = done if folder == "checkpoints" else checkpoints.saved
 
-    def validate():
+    def validate(observer):
         clock.work("validate", VALIDATE_S)
         return None if stops_in_validation else 1.0
 
-    config = SimpleNamespace(
-        validation=SimpleNamespace(every=validated),
-        train=SimpleNamespace(steps=3),
-        metrics=SimpleNamespace(memory_every=9),
-        checkpoint=SimpleNamespace(every=every, save=bool(every)),
-    )
-    loop = SimpleNamespace(
-        config=config, _find_seen=lambda done: Seen(done, done, 16 * done),
-        held_out=object() if validated else None, _validate=validate, num_drawn=0, timeline=None,
-        has_peaks=has_peaks, memory=SimpleNamespace(watch=nullcontext, gather_peaks=lambda layout: [1]), layout=None,
-        watch=mock.Mock(spec=Watchdog), _launch=launch, records=SimpleNamespace(note=note),
-        batches=SimpleNamespace(fetch_ahead=fetch_ahead), _skip=lambda step, result: skips,
-        display=SimpleNamespace(say=lambda text: None), _check_attention=lambda: None,
-        spikes=SpikeDetector(spikes), _say_spike=lambda step, result: None,
-        _wait_for_update=lambda: clock.work("update", UPDATE_S), _save=save, checkpoints=mock.Mock(spec=Checkpoints),
-        _look=lambda: None,
+    monkeypatch.setattr(ValidationObserver, "_measure", validate)
+    monkeypatch.setattr("dtlayout.training.observers.saves.save", save)
+    monkeypatch.setattr("dtlayout.training.observers.spikes.save", save)
+    monkeypatch.setattr("dtlayout.training.observers.nonfinite.fill_state", lambda *_: None)
+    monkeypatch.setattr(order, "KernelObserver", lambda *_: Observer())
+    monkeypatch.setattr(order, "replace", lambda batches, **_: batches)
+    meter = SimpleNamespace(watch=nullcontext, gather_peaks=lambda layout: [1], peaks_by_pp_rank=[1])
+    monkeypatch.setattr(order, "MemoryMeter", lambda *_, **__: meter)
+    kernels = Kernels(compile="none" if has_peaks else "blocks")
+    inputs = SimpleNamespace(
+        config=config, layout=Layout(), device=Device("cpu"), chosen=SimpleNamespace(kernels=kernels),
+        held_out=object() if validated else None,
     )  # fmt: skip
+    steps = range(1, 4)
+    observers = order.make_observers(inputs, trainer, checkpoints, records, FolderObserver(None), steps)
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now_s)
-    return clock, run._Run._loop(loop, 0), times_s
+    exit_code, done = run.run_steps(steps, trainer, observers, trainer.watch)
+    return clock, (exit_code, checkpoints.saved if exit_code == EXIT_STOPPED else done), records.times_s
 
 
 FINE = StepResult(loss=1.0, grad_norm=1.0, stop_requested=False)
@@ -209,8 +255,8 @@ FINE = StepResult(loss=1.0, grad_norm=1.0, stop_requested=False)
 def test_the_next_batch_is_asked_for_while_the_device_works_and_each_second_counts_once(monkeypatch):
     clock, ended, times_s = play(monkeypatch, [FINE] * 3)
     assert clock.done == [
-        "fetch 0", "launch 0", "fetch 1", "wait", "note 1", "launch 1", "fetch 2", "wait", "note 2",
-        "launch 2", "wait", "update", "note 3",
+        "fetch 1", "launch 1", "fetch 2", "wait", "note 1", "launch 2", "fetch 3", "wait", "note 2",
+        "launch 3", "wait", "update", "note 3",
     ]  # fmt: skip
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
@@ -225,7 +271,7 @@ def test_no_step_is_measured_where_that_would_change_its_bits(monkeypatch):
 
 def test_a_checkpoint_waits_for_the_update_and_counts_for_no_step(monkeypatch):
     clock, ended, times_s = play(monkeypatch, [FINE] * 3, every=2)
-    assert clock.done[7:12] == ["wait", "update", "note 2", "save 2", "launch 2"]
+    assert clock.done[7:12] == ["wait", "update", "note 2", "save 2", "launch 3"]
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
     assert times_s == [FETCH_S + step_s, step_s + NOTE_S + UPDATE_S, step_s - FETCH_S + UPDATE_S]
@@ -233,7 +279,7 @@ def test_a_checkpoint_waits_for_the_update_and_counts_for_no_step(monkeypatch):
 
 def test_validation_waits_for_the_update_and_counts_for_no_step(monkeypatch):
     clock, ended, times_s = play(monkeypatch, [FINE] * 3, validated=2)
-    assert clock.done[7:12] == ["wait", "update", "validate", "note 2", "launch 2"]
+    assert clock.done[7:12] == ["wait", "update", "validate", "note 2", "launch 3"]
     assert clock.done[-4:] == ["wait", "update", "validate", "note 3"]
     assert ended == (0, 3)
     step_s = FETCH_S + LAUNCH_S + WAIT_S
@@ -290,7 +336,7 @@ def test_the_state_that_met_a_spike_is_kept_once_and_counts_for_no_step(monkeypa
     clock, ended, times_s = play(monkeypatch, results, every=1, spikes=spikes)
     assert ended == (0, 3)
     assert clock.done[clock.done.index("note 1") :] == [
-        "note 1", "save 1", "launch 1", "fetch 2", "wait", "update", "note 2", "keep 1", "save 2", "launch 2", "wait",
+        "note 1", "save 1", "launch 2", "fetch 3", "wait", "update", "note 2", "keep 1", "save 2", "launch 3", "wait",
         "update", "note 3", "save 3",
     ]  # fmt: skip
     assert times_s[2] == LAUNCH_S + WAIT_S + UPDATE_S
@@ -301,4 +347,4 @@ def test_the_state_that_met_a_spike_is_kept_once_and_counts_for_no_step(monkeypa
 def test_a_signal_of_the_start_is_heard_of_before_the_first_step(is_made):
     stop = StopRequest()
     stop.is_made = is_made
-    assert run._Run._is_stopped(SimpleNamespace(stop=stop, host=None)) is is_made
+    assert run._is_stopped(stop, None) is is_made

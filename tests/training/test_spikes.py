@@ -15,8 +15,8 @@ from dtlayout import cli, launch
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.manifest import read_manifest
 from dtlayout.config.config import SpikesConfig, load_config
+from dtlayout.training.result import NO_LIMITS, StepResult
 from dtlayout.training.spikes import SpikeDetector
-from dtlayout.training.step import NO_LIMITS, StepResult
 
 FINE = StepResult(loss=2.0, grad_norm=0.5, stop_requested=False)
 SMALL = SpikesConfig(action="skip", window=20, min_steps=10)

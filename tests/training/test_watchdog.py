@@ -15,9 +15,10 @@ from waiting import wait_until
 
 from dtlayout.base.errors import CheckpointError
 from dtlayout.training import watchdog as module
+from dtlayout.training.culprit import find_culprit
 from dtlayout.training.links import Node
 from dtlayout.training.progress import RankProgress, SharedStatus
-from dtlayout.training.watchdog import Watchdog, judge
+from dtlayout.training.watchdog import Watchdog
 
 WAITS = RankProgress(rank=0, step=17, doing="backward of stage 0, microbatch 1", age_s=61.0, state="running")
 
@@ -38,7 +39,9 @@ def node(host: str, *records: RankProgress, is_silent: bool = False) -> Node:
 )
 def test_a_rank_that_did_something_is_to_blame_before_those_that_wait(state, reason, said):
     other = replace(WAITS, rank=3, age_s=2.0, state=state, reason=reason)
-    culprit, _, line = judge([node("a", WAITS, replace(WAITS, rank=1)), node("b", replace(WAITS, rank=2), other)])
+    culprit, _, line = find_culprit(
+        [node("a", WAITS, replace(WAITS, rank=1)), node("b", replace(WAITS, rank=2), other)]
+    )
     assert culprit == 3
     assert line.startswith(f"rank 3 on b {said}")
 
@@ -47,11 +50,13 @@ def test_the_state_that_explains_the_others_is_the_one_to_blame():
     states = ["running", "cut off", "stopped", "refused", "failed", "gone"]
     ranks = [replace(WAITS, rank=i, state=state) for i, state in enumerate(states)]
     for number in range(len(states), 0, -1):
-        assert judge([node("a", *ranks[:number])])[0] == number - 1
+        assert find_culprit([node("a", *ranks[:number])])[0] == number - 1
 
 
 def test_where_all_wait_the_one_that_stood_still_first_is_named():
-    culprit, _, line = judge([node("a", WAITS, replace(WAITS, rank=1, doing="reading the next batch", age_s=62.5))])
+    culprit, _, line = find_culprit(
+        [node("a", WAITS, replace(WAITS, rank=1, doing="reading the next batch", age_s=62.5))]
+    )
     assert (culprit, line) == (1, "rank 1 on a stood still first, for 62 s, in step 17, reading the next batch")
 
 
@@ -59,18 +64,18 @@ def test_a_rank_that_only_waits_is_named_after_one_that_stands_still_by_itself()
     """Ranks come out of a save at different times: the last one to begin a step may be the one that sticks there."""
     sum_up = replace(WAITS, rank=1, doing="counting its targets", age_s=62.0, waits=True)
     beginning = replace(WAITS, doing="beginning", age_s=61.5)
-    assert judge([node("a", beginning, sum_up)]).line == (
+    assert find_culprit([node("a", beginning, sum_up)]).line == (
         "rank 0 on a stood still first, for 62 s, in step 17, beginning"
     )
-    assert judge([node("a", sum_up, replace(sum_up, rank=2, age_s=63.0))]).rank == 2
+    assert find_culprit([node("a", sum_up, replace(sum_up, rank=2, age_s=63.0))]).rank == 2
 
 
 def test_a_node_of_which_nothing_is_heard_is_named_with_its_ranks():
     silent = node("b", *(replace(WAITS, rank=rank, step=0, doing="building the model") for rank in (4, 5, 6)),
                   is_silent=True)  # fmt: skip
     line = "rank 4 on b is out of reach, with 5, 6 of the same node; last heard of in building the model"
-    assert judge([node("a", replace(WAITS, state="cut off")), silent])[::2] == (4, line)
-    assert judge([]).line == "no rank is left"
+    assert find_culprit([node("a", replace(WAITS, state="cut off")), silent])[::2] == (4, line)
+    assert find_culprit([]).line == "no rank is left"
 
 
 @pytest.fixture
@@ -159,15 +164,15 @@ def test_a_refusal_is_raised_for_whoever_says_it(alone):
     with pytest.raises(CheckpointError), watch:
         raise CheckpointError("damaged")
     assert not noted and not ended
-    assert watch._board.read()[0].state == "refused"
+    assert watch._status.read()[0].state == "refused"
 
 
 def test_a_process_that_has_lost_its_folder_says_why_it_ends(alone):
     watch, _, _ = alone
     watch.begin_step(4)
     watch.note_refusal("RUN was taken over")
-    (found,) = watch._board.read()
-    assert judge([node("a", found)]).line == "rank 0 on a ended in step 4, beginning: RUN was taken over"
+    (found,) = watch._status.read()
+    assert find_culprit([node("a", found)]).line == "rank 0 on a ended in step 4, beginning: RUN was taken over"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

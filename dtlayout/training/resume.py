@@ -1,0 +1,50 @@
+"""Saving a run's state as a checkpoint, and going on from one: everything beside the tensors is named here."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from dtlayout.checkpoint.optimizer_state import set_updates
+from dtlayout.checkpoint.sharded import find_changes
+from dtlayout.training.checkpoints import Checkpoints
+from dtlayout.training.optimizer import LearningRate
+from dtlayout.training.position import find_seen, note_seen
+from dtlayout.training.trainer import Trainer
+
+
+def save(trainer: Trainer, checkpoints: Checkpoints, done: int, folder: str, *, is_last: bool) -> None:
+    """Save the state after `done` steps into RUN/`folder`; CheckpointError if the `is_last` is not saved."""
+    seen = trainer.count_seen(done)
+    origin = {**_find_origin(trainer), **asdict(trainer.config.batch), **note_seen(seen)}
+    origin |= {"learning_rate": asdict(trainer.learning_rate), "spikes": trainer.spikes.to_dict()}
+    checkpoints.save(done, folder, resolved=trainer.resolve(), samples=seen.samples, origin=origin, is_last=is_last)
+
+
+def resume(trainer: Trainer, checkpoints: Checkpoints, say: Callable[[str], None]) -> int:
+    """Go on from the newest checkpoint, if there is one; the number of steps that are done.
+
+    `say` gets lines about what is not as it was when the checkpoint was saved.
+    """
+    if checkpoints.newest is None:
+        return 0
+    config = trainer.config
+    done, origin = checkpoints.load()
+    trainer.spikes.restore(origin.get("spikes", {}))
+    set_updates(trainer.optimizer, done - trainer.spikes.num_left_out)
+    saved, num_steps = origin.get("learning_rate", {}), config.train.steps
+    trainer.learning_rate = LearningRate.of(config.optimizer, num_steps, saved)
+    for line in trainer.learning_rate.describe_resume(saved, done, num_steps):
+        say(f"note: {line}")
+    seen, lines = find_seen(origin, done, config.batch, checkpoints.newest)
+    trainer.batches = replace(trainer.batches, samples=replace(trainer.batches.samples, seen=seen))
+    for line in lines:
+        say(f"note: {line}")
+    for name, (old, new) in find_changes(origin, _find_origin(trainer)).items():
+        say(f"note: {name} was {old} when this was saved and is {new}: samples come in another order")
+    return done
+
+
+def _find_origin(trainer: Trainer) -> dict[str, Any]:
+    """Names and values that decide the order of samples."""
+    config = trainer.config
+    return {"seq_len": config.batch.seq_len, "seed": config.train.seed, "tokens": trainer.batches.samples.fingerprint}

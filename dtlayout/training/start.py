@@ -1,0 +1,81 @@
+"""The start of a run on one rank, before ranks join: device, kernels and data, or a refusal."""
+
+import os
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.signals import StopRequest
+from dtlayout.config.config import Config, DataConfig
+from dtlayout.data.nodes import prepare_on_node
+from dtlayout.data.samples import Samples, check_held_out, open_samples
+from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless
+from dtlayout.spec.device import Device, find_host_bytes
+from dtlayout.spec.kernels import OpenKernels, ResolvedKernels
+from dtlayout.spec.layout import Layout
+from dtlayout.training.devices import open_device, repeat_bits
+from dtlayout.training.rendezvous import open_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """Everything that is decided before ranks join."""
+
+    config: Config
+    layout: Layout
+    device: Device
+    chosen: ResolvedKernels
+    """The config's kernels, each auto replaced by a name."""
+    samples: Samples
+    held_out: Samples | None
+    """Samples of [validation]; None if the config has no such section."""
+    stop: StopRequest
+
+
+def open_inputs(config: Config, layout: Layout, stop: StopRequest) -> tuple[RunInputs, dist.Store]:
+    """Open device and data, and the store over which the ranks of this start find each other.
+
+    InvalidConfig, KernelError or DataError for a run that could not be trained here.
+    """
+    device, chosen = _open_device(config, layout)
+    store = open_store(config.train.timeout_s)
+    samples = open_data(config, config.data, store, "tokens", seed=config.train.seed)
+    held_out = open_held_out(config, store)
+    inputs = RunInputs(
+        config=config, layout=layout, device=device, chosen=chosen, samples=samples, held_out=held_out, stop=stop
+    )
+    return inputs, store
+
+
+def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernels]:
+    """This rank's device and the kernels that it runs; a refusal for a kernel or a layout that it cannot run."""
+    if config.train.deterministic:
+        repeat_bits(config.train.device)
+    device = open_device(config.train.device, config.cluster.known_gpu)
+    chosen = config.choose_kernels(device, layout)
+    kernels = chosen.kernels
+    if config.train.deterministic and (problems := kernels.unrepeatable(device)):
+        raise InvalidConfig(problems)
+    kernels.check(config.precision, device, document_mask=config.data.document_mask, **layout.asked_of_kernels)
+    known = replace(config, kernels=OpenKernels.of(kernels))
+    refuse_hopeless(known, layout, device.gpu)
+    if device.type == "cpu":
+        refuse_beyond_host(known, layout, device.gpu, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), find_host_bytes())
+    return device, chosen
+
+
+def open_data(config: Config, data: DataConfig, store: dist.Store, what: str, *, seed: int) -> Samples:
+    """Samples of `data`; each source is prepared once a node, under a key of the store that begins with `what`."""
+    folders = [prepare_on_node(each, store, f"{what}/{i}") for i, each in enumerate(data.sources)]
+    return open_samples(data, folders, config.model.vocab_size, config.batch, seed=seed)
+
+
+def open_held_out(config: Config, store: dist.Store) -> Samples | None:
+    """Samples of [validation], in an order that no seed decides; DataError if they make no batch."""
+    data = config.validation_data
+    if data is None:
+        return None
+    samples = open_data(config, data, store, "validation", seed=0)
+    check_held_out(samples, data.source)
+    return samples

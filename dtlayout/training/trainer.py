@@ -1,0 +1,110 @@
+"""Trainer: model, optimizer, learning rate and batches of one rank, and the launch of a step with them."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dtlayout.base.errors import EXIT_DONE, EXIT_STOPPED
+from dtlayout.base.files import expand
+from dtlayout.base.signals import StopRequest
+from dtlayout.checkpoint.hf import load_weights
+from dtlayout.config.config import Config
+from dtlayout.data.samples import Seen, own_indices
+from dtlayout.mesh.axes import dp_rank
+from dtlayout.plans.init import initialize
+from dtlayout.spec.layout import Layout, OpenLayout
+from dtlayout.training.batches import Batches, OwnBatch
+from dtlayout.training.build import Assembly, assemble
+from dtlayout.training.observer import ObservedStep
+from dtlayout.training.optimizer import LearningRate, build_optimizer, set_learning_rate
+from dtlayout.training.result import StepResult
+from dtlayout.training.spikes import SpikeDetector
+from dtlayout.training.start import RunInputs
+from dtlayout.training.step import Launched, TrainStep
+from dtlayout.training.watchdog import SPARE_S, Watchdog
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """The parts of a rank that a step reads or changes; `resume` replaces some of them."""
+
+    config: Config
+    layout: Layout
+    assembly: Assembly
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+    batches: Batches
+    learning_rate: LearningRate
+    spikes: SpikeDetector
+    """Gives each step the limits above which it updates nothing."""
+    stop: StopRequest
+    watch: Watchdog
+
+    def fetch_ahead(self, steps: range) -> Iterator[OwnBatch]:
+        """Batches of steps by their numbers, from 1; a thread reads the next one meanwhile."""
+        return self.batches.fetch_ahead(range(steps.start - 1, steps.stop - 1))
+
+    def launch(self, number: int, batch: OwnBatch) -> Launched:
+        """Give the device a step, by its number from 1, without waiting for it."""
+        set_learning_rate(self.optimizer, self.learning_rate.at(number - 1))
+        self.watch.at("counting its targets", waits=True)
+        limits = self.spikes.step_limits
+        return self.step.launch(batch.tokens, batch.targets, batch.starts, stop=self.stop.is_made, limits=limits)
+
+    def describe(self, number: int, batch: OwnBatch, result: StepResult) -> ObservedStep:
+        """A step that has just got its numbers, and whether the run ends with it if nothing else comes up."""
+        is_last = number == self.config.train.steps
+        return ObservedStep(
+            number=number,
+            result=result,
+            lr=self.learning_rate.at(number - 1),
+            tokens=self.count_seen(number).tokens,
+            data_wait_s=batch.wait_s,
+            exit_code=EXIT_DONE if is_last else EXIT_STOPPED if result.stop_requested else None,
+        )
+
+    def wait_for_update(self) -> None:
+        """Wait for all that the device was given."""
+        if self.batches.device_type == "cuda":
+            torch.cuda.synchronize()
+
+    def count_seen(self, done: int) -> Seen:
+        """Samples and tokens that `done` steps have read."""
+        return self.batches.samples.seen.after(done, self.config.batch)
+
+    def resolve(self) -> Config:
+        """A config that reproduces the run: its layout is decided, and so are the steps of its learning rate."""
+        steps, length = self.config.train.steps, self.learning_rate.decay_steps
+        optimizer = replace(self.config.optimizer, decay_steps=0 if length == steps else length)
+        return replace(self.config, layout=OpenLayout(**asdict(self.layout)), optimizer=optimizer)
+
+
+def build_trainer(inputs: RunInputs, watch: Watchdog, group: dist.ProcessGroup, *, is_loaded: bool) -> Trainer:
+    """Build the model and all that trains it.
+
+    `is_loaded` takes the weights of `train.init_from`, which ranks read together over `group`; else they are drawn.
+    """
+    config, layout, device_type = inputs.config, inputs.layout, inputs.device.type
+    model, rank = config.model, dist.get_rank()
+    batches = Batches(
+        inputs.samples, own_indices(config.batch.global_batch, dp_rank(rank, layout), layout.dp), device_type,
+        has_documents=config.data.document_mask, layout=layout, rank=rank,
+    )  # fmt: skip
+    watch.at("building the model", is_long=True)
+    assembly = assemble(
+        model, config.batch, layout, inputs.chosen.kernels, config.precision,
+        seed=config.train.seed, device_type=device_type, timeout_s=config.train.timeout_s + SPARE_S,
+        give_weights=partial(load_weights, expand(config.train.init_from), group=group) if is_loaded else initialize,
+    )  # fmt: skip
+    optimizer = build_optimizer(assembly.modules, model, config.optimizer)
+    step = TrainStep(
+        assembly.runtime, optimizer, max_norm=config.optimizer.max_norm, mesh=assembly.mesh, aliases=model.aliases
+    )
+    return Trainer(
+        config=config, layout=layout, assembly=assembly, optimizer=optimizer, step=step, batches=batches,
+        learning_rate=LearningRate.of(config.optimizer, config.train.steps, {}), spikes=SpikeDetector(config.spikes),
+        stop=inputs.stop, watch=watch,
+    )  # fmt: skip
