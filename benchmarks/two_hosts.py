@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.calibration import run_trials
 from dtlayout.cli import main as dtlayout
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.sweep.results import TrialResult
 from dtlayout.sweep.spec import Sweep, read_sweep
 

@@ -15,7 +15,7 @@ _PUBLIC = {
     "spec.batch": ["Batch"], "spec.kernels": ["Kernels"], "spec.layout": ["Layout"],
     "spec.model_shape": ["ModelShape"], "spec.precision": ["Precision"], "spec.recompute": ["Recompute"],
     "spec.optimizers": ["Optimizer", "register_optimizer"], "models.presets": ["find_preset"],
-    "models.families": ["Family", "register_family"], "config.config": ["load_config"],
+    "models.families": ["Family", "register_family"], "config.loading": ["load_config"],
     "spec.kernel_table": ["register_kernel"], "spec.cluster": ["register_gpu"],
     "costmodel.engine": ["register_engine"], "plans.plan": ["Plan", "make_plan"],
     "pipelining.schedule": ["make_schedule"], "schedules.schedules": ["PipelineSchedule", "register_schedule"],

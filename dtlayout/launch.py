@@ -25,7 +25,9 @@ from dtlayout.base.process import leave
 from dtlayout.base.restarts import find_refusal, is_restart
 from dtlayout.base.signals import Stopped, StopRequest, note_signals
 from dtlayout.base.terminal import guarded
-from dtlayout.config.config import Config, check_layout, load_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_config
 from dtlayout.training.metrics import Summary, note_crash, read_summary, write_summary
 
 SECONDS_TO_SAY_WHY = 5.0

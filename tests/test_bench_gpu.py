@@ -48,7 +48,7 @@ from dtlayout.ops.norm import fused_rms_norm
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import find_gpu, load_cluster
 from dtlayout.spec.device import Device, describe_gpu
-from dtlayout.spec.kernel_table import KERNELS, NormKernel, find_kernel, kernels_replaced
+from dtlayout.spec.kernel_table import KERNELS, KernelRequest, NormKernel, find_kernel, kernels_replaced
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.precision import Precision
 from dtlayout.training.rendezvous import join_ranks
@@ -140,7 +140,7 @@ def test_every_cell_of_the_gpu_is_legal_and_those_without_scores_are_predicted_t
     smaller, larger = find_gpu("h100-80g-sxm"), find_gpu("h200-141g-sxm")
     for cell in GPU.cells(["memory", "blocks", "models", "kernels"]):
         assert isinstance(cell, Training)
-        cell.kernels.check(PRECISION, Device("cuda"))
+        cell.kernels.check(KernelRequest(device=Device("cuda"), compute=PRECISION.compute))
         cell.layout.check(cell.shape, cell.batch)
         if cell.kernels.attention != "sdpa-math":
             predicted = predict(cell, larger if cell.model == "llama2-7b" else smaller)

@@ -13,7 +13,7 @@ from tiny import ROOT, TinyFiles, write_tiny
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import STAGES, main
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.plans.plan import make_plan
 
 COMMANDS = ("check", "compare", "config", "explain", "prepare", "recommend", "sweep")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dtlayout.config.config import check_layout, load_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.loading import load_config
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 

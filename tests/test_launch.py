@@ -16,7 +16,7 @@ from dtlayout import cli, launch
 from dtlayout.base.errors import DataError, LostRanks
 from dtlayout.base.lease import LEASE_NAME, Lease, hold
 from dtlayout.base.signals import Stopped
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.launch import USAGE, main
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.spec.device import device_of

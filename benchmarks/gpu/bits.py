@@ -20,11 +20,12 @@ from benchmarks.gpu.rows import Checked
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.checkpoint.copies import HostCopies
 from dtlayout.checkpoint.sharded import collect_state, load_checkpoint, save_checkpoint
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.data import prepare
 from dtlayout.data.sources import Corpus
 from dtlayout.mesh.build import open_host_group
 from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import KernelRequest
 from dtlayout.spec.optimizers import AdamW
 from dtlayout.training.build import Assembly
 from dtlayout.training.metrics import MetricsFile
@@ -85,8 +86,7 @@ def check_resume(cell: ResumeCheck, device: Device) -> Checked:
 
 def refuse_unrepeatable(cell: StepCheck, device: Device) -> None:
     """InvalidConfig as from `train.deterministic`."""
-    if problems := cell.kernels.unrepeatable(device):
-        raise InvalidConfig(problems)
+    cell.kernels.check(KernelRequest(device=device, compute=cell.compute, deterministic=True))
 
 
 def _train(assembly: Assembly, step: TrainStep, cell: StepCheck, device: Device, num_steps: int) -> dict[str, Tensor]:

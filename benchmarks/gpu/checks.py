@@ -25,12 +25,11 @@ from dtlayout.ops.loss import Head
 from dtlayout.plans.init import initialize
 from dtlayout.spec.batch import IGNORED, Batch
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KERNELS
+from dtlayout.spec.kernel_table import KERNELS, KernelRequest
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.optimizers import AdamW
-from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly, assemble
 from dtlayout.training.kernels import first_forward
 from dtlayout.training.optimizer import build_optimizer
@@ -92,7 +91,7 @@ def gather_parameters(assembly: Assembly) -> dict[str, Tensor]:
 def build_step(cell: StepCheck, device: Device) -> tuple[Assembly, TrainStep]:
     """The trainer of a step, which clips nothing."""
     shape, layout = MODELS[cell.model], replace(LAYOUT, recompute=cell.recompute, offload=cell.offload)
-    cell.kernels.check(cell.precision, device, recompute=cell.recompute)
+    cell.kernels.check(KernelRequest(device=device, compute=cell.compute, recompute=cell.recompute))
     layout.check(shape, BATCH)
     assembly = assemble(shape, BATCH, layout, cell.kernels, cell.precision, seed=SEED, device_type=device.type)
     optimizer = build_optimizer(assembly.modules, shape, AdamW())
@@ -135,7 +134,7 @@ def check_weights(cell: WeightsCheck, device: Device) -> Checked:
 
 def check_operation(cell: OperationCheck, device: Device) -> Checked:
     """One kernel's results and the gradients of its inputs, of random ones that its format holds exactly."""
-    cell.kernels.check(Precision(compute=cell.compute), device)
+    cell.kernels.check(KernelRequest(device=device, compute=cell.compute))
     dtype, generator = getattr(torch, cell.compute), torch.Generator().manual_seed(SEED)
     make_inputs, exact, run = OPERATIONS[cell.operation]
     inputs = [torch.randn(size, generator=generator).to(dtype) for size in make_inputs]

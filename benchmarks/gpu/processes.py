@@ -47,6 +47,7 @@ from dtlayout.costmodel.estimate import HOPELESS_SHARE
 from dtlayout.ops.attention import attention_implementation
 from dtlayout.spec.cluster import Gpu
 from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import KernelRequest
 from dtlayout.spec.kernels import Kernels
 from dtlayout.training.devices import open_device, repeat_bits
 from dtlayout.training.rendezvous import join_ranks
@@ -195,7 +196,7 @@ def measure(cell: Cell, device: Device, num_steps: int, predicted: Prediction | 
     """What is measured of a cell on this device."""
     kernels = kernels_of(cell)
     if kernels is not None:
-        kernels.check(PRECISION, device)
+        kernels.check(KernelRequest(device=device, compute=PRECISION.compute))
     with nullcontext() if kernels is None else attention_implementation(kernels.attention):
         if not isinstance(cell, Training):
             return MEASURES[type(cell)](cell, device)

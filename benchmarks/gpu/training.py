@@ -16,6 +16,7 @@ from dtlayout.base.errors import NonFiniteLoss
 from dtlayout.measure.kernels import KernelRecorder
 from dtlayout.measure.memory import StorageTracker
 from dtlayout.spec.device import Device
+from dtlayout.spec.kernel_table import KernelRequest
 from dtlayout.spec.optimizers import AdamW
 from dtlayout.spec.precision import Precision
 from dtlayout.training.build import Assembly, assemble
@@ -30,7 +31,7 @@ PRECISION = Precision()
 
 def measure_training(cell: Training, device: Device, num_steps: int) -> Trained:
     """Build the trainer of a cell and time its steps: a first one, one whose first forward is profiled, then others."""
-    cell.kernels.check(PRECISION, device)
+    cell.kernels.check(KernelRequest(device=device, compute=PRECISION.compute))
     cell.layout.check(cell.shape, cell.batch)
     assembly, inputs, targets = prepare(cell, device.type)
     optimizer = build_optimizer(assembly.modules, cell.shape, AdamW())

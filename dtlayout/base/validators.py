@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand, find_path_problem
 from dtlayout.base.formatting import shorten
+from dtlayout.base.refusals import Refusal, refuse
 
 _RULES: dict[str, Callable[[Any], bool]] = {
     "must be above 0": lambda value: value > 0,
@@ -47,7 +48,10 @@ def one_of(choices: Collection[str] | Callable[[], Collection[str]], default: An
 
 
 class Ranged:
-    """A section of a config, a dataclass: InvalidConfig with each `ranged` field that is outside its range."""
+    """A section of a config, a dataclass: InvalidConfig with each `ranged` field that is outside its range.
+
+    If all ranges are kept, InvalidConfig with a line for each of `find_broken`.
+    """
 
     section: ClassVar[str]
 
@@ -58,7 +62,12 @@ class Ranged:
     def __post_init__(self) -> None:
         if problems := self.range_problems():
             raise InvalidConfig(problems)
+        refuse(self.find_broken())
         self.expand_paths()
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal for each rule that values break although their ranges are kept; a section overrides this."""
+        return []
 
     def expand_paths(self) -> None:
         """Put a home in the place of each path's `~`, so that whoever reads the field needs not think of it."""

@@ -25,7 +25,7 @@ from dtlayout.checkpoint.equality import check_equal_parts
 from dtlayout.checkpoint.kept import made_whole, write_beside, write_json
 from dtlayout.checkpoint.manifest import CHECKPOINTS
 from dtlayout.checkpoint.sharded import load_parameters, read_model, save_weights
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import CONFIG, GENERATION, KEPT, read_table, update_config
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.stored import FORMATS, INDEX, StoredTensor, find_weights, name_first

@@ -14,7 +14,8 @@ from typing import Any
 
 from dtlayout.base.errors import CheckpointError
 from dtlayout.base.files import expand
-from dtlayout.config.config import Config, DataConfig
+from dtlayout.config.config import Config
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.tokenizer import Tokenizer, find_file, load_tokenizer
 from dtlayout.models.beside import (
     CONFIG,

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.commands.arguments import add_gpu, add_world, choose_gpu, choose_world, find_assumed_world
-from dtlayout.config.config import Config, check_layout, load_formats, load_plan
+from dtlayout.config.checking import check_layout
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_formats, load_plan
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario, engine_kernels, find_unsupported
 from dtlayout.planner.prediction import own_scenario, predicted_kernels

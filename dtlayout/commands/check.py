@@ -1,4 +1,4 @@
-"""dtlayout check: refuse a config before a cluster is booked, or say what it would do."""
+"""dtlayout check: refuse a config before a cluster is booked, or print the run that it would make."""
 
 import argparse
 from dataclasses import asdict, replace
@@ -13,7 +13,9 @@ from dtlayout.commands.arguments import (
     find_assumed_world,
     show,
 )
-from dtlayout.config.config import PLANNED_STEPS, Config, check_layout, load_plan
+from dtlayout.config.checking import check_layout
+from dtlayout.config.config import Config
+from dtlayout.config.loading import PLANNED_STEPS, load_plan
 from dtlayout.mesh.axes import crosses_node
 from dtlayout.models.counting import count_parameters
 from dtlayout.pipelining.partition import count_blocks, layer_costs, partition
@@ -29,7 +31,7 @@ _OPEN_KERNELS = "those that are auto depend on the run's GPU: name it with --gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config, the machines and the plan."""
+    """Add the arguments: the config, the machines and the plan."""
     add_config(parser)
     add_world(parser)
     add_gpu(parser)
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the config would do, or refuse it."""
+    """Print the run that the config would make, or refuse the config."""
     config = load_plan(options.config, options.overrides)
     if options.gpu:
         config = _put_on(config, choose_gpu(config, options.gpu))
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _put_on(config: Config, gpu: Gpu) -> Config:
-    """The config on another GPU type than its own, in nodes of as many."""
+    """The config on another GPU type, with as many GPUs in a node."""
     cluster = replace(config.cluster, gpu=gpu.name, file="", gpus_per_node=config.cluster.ranks_per_node)
     return replace(config, cluster=cluster, train=replace(config.train, device="auto"))
 
@@ -96,7 +98,7 @@ def _describe(config: Config, layout: Layout) -> list[tuple[str, str]]:
 
 
 def _predict_memory(config: Config, layout: Layout) -> tuple[float | None, str]:
-    """Bytes of the fullest rank, and what people read of it; None where nobody says which GPU it is."""
+    """Predicted bytes of the fullest rank, and a line on them; None and a reason if the GPU type is not named."""
     from dtlayout.planner.prediction import describe_peak, own_scenario, predict  # only now: they import the cost model
 
     gpu = config.device.gpu
@@ -107,7 +109,7 @@ def _predict_memory(config: Config, layout: Layout) -> tuple[float | None, str]:
 
 
 def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
-    """What is legal, but hardly meant."""
+    """Notes on values that are legal, but hardly meant."""
     notes = []
     if config.train.steps == PLANNED_STEPS:
         notes.append("train.steps is missing: this can be predicted, and trained once it is there")
@@ -125,9 +127,7 @@ def _find_notes(config: Config, layout: Layout, kernels: Kernels) -> list[str]:
         from dtlayout.data.tokenizer import find_other_tokenizer  # only now: it imports numpy
 
         notes += find_other_tokenizer(config.data.tokenizer, config.train.init_from)
-    return notes + kernels.problems(
-        config.precision, here, document_mask=config.data.document_mask, **layout.asked_of_kernels
-    )
+    return notes + kernels.problems(config.request_kernels(here, layout))
 
 
 def _count_state_shards(layout: Layout) -> int:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from dtlayout.base.files import expand
 from dtlayout.base.formatting import align, choose_unit, three_digits
+from dtlayout.base.refusals import show_value
 from dtlayout.commands.arguments import add_config, show
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimate, estimate
 from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.space import KERNEL_NAMES
-from dtlayout.spec.layout import show_value
 
 EXAMPLE = "dtlayout compare configs/llama-13b-64xa100.toml tp=2 pp=2,micro_batch=2 --gpus 64"
 _MOST = 2.0

@@ -6,7 +6,7 @@ from pathlib import Path
 from dtlayout.base.errors import DataError, InvalidConfig
 from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import show
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 
 EXAMPLE = "dtlayout data show runs/debug/nonfinite-step-00000007.json"
 

@@ -15,7 +15,9 @@ from dtlayout.base.formatting import align
 from dtlayout.base.terminal import open_console
 from dtlayout.commands.arguments import add_config, add_gpu, add_world, choose_gpu, choose_world, show
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
-from dtlayout.config.config import Config, check_layout, load_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.dryrun.choose import choose_kernels, default_ranks
 from dtlayout.dryrun.findings import Findings

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from dtlayout.base import toml
 from dtlayout.base.files import write
-from dtlayout.config.config import check_layout, parse_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.loading import parse_config
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.scenario import Scenario

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config, the GPUs and the engine."""
+    """Add the arguments: the config, the GPUs and the engine."""
     add_config(parser)
     add_machines(parser)
 
@@ -74,7 +74,7 @@ def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:
 
 
 def _describe_offload(explanation: Explanation) -> list[tuple[str, str]]:
-    """What lies on the host, and how much of copying is waited for."""
+    """A row on the bytes that lie on the host, and on the time of copies; none without offload."""
     now = explanation.estimate
     if not now.host_bytes:
         return []
@@ -99,7 +99,7 @@ def _format_memory(estimate: Estimate) -> list[str]:
 
 
 def _draw_bar(estimate: Estimate) -> str:
-    """The fullest rank's components, by their first letters, against the capacity, where `|` stands."""
+    """A bar of the fullest rank's components, by their first letters; `|` stands at the capacity."""
     memory = estimate.memory[estimate.busiest_rank]
     scale = _BAR_WIDTH / max(memory.total, estimate.capacity_bytes)
     bar, end_bytes = "", 0.0
@@ -151,7 +151,7 @@ def _to_document(scenario: Scenario, explanation: Explanation) -> dict[str, obje
     intervals = find_intervals(scenario)
 
     def said(value: T) -> T | None:
-        """A value that rests on seconds, None where none are known."""
+        """The value, which is computed from seconds; None if no seconds are known."""
         return value if now.knows_time else None
 
     def list_numbers(estimate: Estimate) -> dict[str, object]:

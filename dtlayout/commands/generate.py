@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.commands.arguments import show
 from dtlayout.commands.source import find_config, find_data, find_kept
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.models.beside import CONFIG, TEMPLATE_NAME, find_ends
 

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from dtlayout.base.formatting import plural
 from dtlayout.commands.arguments import add_config, show
-from dtlayout.config.config import Config, DataConfig, load_config
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_config
+from dtlayout.config.sections import DataConfig
 
 if TYPE_CHECKING:
     from dtlayout.data.samples import SampledSource

@@ -6,7 +6,9 @@ from pathlib import Path
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
-from dtlayout.config.config import Config, DataConfig, parse_config
+from dtlayout.config.config import Config
+from dtlayout.config.loading import parse_config
+from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import CONFIG, KEPT, TEMPLATE_NAME, TOKENIZER
 
 

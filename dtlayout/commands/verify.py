@@ -12,7 +12,7 @@ from dtlayout.base.errors import InvalidLayout
 from dtlayout.base.formatting import GIB, plural
 from dtlayout.base.terminal import open_console
 from dtlayout.commands.emit import make_config
-from dtlayout.config.config import parse_config
+from dtlayout.config.loading import parse_config
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.dryrun.choose import choose_kernels, fullest_ranks

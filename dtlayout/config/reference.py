@@ -1,7 +1,7 @@
-"""Keys of a config, as people look them up: type, default, what a value must be, and what it means.
+"""Reference of the config: type, default, rule and meaning of each key.
 
-All is read off the dataclasses of the sections, so that no page is written by hand: `dtlayout config` prints what
-docs/reference/config.md holds. The sentence on a key is the string below its field, which stands in the source alone.
+All is read off the dataclasses of the sections, so no page is written by hand: `dtlayout config` prints the text of
+docs/reference/config.md. The meaning of a key is the string below its field.
 """
 
 import ast
@@ -25,11 +25,11 @@ class Key:
 
     name: str
     type: str
-    """What its values are, in words."""
+    """Type of the values, in words."""
     default: str | None
-    """As TOML has it; empty where a key that is left out is nothing, None where it is needed."""
+    """Default, written as in TOML. Empty: a key that is left out has no value. None: the key is needed."""
     rule: str
-    """What a value must be; empty where the type says all, or the sentence does."""
+    """Rule for values; empty where the type or the meaning says everything."""
     meaning: str
 
 
@@ -38,17 +38,17 @@ class Section:
     """A table of the file, or one of a list of tables."""
 
     title: str
-    """As the file has it."""
+    """Heading of the table, as in the file."""
     meaning: str
     keys: tuple[Key, ...]
 
     @property
     def name(self) -> str:
-        """Its path, as overrides have it."""
+        """Path of the table, as overrides name it."""
         return self.title.strip("[").partition("]")[0]
 
     def describe(self) -> Iterator[str]:
-        """The lines of Markdown, which a terminal shows as well."""
+        """Lines of Markdown, which a terminal shows as well."""
         yield f"## {self.title}"
         yield ""
         yield from textwrap.wrap(self.meaning, 118)
@@ -107,7 +107,7 @@ def _find_rule(f: "Field[Any]", hint: Any) -> str:
 
 
 def _explain(of: type, name: str) -> str:
-    """The sentence on a field, in which `Class.field` of the same module at its start is that one's sentence."""
+    """The meaning of a field. `Class.field` of the same module at its start stands for the meaning of that field."""
     owner = next((each for each in of.__mro__ if name in _read_sentences(each)), None)
     if owner is None:
         return ""

@@ -8,7 +8,7 @@ constants/engines/*.toml holds both, and `register_engine` takes a file of the s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +16,10 @@ from typing import Any, Literal
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.engine_constants import BOUNDS, Constants, RunAheadConstants, list_outside
-from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Gpu, gpu_named
 from dtlayout.spec.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METHOD
 from dtlayout.spec.kernels import Kernels
-from dtlayout.spec.layout import OFFLOADS, Layout, show_value
+from dtlayout.spec.layout_keys import OFFLOADS
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import BYTES, MATMUL_FORMATS, Precision
 from dtlayout.spec.recompute import Recompute
@@ -30,26 +29,28 @@ OWN_ENGINE = "dtlayout"
 KNOWN_AXES = ("tp", "pp", "cp", "ep", "tp_overlap", "ep_overlap")
 """Fields of a layout that a program may lack."""
 DATA_PARALLEL = ("replicated", "hybrid", "sharded")
-"""Whether data-parallel ranks share the state: none do, those of a group do, of which there are copies, or all do."""
-_OFF = Layout()
+"""Kinds of data parallelism: no ranks share the state, those of each group do, or all do."""
+
+
+_MODEL_KEYS = [f.name for f in fields(ModelShape) if f.default is not MISSING]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownKernels:
-    """Kernels of a program, by operation."""
+    """Kernels that a program has, by operation."""
 
     attention: tuple[str, ...] = ()
-    """Values of `Kernels.attention`."""
+    """Names of kernels for `Kernels.attention`."""
     norm: tuple[str, ...] = ()
-    """Values of `Kernels.norm`."""
+    """Names of kernels for `Kernels.norm`."""
     rope: tuple[str, ...] = ()
-    """Values of `Kernels.rope`."""
+    """Names of kernels for `Kernels.rope`."""
     swiglu: tuple[str, ...] = ()
-    """Values of `Kernels.swiglu`."""
+    """Names of kernels for `Kernels.swiglu`."""
     loss: tuple[str, ...] = ()
-    """Values of `Kernels.loss`."""
+    """Names of kernels for `Kernels.loss`."""
     compile: tuple[str, ...] = ()
-    """Values of `Kernels.compile`."""
+    """Names of kernels for `Kernels.compile`."""
 
     def __post_init__(self) -> None:
         for operation, names in vars(self).items():
@@ -59,93 +60,104 @@ class KnownKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """Everything that a training program does in a step whatever the hardware."""
+    """Everything that a training program does in a step, whatever the hardware."""
 
     sharding: Literal["distributed-optimizer", "fsdp2"] = "distributed-optimizer"
-    """Megatron's: whole weights and gradients, a sharded optimizer; or FSDP2's: sharded masters, gathered copies."""
+    """How data-parallel ranks share the state. distributed-optimizer, as in Megatron: weights and gradients are whole,
+    the optimizer is sharded. fsdp2: masters are sharded, and their copies are gathered."""
     gradient_bytes: int = 4
-    """Bytes of a gradient while microbatches are accumulated (fsdp2: as precision.reduce says)."""
+    """Bytes of a gradient while microbatches are accumulated; for fsdp2 precision.reduce says them."""
     reduce_bytes: int = 4
-    """Bytes of a gradient on the data-parallel links."""
+    """Bytes of a gradient when it is sent to other data-parallel ranks."""
     other_reduces: tuple[str, ...] = ()
-    """Other formats in which it can be told to accumulate and reduce gradients (fsdp2: any)."""
+    """Other formats in which the program can be told to accumulate and reduce gradients; fsdp2 takes any."""
     reduction: Literal["all-reduce", "reduce-scatter"] = "reduce-scatter"
-    """How gradients are summed over the data-parallel ranks."""
+    """Collective that sums gradients over the data-parallel ranks."""
     bucket_bytes: int = 0
-    """Bytes a parameter of the buffers through which gradients are reduced."""
+    """Bytes for each parameter of the buffers through which gradients are reduced."""
     loss: Literal["vocab-parallel", "replicated"] = "vocab-parallel"
-    """Whether each tp rank computes the loss of its own columns of logits, or gathers them and computes all of it."""
+    """Loss under tp. vocab-parallel: each rank computes the part of its own columns of logits. replicated: each rank
+    gathers all columns and computes the whole loss."""
     stage_split: Literal["cost", "parameters", "threshold"] = "cost"
-    """Blocks by FLOPs, by parameters, or a stage ending with the block that completes its fraction of them."""
+    """How blocks are dealt out over stages. cost: by FLOPs. parameters: by parameters. threshold: a stage ends with the
+    block that completes its fraction of the parameters."""
     input_reductions: int = 2
-    """Input gradients that are summed over tp in a block's backward: one for attention and one for the FFN at least."""
+    """Number of input gradients that are summed over tp in a block's backward: at least one for attention and one for
+    the FFN."""
     fuses_qkv: bool = True
-    """Whether queries, keys and values come out of one matmul."""
+    """Whether one matmul computes queries, keys and values."""
     regathers_inputs: bool = True
-    """Whether sequence parallelism keeps norm outputs sharded and gathers them again in backward."""
+    """Whether sequence parallelism keeps the outputs of norms sharded and gathers them again in backward."""
     sums_embedding: bool = False
-    """Whether each tp rank has a gradient of all rows of the embedding until these are summed, as DTensor's style has;
-    else one of its own rows."""
+    """Whether each tp rank has a gradient of all rows of the embedding until gradients are summed, as with DTensor's
+    style; else the rank has a gradient of its own rows."""
     dtensor_activations: bool = False
-    """Whether tp computes on DTensors, which add up two gradients in a third tensor and copy even a single sequence
-    where it is gathered or scattered; else on plain tensors."""
+    """Whether tp computes on DTensors; else it computes on plain tensors. DTensors add up two gradients in a third
+    tensor, and copy even a single sequence where it is gathered or scattered."""
     scatters_messages: bool = False
     """Whether each tp rank sends only 1/tp of the hidden states to the next stage."""
     blocking_messages: bool = False
-    """Whether a stage waits until its message has gone."""
+    """Whether a stage waits until its message is sent."""
     overlaps_reduction: bool = True
-    """Whether gradients are reduced, and parameters gathered, while the GPU computes."""
+    """Whether gradients are reduced and parameters are gathered while the GPU computes."""
     runs_ahead: bool = False
-    """Whether the host starts tp's collectives long before the GPU gets there, which hold their buffers meanwhile."""
+    """Whether the host starts the collectives of tp long before the GPU gets to them; their buffers are held
+    meanwhile."""
     axes: tuple[str, ...] = ("tp", "pp")
-    """Fields of a layout that it has beside data parallelism: the axes tp, pp, cp, ep; tp_overlap and ep_overlap, which
-    hide messages. With ep it trains mixtures of experts, and the latent attention that some of them have."""
+    """Axes that the program has beside data parallelism: tp, pp, cp and ep; also tp_overlap and ep_overlap, if it can
+    hide the messages of tp and of ep. A program with ep trains mixtures of experts and latent attention."""
     cp_methods: tuple[str, ...] = (DEFAULT_CONTEXT_METHOD,)
-    """Ways in which cp's ranks attend to each other's tokens, its usual one first."""
+    """Methods by which the ranks of cp can attend to each other's tokens, the usual one first."""
     offloads: tuple[str, ...] = ("none",)
-    """Values of `Layout.offload` that it has: parts of a run on the host; only fsdp2 engines' are predicted."""
+    """Values of `Layout.offload` that the program has. Offload is predicted for fsdp2 engines alone."""
     kernels: KnownKernels = field(default_factory=KnownKernels)
-    """Kernels that it has beside its usual ones, by our names."""
+    """Kernels that the program has beside its usual ones, by our names."""
     matmuls: tuple[str, ...] = ()
-    """Formats below bf16 in which its linear layers multiply, as `Precision.matmuls`."""
+    """Formats below bf16 in which its linear layers multiply, as in `Precision.matmuls`."""
     keeps_cast_inputs: bool = False
     """Whether a linear layer that multiplies in such a format keeps its input for backward as it was cast. Transformer
-    Engine's do, unless told `save_original_input`; torchao's keep the original (`input_hp` in float8_linear.py), and
-    cast it again in backward."""
+    Engine's layers do, unless told `save_original_input`. torchao's keep the original (`input_hp` in float8_linear.py),
+    and cast it again in backward."""
+    untrained: tuple[str, ...] = ()
+    """Keys of [model] that the program cannot train at other values than their defaults, although it is predicted with
+    them. Only a check of a run refuses them."""
     always_sequence_parallel: bool = False
-    """Whether its tensor parallelism always shards the sequence too."""
+    """Whether tensor parallelism always shards the sequence too."""
     data_parallel: tuple[str, ...] = DATA_PARALLEL
-    """Ways of `DATA_PARALLEL` that it has."""
+    """Kinds of data parallelism that the program has, of `DATA_PARALLEL`."""
     highest_zero: Literal[1, 2, 3] = 3
-    """Highest stage of ZeRO that it has."""
+    """Highest stage of ZeRO that the program has."""
     pipeline_zero: Literal[1, 2, 3] = 3
-    """Highest stage of ZeRO that it has in a pipeline: below 3 parameters stay gathered, below 2 gradients whole."""
+    """Highest stage of ZeRO in a pipeline. Below 3, parameters stay gathered; below 2, gradients stay whole."""
     schedules: tuple[str, ...] = ()
-    """Pipeline schedules that it has; all, where none is named."""
+    """Pipeline schedules that the program has; all, where none is named."""
     recompute: tuple[str, ...] = ()
-    """Kinds of recomputation that it has, every-N for any N; what `checkpointing` says, where none is named."""
+    """Kinds of recomputation that the program has; every-N stands for any N. Where none is named, `checkpointing` says
+    them."""
     even_stages: bool = False
-    """Whether its stages have as many blocks each, where the embedding, the head or both may count as one."""
+    """Whether all stages have as many blocks; the embedding, the head or both may count as a block."""
     checkpointing: Literal["torch", "megatron"] = "megatron"
-    """torch.utils.checkpoint, which stops once backward has what it needs and can keep any operation; or Megatron's,
-    which runs all of a block's forward, and whose selective recomputation covers attention alone."""
+    """Function that recomputes. torch: torch.utils.checkpoint, which stops once backward has its inputs, and can keep
+    any operation. megatron: a function that runs all of a block's forward, and whose selective recomputation covers
+    attention alone."""
     kept_matmuls: float = 1.0
-    """Share of a block's matmuls whose results selective recomputation keeps, where it keeps any."""
+    """Share of a block's matmuls whose results selective recomputation keeps, if it keeps any."""
     sends_tokens_once: bool = False
-    """Whether a token that several experts of a node compute goes there once and is handed on inside (DeepEP); else a
-    copy goes to each."""
+    """Whether a token goes once to a node where several experts compute it, as in DeepEP; else a copy goes to each
+    expert."""
     frees_logits: bool = False
-    """Whether nothing holds the logits any more while the gradient of a loss of plain PyTorch is computed."""
+    """Whether the logits are freed before the gradient of a loss in plain PyTorch is computed."""
     reports_reserved: bool = False
-    """Whether the peak that it prints is what the allocator has reserved, fragments included; else what it has given
-    out at once."""
+    """Whether the printed peak counts all bytes that the allocator has reserved, with fragments; else it counts the
+    bytes that are allocated at once."""
     rope_saved_bytes: int = 0
-    """Kept by the rotary embedding, for each token and unit of width, beside q, k, v as attention sees them."""
+    """Bytes that the rotary embedding keeps for each token and unit of width, beside q, k and v as attention gets
+    them."""
 
     def __post_init__(self) -> None:
         known = {
             "axes": KNOWN_AXES, "cp_methods": CONTEXT_METHODS, "offloads": OFFLOADS, "matmuls": MATMUL_FORMATS,
-            "data_parallel": DATA_PARALLEL, "other_reduces": BYTES,
+            "data_parallel": DATA_PARALLEL, "other_reduces": BYTES, "untrained": _MODEL_KEYS,
         }  # fmt: skip
         problems = [
             f"features.{field}: {name!r} is unknown; use some of {list(names)}"
@@ -160,9 +172,10 @@ class Features:
 
     @property
     def formats(self) -> dict[str, tuple[str, ...]]:
-        """Key of `Precision` → the formats that it can be told, its usual one first; fsdp2 engines take any.
+        """Key of `Precision` → the formats that the program can be told, the usual one first; {} for fsdp2, which takes
+        any.
 
-        With a distributed optimizer weights are bf16 beside fp32 masters, whatever else could be asked for.
+        With a distributed optimizer, weights are always bf16 beside fp32 masters.
         """
         if self.sharding == "fsdp2":
             return {}
@@ -171,28 +184,28 @@ class Features:
 
     @property
     def kind_of_constants(self) -> type["Constants"]:
-        """The class of this program's constants."""
+        """Class of the program's constants."""
         return RunAheadConstants if self.runs_ahead else Constants
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """Choices of a program that a published run leaves out; None if nobody can tell."""
+    """Defaults of a program, for facts that a published run leaves open; None where nobody can tell."""
 
     micro_batch: int | None = None
-    """Sequences."""
+    """Sequences of a micro-batch."""
     fills_pipeline_once: bool = False
-    """Whether a pipeline gets as many microbatches as it has ranks, in the place of `micro_batch`."""
+    """Whether a pipeline gets as many microbatches as it has ranks; then `micro_batch` does not count."""
     zero: Literal[1, 2, 3] | None = None
     """Stage of ZeRO."""
     recompute: str | None = None
-    """Value of `layout.recompute`."""
+    """Kind of recomputation, as in `layout.recompute`."""
     sequence_parallel: bool | None = None
-    """Beside tensor parallelism."""
+    """Whether sequence parallelism is on beside tensor parallelism."""
     fuses_norms: bool = False
-    """Whether a norm is one kernel, also where it is not called so."""
+    """Whether a norm is one kernel, even where a run does not call it fused."""
     kernels: Kernels = field(default_factory=Kernels)
-    """Kernels that it runs, also behind a flash attention of any version."""
+    """Kernels of the program. Its attention here also stands for a run's flash attention of any version."""
 
     def __post_init__(self) -> None:
         if self.micro_batch is not None and self.micro_batch < 1:
@@ -202,9 +215,9 @@ class Defaults:
 
 
 ANY_GPU = "any"
-"""Stands for a GPU type's name where constants are fitted to runs on all types together."""
+"""Name in the place of a GPU type's, for constants that are fitted to runs on all types together."""
 _NOTES = {"source": str, "gpus": list[str]}
-"""Keys beside an engine's fitted constants, and what they hold; `gpus` are the types that runs on any were on."""
+"""Keys beside an engine's fitted constants, and their types; `gpus` are the GPU types of runs under ANY_GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,15 +229,15 @@ class Engine:
     gpu: str
     """The GPU type that the constants are for."""
     features: Features
-    """Everything that the program does in a step."""
+    """Facts about the program, whatever the hardware."""
     constants: Constants
-    """How fast and how large."""
+    """Speeds and sizes, fitted or general."""
     fitted: tuple[str, ...]
-    """The constants that were fitted to runs on this GPU type alone."""
+    """Names of the constants that were fitted to runs on this GPU type alone."""
     shared: tuple[str, ...] = ()
-    """Other constants, which were fitted to runs on all GPU types together."""
+    """Names of other constants, which were fitted to runs on all GPU types together."""
     shared_by: tuple[str, ...] = ()
-    """The GPU types of those runs."""
+    """GPU types of the runs on all types together."""
     source: str
     """The runs that its constants were fitted to."""
 
@@ -234,9 +247,9 @@ class Engine:
         return bool(self.fitted) or self.gpu in self.shared_by
 
     def told_formats(self, named: Mapping[str, str]) -> tuple["Engine", Precision]:
-        """This engine told some formats, by key of `Precision`, and all formats that it has then.
+        """This engine when it is told some formats, by key of `Precision`; and the precision that it then has.
 
-        InvalidConfig for a format that is unknown, or that it does not have.
+        InvalidConfig for a format that is unknown, or that the engine does not have.
         """
         known, asked = self.features.formats, Precision(**named)  # type: ignore[arg-type]
         problems = [
@@ -253,105 +266,6 @@ class Engine:
             size = BYTES[precision.reduce]
             engine = replace(self, features=replace(self.features, gradient_bytes=size, reduce_bytes=size))
         return engine, precision
-
-    def recompute_problems(self, recompute: str) -> list[str]:
-        """A line for a kind that the engine does not have."""
-        if known := self.features.recompute:
-            kind = "every-N" if Recompute.parse(recompute).every > 1 else recompute
-            line = f"layout.recompute={recompute} is nothing that {self.name} has; use {' or '.join(known)}"
-            return [] if kind in known else [line]
-        if self.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1:
-            return []
-        advice = "use selective, which computes attention alone again, or full"
-        return [f"layout.recompute={recompute} is nothing that {self.name} has; {advice}"]
-
-    def schedule_problems(self, schedule: str) -> list[str]:
-        """A line for a schedule that is known not to run."""
-        known = self.features.schedules or (schedule,)
-        advice = f"use {' or '.join(known)}"
-        return [] if schedule in known else [f"layout.schedule={schedule} is nothing that {self.name} has; {advice}"]
-
-    def zero_problems(self, zero: int, pp: int) -> list[str]:
-        """A line for a stage of ZeRO that the engine does not have in a pipeline."""
-        most, where = self.features.highest_zero, ""
-        if pp > 1 and self.features.pipeline_zero < most:
-            most, where = self.features.pipeline_zero, " in a pipeline"
-        if zero <= most:
-            return []
-        return [f"layout.zero={zero}{where} is nothing that {self.name} has; use zero={most}{' or less' * (most > 1)}"]
-
-    def data_parallel_problems(self, dp_replicate: int, dp_shard: int) -> list[str]:
-        """A line for copies of the state that the engine does not have."""
-        known = self.features.data_parallel
-        kind = "sharded" if dp_replicate == 1 else "hybrid" if dp_shard > 1 else "replicated"
-        if kind in known:
-            return []
-        where = "without shards" if kind == "replicated" else f"beside dp_shard={dp_shard}"
-        others = " or dp_shard=1" * (kind == "hybrid" and "replicated" in known)
-        copies = f"layout.dp_replicate={dp_replicate} {where}"
-        return [f"{copies} is nothing that {self.name} has; use dp_replicate=1{others}"]
-
-    def axis_problems(self, layout: Layout) -> list[str]:
-        """A line for each axis of a layout, each way to attend over it, and what lies on the host, that it lacks."""
-        problems, methods = list[str](), self.features.cp_methods
-        if layout.offload not in self.features.offloads:
-            problems.append(
-                f"layout.offload={layout.offload} is nothing that {self.name} has; "
-                f"use layout.offload={' or '.join(self.features.offloads)}"
-            )
-        if layout.cp > 1 and layout.cp_method not in methods:
-            problems.append(
-                f"layout.cp_method={layout.cp_method} is nothing that {self.name} has; "
-                f"use layout.cp_method={' or '.join(methods)}"
-            )
-        return problems + [
-            f"layout.{name}={show_value(getattr(layout, name))} is nothing that {self.name} has; "
-            f"use layout.{name}={show_value(getattr(_OFF, name))}"
-            for name in KNOWN_AXES
-            if name not in self.features.axes and getattr(layout, name) != getattr(_OFF, name)
-        ]
-
-    def has_axis(self, name: str) -> bool:
-        """Whether the engine has one of KNOWN_AXES."""
-        on: dict[str, Any] = {name: 2 if type(getattr(_OFF, name)) is int else True}
-        on["cp_method"] = self.features.cp_methods[0]
-        return not self.axis_problems(replace(_OFF, **on))
-
-    def layout_problems(self, layout: Layout, model: ModelShape, batch: Batch) -> list[str]:
-        """A line for everything in a legal layout of a model and a batch that the engine does not have."""
-        problems = self.axis_problems(layout) + self.schedule_problems(layout.schedule)
-        problems += self.zero_problems(layout.zero, layout.pp) + self.recompute_problems(layout.recompute)
-        problems += self.data_parallel_problems(layout.dp_replicate, layout.dp_shard)
-        if self.features.always_sequence_parallel and layout.tp > 1 and not layout.sequence_parallel:
-            problems.append(
-                f"layout.sequence_parallel=false is nothing that {self.name} has; use layout.sequence_parallel=true"
-            )
-        return problems + self._division_problems(layout, model, batch)
-
-    def _division_problems(self, layout: Layout, model: ModelShape, batch: Batch) -> list[str]:
-        """A line for what other programs do not cut as we would."""
-        problems, layers = list[str](), model.num_layers
-        if self.features.even_stages and all((layers + ends) % layout.num_stages for ends in (0, 1, 2)):
-            problems.append(
-                f"{layers} blocks, or one or two more for embedding and head, make no {layout.num_stages} even stages, "
-                f"as {self.name} asks; use another pp or virtual_stages"
-            )
-        if model.experts and layout.tp > 1 and not layout.sequence_parallel:
-            problems.append(
-                "tp beside experts without sequence_parallel sends each token tp times; use sequence_parallel=true"
-            )
-        return problems
-
-    def model_problems(self, model: ModelShape) -> list[str]:
-        """A line for what the engine cannot train of a model."""
-        if "ep" in self.features.axes:
-            return []
-        names = {"experts": "mixture of experts", "latent_attention": "multi-head latent attention"}
-        lacking = ((name, words) for name, words in names.items() if getattr(model, name) is not None)
-        return [
-            f"model.{name}: {self.name} has no {words}; use a model without, or another engine"
-            for name, words in lacking
-        ]
 
     @property
     def at_bounds(self) -> tuple[str, ...]:
@@ -371,7 +285,7 @@ def known_engines() -> list[str]:
 
 
 def find_usual(name: str) -> Defaults:
-    """Choices of the engine called `name` that a run leaves out; all None if that engine is not known."""
+    """The defaults of the engine called `name`; for an unknown engine those of `Defaults`."""
     usual: Defaults = _read_engines().get(name, {}).get("usual", Defaults())
     return usual
 

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from dtlayout.base.refusals import Refusal, describe
 from dtlayout.costmodel.engine import OWN_ENGINE, Engine, find_usual
 from dtlayout.costmodel.engine_partition import STAGE_SPLITS
+from dtlayout.costmodel.engine_rules import check_matmuls, find_layout_lacks, find_model_lacks
 from dtlayout.pipelining.partition import StageSlice, to_slices
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster
@@ -31,11 +33,11 @@ class Scenario:
     engine: Engine
     """The program that runs it."""
     precision: Precision = field(default_factory=Precision)
-    """Number formats; of engines other than fsdp2 ones only `matmuls` counts, and `Engine.told_formats` the others."""
+    """Number formats. For engines that are not fsdp2 only `matmuls` counts; `Engine.told_formats` reads the others."""
     optimizer: Optimizer = field(default_factory=AdamW)
     """The optimizer of the parameters; its learning rate changes nothing here."""
     document_mask: bool = False
-    """Whether documents packed into a sample do not see each other; only the memory of fsdp2 engines knows it."""
+    """Whether documents packed into a sample do not attend to each other; only the memory of fsdp2 engines reads it."""
 
     @property
     def is_on_host(self) -> bool:
@@ -44,7 +46,7 @@ class Scenario:
 
     @property
     def knows_time(self) -> bool:
-        """Whether predicted seconds may be said: on a CPU general constants are those of no machine."""
+        """Whether predicted seconds may be shown; on a CPU that nobody calibrated, general constants give no time."""
         return self.engine.is_calibrated or not self.is_on_host
 
     @property
@@ -54,7 +56,7 @@ class Scenario:
 
     @cached_property
     def kinds(self) -> dict[ModelShape, "Scenario"]:
-        """Each model of `ModelShape.kinds` → this scenario with that model: blocks are all alike there."""
+        """Each model of `ModelShape.kinds` → this scenario with that model, whose blocks are all alike."""
         first, *others = [kind for kind, _ in self.model.kinds(range(self.model.num_layers))]
         return {first: self, **{kind: replace(self, model=kind) for kind in others}}
 
@@ -65,39 +67,46 @@ class Scenario:
 
 
 NO_TIME = "no step time: dtlayout calibrate has not measured this CPU"
-"""Words for a step time that a scenario does not know."""
+"""Sentence in the place of seconds, where a scenario knows none."""
 
 
 def engine_kernels(scenario: Scenario, kernels: OpenKernels, layout: Layout) -> Kernels:
-    """What the engine runs on this device where a kernel is an auto: ours the fastest, others the usual one."""
+    """The kernels that the engine runs on this device. For an auto, ours runs the fastest, others their usual one."""
     if scenario.engine.name != OWN_ENGINE:
         return kernels.or_else(find_usual(scenario.engine.name).kernels)
-    need = KernelRequest(
+    return kernels.resolve(request_kernels(scenario, layout)).kernels
+
+
+def request_kernels(scenario: Scenario, layout: Layout) -> KernelRequest:
+    """Everything that a scenario with a layout asks of kernels."""
+    return KernelRequest(
         device=scenario.device, compute=scenario.precision.compute, head_width=scenario.model.head_width,
         document_mask=scenario.document_mask, **layout.asked_of_kernels,
     )  # fmt: skip
-    return kernels.resolve(need).kernels
 
 
 def find_refusals(scenario: Scenario, layout: Layout, kernels: Kernels) -> list[str]:
     """Everything that keeps the engine from running `kernels` with a legal layout on this device; one line each."""
-    return find_kernel_refusals(scenario, kernels, **layout.asked_of_kernels) + find_unsupported(scenario, layout)
+    request = request_kernels(scenario, layout)
+    return find_kernel_refusals(scenario, kernels, request) + find_unsupported(scenario, layout)
 
 
-def find_kernel_refusals(scenario: Scenario, kernels: Kernels, **asked: Any) -> list[str]:
-    """Everything that keeps the engine from running `kernels` beside what `Layout.asked_of_kernels` says."""
-    tried, problems = kernels, list[str]()
-    asked["document_mask"] = scenario.document_mask
-    if scenario.engine.name != OWN_ENGINE:
-        known = known_kernels(scenario.engine)
-        problems = [
-            f"kernels.{operation}={name} is nothing that {scenario.engine.name} has; "
-            f"use kernels.{operation}={' or '.join(known[operation])}"
-            for operation, name in vars(kernels).items()
-            if name not in known[operation]
-        ]
-        tried, asked["in_parts"] = replace(kernels, **_own_ones(scenario.engine.name, kernels)), False
-    return problems + tried.problems(scenario.precision, scenario.device, **asked)
+def find_kernel_refusals(scenario: Scenario, kernels: Kernels, request: KernelRequest) -> list[str]:
+    """Everything that keeps the engine from running `kernels` where they are requested; one line each."""
+    if scenario.engine.name == OWN_ENGINE:
+        return kernels.problems(request)
+    known = known_kernels(scenario.engine)
+    lacks = describe([
+        Refusal(
+            operation,
+            f"kernels.{operation}={name} is nothing that {scenario.engine.name} has",
+            f"use kernels.{operation}={' or '.join(known[operation])}",
+        )
+        for operation, name in vars(kernels).items()
+        if name not in known[operation]
+    ])  # fmt: skip
+    tried = replace(kernels, **_own_ones(scenario.engine.name, kernels))
+    return lacks + tried.problems(replace(request, in_parts=False))
 
 
 def known_kernels(engine: Engine) -> dict[str, tuple[str, ...]]:
@@ -107,45 +116,45 @@ def known_kernels(engine: Engine) -> dict[str, tuple[str, ...]]:
 
 
 def find_unsupported(scenario: Scenario, layout: Layout) -> list[str]:
-    """What the engine lacks for a legal layout beside kernels, or its GPUs for the format; one line each."""
+    """A line for everything but kernels in a legal layout that the engine, or its GPUs, do not have."""
     problems = find_scenario_lacks(scenario) + find_missing_numbers(scenario, layout)
-    return problems + scenario.engine.layout_problems(layout, scenario.model, scenario.batch)
+    return problems + find_layout_lacks(scenario.engine, layout, scenario.model)
 
 
 def find_scenario_lacks(scenario: Scenario) -> list[str]:
-    """What the engine lacks whatever the layout, or its GPUs for the format; one line each."""
-    engine, gpu, problems = scenario.engine, scenario.cluster.gpu, list[str]()
-    fmt = scenario.precision.matmul_format
+    """A line for everything that the engine, or its GPUs, do not have whatever the layout."""
+    gpu, precision = scenario.cluster.gpu, scenario.precision
+    fmt = precision.matmul_format
+    broken = check_matmuls(scenario.engine, precision)
     if fmt and not gpu.peak_of(fmt):
-        able = [name for name, each in MATMUL_FORMATS.items() if gpu.peak_of(each) and name in engine.features.matmuls]
-        use = f"use precision.matmuls={' or '.join(('compute', *able))}"
-        problems.append(f"precision.matmuls={fmt.name} is no format that {gpu.name} multiplies in; {use}")
-    elif engine.name == OWN_ENGINE:
-        problems += scenario.precision.training_problems
-    elif fmt and fmt.name not in engine.features.matmuls:
-        known = " or ".join(("compute", *engine.features.matmuls))
-        problems.append(f"precision.matmuls={fmt.name} is nothing that {engine.name} has; use {known}")
-    return problems + engine.model_problems(scenario.model)
+        known = scenario.engine.features.matmuls
+        able = [name for name, each in MATMUL_FORMATS.items() if gpu.peak_of(each) and name in known]
+        what = f"precision.matmuls={fmt.name} is no format that {gpu.name} multiplies in"
+        broken = [Refusal("matmuls", what, f"use precision.matmuls={' or '.join(('compute', *able))}")]
+    return describe(broken) + find_model_lacks(scenario.engine, scenario.model)
 
 
 def find_missing_numbers(scenario: Scenario, layout: Layout) -> list[str]:
-    """A line for each number of the GPU's host that is not known and without which offload is not predicted."""
+    """A line for each unknown number of the GPU's host without which offload cannot be predicted."""
     if layout.offload == "none" or scenario.is_on_host:
         return []
     gpu = scenario.cluster.gpu
     needed = {"host_link": gpu.host_link_bytes_per_s}
     if layout.offloads_state:
         needed["host_memory_bandwidth"] = gpu.host_memory_bytes_per_s
-    return [
-        f"layout.offload={layout.offload}: no {name} is known of {gpu.name}; give one in a cluster file, or use "
-        f"layout.offload=none"
+    return describe([
+        Refusal(
+            name,
+            f"layout.offload={layout.offload}: no {name} is known of {gpu.name}",
+            "give one in a cluster file, or use layout.offload=none",
+        )
         for name, number in needed.items()
         if number is None
-    ]
+    ])  # fmt: skip
 
 
 def _own_ones(engine: str, kernels: Kernels) -> dict[str, Any]:
-    """Kernels that an engine usually has, or that our trainer has not, each with one of ours, which runs anywhere."""
+    """Operation → a kernel of ours that runs anywhere, for kernels that are the engine's usual ones or none of ours."""
     usual, ours = vars(find_usual(engine).kernels), vars(Kernels())
     foreign = {kernel.operation for kernel in kernels.records if not kernel.formats()}
     return {key: ours[key] for key, value in vars(kernels).items() if value == usual[key] or key in foreign}
@@ -168,7 +177,7 @@ def tokens_of(scenario: Scenario, layout: Layout) -> float:
 
 
 def activation_size(scenario: Scenario) -> int:
-    """Bytes of an activation: bf16, or what an fsdp2 engine is told."""
+    """Bytes of an activation: 2, those of bf16, or those of the compute format for an fsdp2 engine."""
     return BYTES[scenario.precision.compute] if scenario.engine.features.sharding == "fsdp2" else 2
 
 

@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 
 from dtlayout.base.errors import DataError
-from dtlayout.config.config import Config, DataConfig
+from dtlayout.config.config import Config
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.data.prepare import prepare_head
 from dtlayout.data.samples import check_held_out, open_samples

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import parse_json
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, load_template
 from dtlayout.data.sources import Corpus, SourceRow
 from dtlayout.data.template import Spans

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtlayout.base.errors import DataError, DtlayoutError
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.prepare import INFO_NAME, prepare_tokens
 
 if TYPE_CHECKING:

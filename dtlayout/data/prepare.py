@@ -36,7 +36,7 @@ import numpy as np
 from dtlayout.base.errors import DataError
 from dtlayout.base.files import hash_file
 from dtlayout.base.formatting import plural
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import load_template
 from dtlayout.data.documents import Document, read_documents
 from dtlayout.data.sources import list_files, open_corpus

@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import plural
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.permutation import hash_integers, permute
 from dtlayout.data.tokens import TokenFile
 from dtlayout.spec.batch import IGNORED, Batch

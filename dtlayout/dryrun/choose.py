@@ -23,7 +23,7 @@ def choose_kernels(config: Config, layout: Layout, gpu: Gpu) -> tuple[Kernels, l
     kernels, notes = predicted_kernels(config, layout, gpu), []
     problems = [
         f"kernels.{kernel.operation}={kernel.name} runs on CUDA alone, and a dry run executes it on no GPU; "
-        f"use --kernels.{kernel.operation}={find_alternative(kernel, config.precision, Device('cpu'))}"
+        f"use --kernels.{kernel.operation}={find_alternative(kernel, config.precision.compute, Device('cpu'))}"
         for kernel in kernels.records
         if not kernel.cpu and not has_stand_in(kernel)
     ]

@@ -6,7 +6,8 @@ Outermost first: pp, dp_replicate, dp_shard, cp, tp. The outer axes talk least, 
 from math import prod
 
 from dtlayout.spec.context_parallel import own_parts
-from dtlayout.spec.layout import AXES, Layout
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.layout_keys import AXES
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES
 

@@ -18,29 +18,31 @@ from typing import Any, NamedTuple
 from dtlayout.base.formatting import plural
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.models.counting import count_parameters
+from dtlayout.planner.neighbours import MICRO_BATCHES, list_playbook_changes, spread
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.planner.verdicts import spread
 from dtlayout.spec.context_parallel import DEFAULT_CONTEXT_METHOD
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 from dtlayout.spec.model_shape import divisors
 
-_MICRO_BATCHES = (8, 4, 2, 1)
 _GAIN = 0.002
 """Relative gain of a change below which the Playbook's last step stops."""
 
 
 class Baseline(NamedTuple):
-    """A layout and how a procedure came to it."""
+    """A layout, and the steps by which a procedure came to it."""
 
     estimate: Estimate
     steps: tuple[str, ...]
-    """The procedure's steps, one line each."""
+    """Steps of the procedure, one line each."""
 
 
 def choose_by_thumb(search: Search) -> Baseline | None:
-    """Data parallel; else tp with sequence parallelism on fast links; else pp; else recompute everything as well."""
+    """The layout by rule of thumb: data parallel; else tp with sequence parallelism on fast links; else pp as well.
+
+    If none fits, the same are tried with every block recomputed.
+    """
     cluster, layers = search.space.scenario.cluster, search.space.scenario.model.num_layers
     linked = divisors(min(cluster.gpus_linked, cluster.num_gpus))
     stages = [pp for pp in divisors(cluster.num_gpus) if 1 < pp <= layers]
@@ -59,7 +61,7 @@ def choose_by_thumb(search: Search) -> Baseline | None:
 
 
 def choose_by_playbook(search: Search) -> Baseline | None:
-    """Fit in memory, reach the batch, raise the throughput."""
+    """The layout by the Playbook: fit in memory, reach the batch, raise the throughput."""
     space = search.space
     best = _find_first(search, _fit_by_size(space))
     if not best:
@@ -68,7 +70,7 @@ def choose_by_playbook(search: Search) -> Baseline | None:
     batch = f"{plural(layout.dp, 'dp rank')} times {plural(m, 'microbatch')} of {layout.micro_batch}"
     steps = [f"1. a step fits with {layout}", f"2. the global batch is {batch}"]
     for name in ("tp", "dp", "pp", "micro_batch"):
-        improved = _improve(search, best, _changes(name, space, best.layout))
+        improved = _improve(search, best, list_playbook_changes(name, space, best.layout))
         if improved is not best:
             gain = best.step_time_s / improved.step_time_s - 1
             steps.append(f"3. {name}: {improved.layout} is {gain:.1%} faster")
@@ -77,7 +79,7 @@ def choose_by_playbook(search: Search) -> Baseline | None:
 
 
 def _fit_by_size(space: Space) -> Iterator[dict[str, Any]]:
-    """The Playbook's step 1: what it tries for a model of this size on so many GPUs, in its order."""
+    """Choices that the Playbook's step 1 tries for a model of this size on so many GPUs, in its order."""
     cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
     num_parameters, num_gpus = count_parameters(space.scenario.model), cluster.num_gpus
     tensor = [tp for tp in divisors(min(cluster.gpus_linked, num_gpus)) if tp > 1]
@@ -117,30 +119,15 @@ def _try(search: Search, layout: Layout) -> Estimate | None:
 
 
 def _find_first(search: Search, choices: Iterable[dict[str, Any]]) -> Estimate | None:
-    """The first that works, each with the largest micro-batch that does."""
-    tried = (_try(search, Layout(**choice, micro_batch=n)) for choice in choices for n in _MICRO_BATCHES)
+    """The first of several choices that works, with the largest micro-batch that does."""
+    tried = (_try(search, Layout(**choice, micro_batch=n)) for choice in choices for n in MICRO_BATCHES)
     return next(filter(None, tried), None)
 
 
 def _improve(search: Search, best: Estimate, changes: Iterable[dict[str, Any]]) -> Estimate:
-    """Take each change as long as the step gets shorter."""
+    """The best after each change that makes the step shorter."""
     for change in changes:
         found = _try(search, replace(best.layout, **change))
         if found and found.step_time_s < best.step_time_s * (1 - _GAIN):
             best = found
     return best
-
-
-def _changes(name: str, space: Space, layout: Layout) -> list[dict[str, Any]]:
-    """The Playbook's step 3: what it tries of a degree, in its order."""
-    cluster, layers = space.scenario.cluster, space.scenario.model.num_layers
-    match name:
-        case "tp":  # up to what fast links join
-            return [{"tp": tp} for tp in divisors(cluster.gpus_linked) if tp > layout.tp]
-        case "dp":  # more of it with ZeRO-3, or with fewer stages, at the same batch
-            fewer = [{"pp": pp} for pp in reversed(divisors(layout.pp)) if pp < layout.pp]
-            return [*fewer, *({"pp": 1, "zero": 3, "recompute": r} for r in (layout.recompute, "full"))]
-        case "pp":  # where data-parallel communication is what is waited for
-            stages = [pp for pp in divisors(cluster.num_gpus) if layout.pp < pp <= layers]
-            return [{"pp": pp, "zero": min(layout.zero, 2)} for pp in stages]
-    return [{"micro_batch": n} for n in _MICRO_BATCHES if n != layout.micro_batch]

@@ -122,8 +122,9 @@ class Candidates:
     def with_update_s(self, bound_s: float, mapping: StepMapping) -> float:
         """A bound of a step without reduction and update, raised by those of the first ranks.
 
-        The state sharding is the best of those whose state alone fits. Compute hides at most a fixed share of its own
-        time, so a step that takes longer than `bound_s` hides no more than it is longer: the raised bound holds too.
+        It takes the cheapest state sharding of those whose state alone fits. Compute hides communication for at most a
+        fixed share of its own time. So a step that computes some seconds longer than `bound_s` hides at most as many
+        seconds more, and the raised bound holds for it too.
         """
         m = mapping.num_microbatches
         hidden_s = self._hidden_share * bound_s / m

@@ -1,4 +1,4 @@
-"""Choices: values that a user fixes, avoids or asks about, read from text into fields of a layout and of kernels.
+"""Choices that a user fixes, rules out or asks about, as text and as fields of a layout and kernels.
 
 A text is a layout as it is printed, with or without its kernels, or some choices `name=value` as in TOML. A choice that
 is fixed must have an effect: `find_idle` says which ones have none.
@@ -10,21 +10,18 @@ from typing import Any
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.refusals import show_value
 from dtlayout.planner.space import KERNEL_NAMES, Space
 from dtlayout.spec.kernel_table import KERNELS
 from dtlayout.spec.kernels import OpenKernels
-from dtlayout.spec.layout import Layout, show_value
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.layout_keys import NEEDED_DEGREE
 from dtlayout.spec.layout_names import complete_name, describe_unknown_word, is_whole, read_word, split_name
 
 _OFF = Layout()
 CHOICES: dict[str, type] = {f.name: type(getattr(_OFF, f.name)) for f in fields(Layout)}
 CHOICES |= dict.fromkeys(KERNEL_NAMES, str)
-"""Name → type, of all that can be fixed or avoided."""
-_BESIDE = {
-    "cp_method": "cp", "sequence_parallel": "tp", "tp_overlap": "tp", "ep_overlap": "ep", "ep_dispatcher": "ep",
-    "schedule": "pp",
-}  # fmt: skip
-"""Field of a layout → the degree that must be above 1 for the field to have an effect."""
+"""Everything that can be fixed or avoided: name → type."""
 
 
 def parse_choices(text: str) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def parse_choices(text: str) -> dict[str, Any]:
 
 
 def check_once(found: Mapping[str, Any], name: str, value: Any) -> None:
-    """InvalidConfig if another value of this name was found before."""
+    """InvalidConfig if another value of `name` was found before."""
     if found.get(name, value) != value:
         raise InvalidConfig(f"{name}={show_value(value)} and {name}={show_value(found[name])}: say one of them")
 
@@ -73,7 +70,7 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def read_fixed(texts: Iterable[str]) -> dict[str, Any]:
-    """Name → value, from several texts of choices; InvalidConfig if two contradict each other."""
+    """Name → the only value that several texts allow; InvalidConfig if two contradict each other."""
     fixed: dict[str, Any] = {}
     for text in texts:
         for name, value in parse_choices(text).items():
@@ -102,12 +99,12 @@ def read_avoided(texts: Iterable[str], fixed: Mapping[str, Any]) -> dict[str, li
 def find_idle(space: Space) -> list[str]:
     """One line of advice for each fixed choice that is known to have no effect; an empty list if there is none.
 
-    Two kinds are known: a field of `_BESIDE` that is not off while its degree is 1 in all layouts of the space, and
-    ep_dispatcher=alltoall for an engine that only has deepep. The caller refuses the search with these lines.
+    Two kinds are known. A field of `NEEDED_DEGREE` is not off, and its degree is 1 in all layouts of the space. Or
+    ep_dispatcher=alltoall is asked of an engine that only has deepep. The caller refuses the search with these lines.
     """
     problems = list[str]()
     for name, value in space.fixed.items():
-        axis = _BESIDE.get(name, "")
+        axis = NEEDED_DEGREE.get(name, "")
         is_off = bool(space.degrees) and all(getattr(each, axis, 0) == 1 for each in space.degrees)
         if is_off and value != getattr(_OFF, name):
             problems.append(

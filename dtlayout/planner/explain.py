@@ -1,64 +1,52 @@
 """Explain: what binds a layout, and which single changes would make it fit or faster.
 
-A change sets one knob: a degree, traded against another so that the world stays, the micro-batch, the schedule, how
-blocks are split over stages, ZeRO, recomputation, offload or a kernel. All that are legal are predicted; of each knob
-the fastest that fits is kept, if it is faster than the layout or the layout does not fit. If none fits, more GPUs are
-tried.
+A change sets one knob: a degree, which another degree pays for so that the number of GPUs stays; the micro-batch, the
+schedule, the split of blocks over stages, ZeRO, recomputation, offload or a kernel. Every legal change is predicted.
+For each knob the fastest change that fits is kept, if it is faster than the layout or the layout does not fit. If no
+change fits, more GPUs are tried.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, product
+from itertools import chain
 from math import inf
-from typing import Any, Literal
 
+from dtlayout.base.refusals import show_value
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario, find_refusals
-from dtlayout.planner.stage_balance import MOST_STAGES, balance_memory, balance_time
-from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, SCHEDULES
-from dtlayout.spec.batch import Batch
-from dtlayout.spec.kernel_table import Kernel, list_kernels
+from dtlayout.planner.neighbours import find_moves, find_splits, grow, other_kernels
 from dtlayout.spec.kernels import Kernels, OpenKernels
-from dtlayout.spec.layout import OFFLOADS, Layout, show_value
-from dtlayout.spec.model_shape import divisors
+from dtlayout.spec.layout import Layout
 
 LEAST_GAIN = 0.01
-"""Share of the step that a change must save to be worth a word; less is within what measured steps vary."""
+"""Share of the step that a change must save to be named; measured steps vary by as much."""
 MOST_CHANGES = 5
-"""Changes that are named."""
+"""Number of changes that are named."""
 MOST_GPUS = 1 << 16
-"""Where the search for a number of GPUs that would do ends."""
-
-_TRADES = (
-    ("tp", "dp_shard"), ("tp", "dp_replicate"), ("tp", "pp"), ("pp", "dp_shard"), ("pp", "dp_replicate"),
-    ("dp_replicate", "dp_shard"), ("cp", "dp_shard"), ("cp", "dp_replicate"), ("cp", "tp"), ("cp", "pp"),
-)  # fmt: skip
-"""The knob, and the degree that gives what it takes."""
-_ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
-_RECOMPUTE = ("none", "selective", "keep-attention", "every-4", "every-2", "full")
-_MOST_VIRTUAL_STAGES = 8
+"""Largest number of GPUs that is tried."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of a layout: memory that it lacks, or the component that most of its step is spent on."""
+    """The limit of a layout: the memory that it lacks, or the largest component of its step."""
 
     kind: str
-    """memory, host memory or time."""
+    """One of memory, host memory and time."""
     component: str
     """The largest component of the fullest rank's memory, or of the step."""
     share: float
-    """The component's fraction of that rank's peak, or of the step; what lies on the host, of what it has."""
+    """The component's fraction of that rank's peak, or of the step. For host memory, the fraction of the host's memory
+    that is needed."""
     pipeline_rank: int | None
     """The fullest pipeline rank; None where time is the limit."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One knob set otherwise, and what is predicted then."""
+    """A change of one knob, with its prediction."""
 
     knob: str
-    """The name of what is set; another degree may have to follow."""
+    """Name of the key that is set; another degree may have to follow."""
     overrides: tuple[str, ...]
     """Arguments of train.py that make the change."""
     estimate: Estimate
@@ -66,22 +54,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Explanation:
-    """An estimate, what binds it and what would help."""
+    """An estimate, its limit, and the changes that would help."""
 
     estimate: Estimate
     limit: Limit
     changes: tuple[Change, ...]
     """Single changes that help, fastest first."""
     growth: Change | None
-    """A layout on more GPUs, where no single change fits on these; None where one does, or where no number would do."""
+    """A layout on more GPUs, if no single change fits on these; None if one does, or if no number of GPUs would do."""
     copied_s: float = 0.0
     """Seconds of a step in which a rank's link to its host copies; 0 without offload."""
     waited_s: float = 0.0
-    """Of them those for which the step is longer."""
+    """Seconds by which the step is longer because it waits for these copies."""
 
 
 def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation:
-    """Explain a legal layout."""
+    """The explanation of a legal layout."""
     estimator = Estimator(scenario)
     now = estimator.estimate(layout, kernels)
     changes = find_changes(estimator, now)
@@ -98,9 +86,9 @@ def explain(scenario: Scenario, layout: Layout, kernels: Kernels) -> Explanation
 
 
 def find_limit(estimate: Estimate, *, waits_for_host: bool) -> Limit:
-    """Memory where a rank has too little, else what the step is mostly spent on.
+    """The limit of an estimate: memory if a rank has too little, else the largest component of the step.
 
-    A GPU that waits for its host is bound by that, however little of the step is left to wait for.
+    A GPU that waits for its host is bound by the host, however short the part of the step in which it waits.
     """
     if not estimate.fits_host and estimate.needed_bytes <= estimate.capacity_bytes:
         fullest = max(estimate.host_bytes)
@@ -116,7 +104,7 @@ def find_limit(estimate: Estimate, *, waits_for_host: bool) -> Limit:
 
 
 def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
-    """The fastest setting of each knob that fits and gains, fastest first."""
+    """For each knob the fastest change that fits and gains; the fastest knob first."""
     least_s = LEAST_GAIN * now.step_time_s if now.fits else -inf
     gaining = [c for c in _try_moves(estimator, now) if now.step_time_s - c.estimate.step_time_s > least_s]
     best: dict[str, Change] = {}
@@ -126,7 +114,8 @@ def find_changes(estimator: Estimator, now: Estimate) -> tuple[Change, ...]:
 
 
 def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
-    """The fastest that fits on the fewest GPUs: degrees doubled, any ZeRO and recomputation, micro-batch as it is or 1.
+    """The fastest layout that fits on the fewest GPUs, with degrees doubled, any ZeRO and recomputation, and the same
+    micro-batch or 1.
 
     None if nothing fits on MOST_GPUS. All are bounded by the work of their busiest rank, and only those are predicted
     whose bound is below the best.
@@ -135,7 +124,7 @@ def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
     while factor * now.layout.world_size <= MOST_GPUS:
         larger = replace(scenario.cluster, num_gpus=factor * now.layout.world_size)
         estimator = Estimator(replace(scenario, cluster=larger))
-        grown = [g for g in set(_grow(estimator.scenario, now.layout, factor)) if _fits(estimator, g, now.kernels)]
+        grown = [g for g in set(grow(estimator.scenario, now.layout, factor)) if _fits(estimator, g, now.kernels)]
         best: Change | None = None
         bounds = {layout: estimator.lower_bound_s(layout, now.kernels) for layout in grown}
         for layout, bound_s in sorted(bounds.items(), key=lambda item: (item[1], str(item[0]))):
@@ -147,33 +136,6 @@ def find_growth(estimator: Estimator, now: Estimate) -> Change | None:
             return best
         factor *= 2
     return None
-
-
-def find_moves(layout: Layout, batch: Batch, num_layers: int) -> Iterator[tuple[str, Layout]]:
-    """Knob and layout of each single change on the same world, legal or not; some come twice."""
-    for knob, partner in _TRADES:
-        both = getattr(layout, knob) * getattr(layout, partner)
-        for degree in divisors(both):
-            yield knob, _settle(layout, {knob: degree, partner: both // degree})
-    settings: dict[str, Iterable[Any]] = {
-        "micro_batch": divisors(max(1, batch.global_batch // layout.dp)),
-        "zero": _ZERO,
-        "recompute": _RECOMPUTE,
-        "sequence_parallel": (False, True) if layout.tp > 1 else (),
-        "tp_overlap": (False, True) if layout.shards_sequence else (),
-        "ep": divisors(layout.dp * layout.cp * layout.tp) if layout.ep > 1 else (),
-        "stage_layers": ((),),
-        "offload": OFFLOADS,
-    }
-    for knob, values in settings.items():
-        for value in values:
-            yield knob, replace(layout, **{knob: value})
-    if layout.pp > 1:
-        most = max(1, min(_MOST_VIRTUAL_STAGES, num_layers // layout.pp))
-        for (name, schedule), v in product(SCHEDULES.items(), range(1, most + 1)):
-            is_tried = schedule.is_searched or v == schedule.least_virtual_stages
-            if is_tried and schedule.takes(layout.pp, v):
-                yield "schedule", _settle(layout, {"schedule": name, "virtual_stages": v})
 
 
 def find_overrides(old: tuple[Layout, Kernels | OpenKernels], new: tuple[Layout, Kernels]) -> tuple[str, ...]:
@@ -191,40 +153,20 @@ def _try_moves(estimator: Estimator, now: Estimate) -> Iterator[Change]:
     """Every legal single change that fits, with its prediction."""
     model, batch = estimator.scenario.model, estimator.scenario.batch
     tried = {now.layout}
-    splits = [("stage_layers", cut) for cut in _find_splits(estimator, now)]
+    splits = [("stage_layers", cut) for cut in find_splits(estimator, now.layout, now.kernels)]
     for knob, moved in chain(find_moves(now.layout, batch, model.num_layers), splits):
         if knob == "offload" and estimator.scenario.is_on_host:  # which has one memory
             continue
         if moved not in tried and moved.is_legal(model, batch) and _fits(estimator, moved, now.kernels):
             yield _to_change(estimator, now, knob, moved, now.kernels)
         tried.add(moved)
-    for knob, others in _other_kernels(now.kernels):
+    for knob, others in other_kernels(now.kernels):
         if _fits(estimator, now.layout, others):
             yield _to_change(estimator, now, knob, now.layout, others)
 
 
-def _find_splits(estimator: Estimator, now: Estimate) -> Iterator[Layout]:
-    """Other numbers of blocks on its stages, where it has some, and not too many."""
-    if 1 < now.layout.num_stages <= MOST_STAGES:
-        yield balance_time(estimator, now.layout, now.kernels)
-        yield balance_memory(estimator, now.layout, now.kernels)
-
-
-def _grow(scenario: Scenario, layout: Layout, factor: int) -> Iterator[Layout]:
-    """Legal layouts on `factor` (a power of 2) times the GPUs; tp stays among those that fast links join."""
-    most_tp = max(layout.tp, scenario.cluster.gpus_linked)
-    for tp, pp in product(divisors(factor), repeat=2):
-        if factor % (tp * pp) or layout.tp * tp > most_tp:
-            continue
-        degrees = {"tp": layout.tp * tp, "pp": layout.pp * pp, "dp_shard": layout.dp_shard * (factor // (tp * pp))}
-        for micro_batch in {1, layout.micro_batch}:
-            grown = _settle(layout, {**degrees, "micro_batch": micro_batch})
-            if grown.is_legal(scenario.model, scenario.batch):  # whatever ZeRO and recomputation
-                yield from (replace(grown, zero=z, recompute=r) for z, r in product(_ZERO, _RECOMPUTE))
-
-
 def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
-    """Whether the engine runs it and it fits on each rank and its host; time, which takes longer, is not looked at."""
+    """Whether the engine runs a layout, and it fits on each rank and its host; its time is not predicted."""
     return (
         not find_refusals(estimator.scenario, layout, kernels)
         and estimator.memory(layout, kernels).peak_bytes <= estimator.capacity_bytes
@@ -232,23 +174,6 @@ def _fits(estimator: Estimator, layout: Layout, kernels: Kernels) -> bool:
     )
 
 
-def _other_kernels(kernels: Kernels) -> Iterator[tuple[str, Kernels]]:
-    """Each kernel set otherwise, as far as that needs no package, whether it runs there or not."""
-    own = [(kernel.operation, kernel.name) for kernel in list_kernels(Kernel) if not kernel.package]
-    for knob, value in (*own, ("compile", "blocks"), ("compile", "none")):
-        others = replace(kernels, **{knob: value})  # type: ignore[arg-type]
-        if others != kernels:
-            yield knob, others
-
-
 def _to_change(estimator: Estimator, now: Estimate, knob: str, layout: Layout, kernels: Kernels) -> Change:
     overrides = find_overrides((now.layout, now.kernels), (layout, kernels))
     return Change(knob, overrides, estimator.estimate(layout, kernels))
-
-
-def _settle(layout: Layout, changes: dict[str, Any]) -> Layout:
-    """The changed layout without what only made sense before: a stage split, or a pipeline's schedule at pp = 1."""
-    changed = replace(layout, **changes)
-    if changed.pp == 1:
-        changed = replace(changed, schedule=DEFAULT_SCHEDULE, virtual_stages=1)
-    return changed if changed.num_stages == layout.num_stages else replace(changed, stage_layers=())

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from operator import le
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from dtlayout.costmodel.cache_keys import BlockLayout, StageLayout, key_of
 from dtlayout.costmodel.estimate import Estimator
-from dtlayout.costmodel.scenario import find_kernel_refusals, find_unsupported
+from dtlayout.costmodel.scenario import find_kernel_refusals, find_unsupported, request_kernels
 from dtlayout.planner.peaks import Peaks
 from dtlayout.planner.space import Space
+from dtlayout.spec.kernel_table import KernelRequest
 from dtlayout.spec.kernels import Kernels
 from dtlayout.spec.layout import Layout
 
@@ -52,12 +53,13 @@ class KernelChoices:
     def _find_legal(self, tp: int, cp: int, method: str, splits: bool, recompute: str) -> list[Kernels]:
         layout = Layout(tp=tp, cp=cp, cp_method=method, recompute=recompute, offload=self.space.offload)
         layout = self.space.without_granted(layout)
-        asked = layout.asked_of_kernels | {"splits_backward": splits}
-        return [] if find_unsupported(self.space.scenario, layout) else self._able(**asked)
+        if find_unsupported(self.space.scenario, layout):
+            return []
+        return self._able(replace(request_kernels(self.space.scenario, layout), splits_backward=splits))
 
-    def _find_able(self, **asked: Any) -> list[Kernels]:
+    def _find_able(self, request: KernelRequest) -> list[Kernels]:
         scenario = self.space.scenario
-        return [each for each in self.space.kernels if not find_kernel_refusals(scenario, each, **asked)]
+        return [each for each in self.space.kernels if not find_kernel_refusals(scenario, each, request)]
 
     def _find_undominated(
         self, parts: tuple[StageLayout, ...], splits: bool = False

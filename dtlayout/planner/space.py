@@ -1,4 +1,4 @@
-"""Space: the layouts and kernels that a search looks at, and what a user fixes or rules out.
+"""Space: the layouts and kernels that a search looks at, within what a user fixes or rules out.
 
 N GPUs, n GPUs of a node, L blocks, B global batch.
 
@@ -16,7 +16,7 @@ N GPUs, n GPUs of a node, L blocks, B global batch.
 | cp_method | beside cp, all that the engine has |
 | sequence_parallel, tp_overlap | on and off; for tp > 1 also off, and on |
 | recompute | none, selective, keep-attention, full, every-2, every-4, every-8 |
-| offload | none; what fits with it alone is a remark (remarks.py), and `explain` tries each |
+| offload | none; layouts that fit only with it are named by suggestions.py, and `explain` tries each value |
 | attention, loss, compile | of our trainer what auto is; sdpa-flash; chunked, linear; none |
 | every kernel | of other engines all that they have |
 | norm, rope, swiglu | of our trainer what auto is |
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.costmodel.cache_keys import StateLayout
 from dtlayout.costmodel.engine import OWN_ENGINE
+from dtlayout.costmodel.engine_rules import check_data_parallel, check_recompute, check_zero, find_layout_lacks
 from dtlayout.costmodel.scenario import (
     Scenario,
     count_state_shards,
@@ -56,14 +57,14 @@ from dtlayout.spec.recompute import Recompute
 
 T = TypeVar("T")
 SortKey = tuple[str, int]
-"""schedule and virtual_stages."""
+"""Values of schedule and virtual_stages."""
 
 RECOMPUTE = ("none", "selective", "keep-attention", "full", "every-2", "every-4", "every-8")
 _OFF = Layout()
 _CONSTANT = ("ep_overlap", "ep_dispatcher", "stage_layers", "offload")
-"""Fields of Layout that are not searched: each has the value that is fixed, or else is off."""
+"""Fields of Layout that are not searched: each has the value that a user fixes, or else its default."""
 MOST_VIRTUAL_STAGES = 64
-"""Virtual stages of a rank: with v the bubble is 1/v of 1F1B's, and more than these have nothing left to win."""
+"""Most virtual stages of a rank. With v of them the bubble is 1/v of 1F1B's, so more would gain nothing."""
 KERNEL_NAMES = [f.name for f in fields(Kernels)]
 
 
@@ -78,7 +79,7 @@ def searched_kernels() -> dict[str, list[str]]:
 
 
 class Degrees(NamedTuple):
-    """The degrees of a layout, dp whole."""
+    """The degrees of a layout, with dp as one number."""
 
     tp: int
     pp: int
@@ -88,18 +89,18 @@ class Degrees(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Degrees":
-        """Those of a layout."""
+        """The degrees of `layout`."""
         return cls(layout.tp, layout.pp, layout.cp, layout.ep, layout.dp)
 
 
 class StateSharding(NamedTuple):
-    """How data-parallel ranks share the state."""
+    """Number of data-parallel ranks that share the state, and the stage of ZeRO."""
 
     dp_shard: int
     zero: int
 
     def of(self, layout: Layout) -> Layout:
-        """The layout with its state shared this way."""
+        """The layout with its state shared in this way."""
         return replace(layout, dp_shard=self.dp_shard, dp_replicate=layout.dp // self.dp_shard, zero=self.zero)  # type: ignore[arg-type]
 
 
@@ -110,11 +111,11 @@ class Space:
     scenario: Scenario
     """Model, batch, cluster and engine."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Name → the only value."""
+    """Name → the only value that a user allows."""
     avoided: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Name → values that are left out."""
+    """Name → values that a user rules out."""
     granted: tuple[str, ...] = ()
-    """Axes that the engine lacks and that are searched all the same, to say what they would be worth."""
+    """Axes that the engine does not have, but that are searched to say what they would be worth."""
 
     def __post_init__(self) -> None:
         problems, asked = find_scenario_lacks(self.scenario), dict(self.constant)
@@ -125,23 +126,23 @@ class Space:
             raise InvalidConfig(problems)
 
     def choose(self, name: str, values: Iterable[T]) -> list[T]:
-        """The values of an axis that a user leaves."""
+        """Values of an axis that a user allows."""
         values = [self.fixed[name]] if name in self.fixed else values
         return [value for value in values if value not in self.avoided.get(name, ())]
 
     def has(self, layout: Layout, kernels: Kernels) -> bool:
-        """Whether a layout and kernels have all that is fixed, and nothing that is avoided."""
+        """Whether a layout and kernels have every fixed value, and no avoided one."""
         values = {**vars(layout), **vars(kernels)}
         asked = (*self.fixed, *self.avoided)
         return all(self.choose(name, [values[name]]) == [values[name]] for name in asked if name in values)
 
     def has_axis(self, name: str) -> bool:
         """Whether one of `KNOWN_AXES` is searched."""
-        return name in self.granted or self.scenario.engine.has_axis(name)
+        return name in self.granted or name in self.scenario.engine.features.axes
 
     @cached_property
     def degrees(self) -> list[Degrees]:
-        """All degrees; one that is fixed and does not divide the GPUs, or the experts, leaves none."""
+        """All degrees; there are none if a fixed degree does not divide the GPUs, or the experts."""
         experts, num_gpus = self.scenario.model.experts, self.scenario.cluster.num_gpus
         found = []
         for tp in self._choose_degree("tp", num_gpus):
@@ -160,7 +161,7 @@ class Space:
         return self.choose(name, divisors(max(1, num_ranks)) if self.has_axis(name) else (1,))
 
     def orders(self, pp: int) -> list[SortKey]:
-        """Schedules with their virtual stages."""
+        """Schedules for `pp` pipeline ranks, each with a number of virtual stages."""
         layers = self.scenario.model.num_layers
         found: list[SortKey] = [(DEFAULT_SCHEDULE, 1)]
         if pp > 1:
@@ -178,7 +179,7 @@ class Space:
         return [(schedule, v) for schedule, v in found if schedule in schedules and v in stages]
 
     def shardings(self, degrees: Degrees) -> list[StateSharding]:
-        """Ways to share the state, the least sharded first."""
+        """Ways to share the state among data-parallel ranks, the least sharded first."""
         cluster, (tp, pp, cp, ep, dp) = self.scenario.cluster, degrees
         joined = [max(1, gpus // (tp * cp)) for gpus in (cluster.gpus_per_node, cluster.gpus_linked)]
         powers = [2**i for i in range(dp.bit_length())]
@@ -204,34 +205,34 @@ class Space:
         return [
             way
             for way in ways
-            if not engine.zero_problems(way.zero, pp)
-            and not engine.data_parallel_problems(dp // way.dp_shard, way.dp_shard)
+            if not check_zero(engine, way.zero, pp)
+            and not check_data_parallel(engine, dp // way.dp_shard, way.dp_shard)
         ]
 
     def micro_batches(self, cp: int) -> list[int]:
-        """Divisors of the global batch."""
+        """Sizes of the micro-batch: divisors of the global batch that go with `cp`."""
         found = self.choose("micro_batch", divisors(self.scenario.batch.global_batch))
         return found if {"cp", "micro_batch"} <= self.fixed.keys() else [n for n in found if gcd(n, cp) == 1]
 
     def sequence_parallel(self, tp: int) -> list[bool]:
-        """On, and off where that makes a difference."""
+        """Values of sequence_parallel: on, and off if that makes a difference."""
         return self.choose("sequence_parallel", (True, False) if tp > 1 else (True,))
 
     def cp_methods(self, cp: int) -> list[str]:
-        """Ways to attend over cp, where that makes a difference."""
+        """Values of cp_method: all of the engine's if they make a difference, else one."""
         methods = self.scenario.engine.features.cp_methods
         return self.choose("cp_method", methods) if cp > 1 else [self.fixed.get("cp_method", DEFAULT_CONTEXT_METHOD)]
 
     def tp_overlap(self, tp: int) -> list[bool]:
-        """Off, and on where that makes a difference."""
+        """Values of tp_overlap: off, and on if that makes a difference."""
         return self.choose("tp_overlap", (False, True) if tp > 1 and self.has_axis("tp_overlap") else (False,))
 
     @cached_property
     def recompute(self) -> list[str]:
-        """How much is computed again, as far as the engine can."""
+        """Kinds of recomputation that the engine has."""
         layers, engine = self.scenario.model.num_layers, self.scenario.engine
         kinds = [kind for kind in RECOMPUTE if Recompute.parse(kind).every <= layers]
-        return self.choose("recompute", [kind for kind in kinds if not engine.recompute_problems(kind)])
+        return self.choose("recompute", [kind for kind in kinds if not check_recompute(engine, kind)])
 
     @cached_property
     def kernels(self) -> list[Kernels]:
@@ -246,7 +247,7 @@ class Space:
 
     @cached_property
     def known_kernels(self) -> dict[str, list[str]]:
-        """Kernels that are compared by operation, the usual one first: of our trainer some, of other engines all."""
+        """Kernels that are compared, by operation, the usual one first: some of ours, or all of another engine."""
         if self.scenario.engine.name != OWN_ENGINE:
             return {name: list(found) for name, found in known_kernels(self.scenario.engine).items()}
         searched = searched_kernels() | {"compile": ["none"]}
@@ -260,11 +261,11 @@ class Space:
 
     @property
     def offload(self) -> Any:
-        """What lies on the host: nothing, unless that is fixed."""
+        """Value of offload: none, unless another one is fixed."""
         return self.fixed.get("offload", _OFF.offload)
 
     def allows_kernels(self, kernels: Kernels, layout: Layout = _OFF) -> bool:
-        """Whether the trainer has these kernels on this device in this precision, beside a layout's choices."""
+        """Whether the engine runs these kernels on this device and in this precision, with a layout."""
         return not find_refusals(self.scenario, self.without_granted(layout), kernels)
 
     def allows_tensor(self, tp: int, cp: int, method: str, sequence_parallel: bool, overlap: bool = False) -> bool:
@@ -283,12 +284,12 @@ class Space:
         )
 
     def without_granted(self, layout: Layout) -> Layout:
-        """What the engine has of a layout."""
+        """The layout without the axes that were granted, which the engine does not have."""
         off: dict[str, Any] = {name: getattr(_OFF, name) for name in self.granted}
         return replace(layout, **off) if off else layout
 
     def _allows(self, layout: Layout) -> bool:
-        """`Layout.is_legal`, and the engine has it, or it was granted."""
+        """Whether a layout is legal, and the engine has all of it that was not granted."""
         scenario, had = self.scenario, self.without_granted(layout)
         legal = layout.is_legal(scenario.model, scenario.batch)
-        return legal and not scenario.engine.layout_problems(had, scenario.model, scenario.batch)
+        return legal and not find_layout_lacks(scenario.engine, had, scenario.model)

@@ -1,6 +1,6 @@
-"""Remarks: what a search was not allowed to choose and would be worth a factor, and where its best is near an edge.
+"""Suggestions: choices that a search was not allowed to make and that would pay, and edges near its best layout.
 
-Each is one sentence or none. They cost a narrow search or a few estimates each.
+Each function returns one sentence or none, and costs a narrow search or a few estimates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,21 +11,22 @@ from dtlayout.base.formatting import GIB, join_alike, three_digits
 from dtlayout.costmodel.engine import OWN_ENGINE
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import find_refusals, find_unsupported
+from dtlayout.planner.neighbours import has_splits, with_schedule
 from dtlayout.planner.search import Search
 from dtlayout.planner.space import Space
-from dtlayout.planner.stage_balance import MOST_STAGES, balance_memory, balance_time
+from dtlayout.planner.stage_balance import balance_memory, balance_time
 from dtlayout.schedules.record import PipelineSchedule
 from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.layout import Layout
 
 LEAST_FACTOR = 1.1
-"""Times as fast as a choice has to make a step to be worth a sentence."""
+"""Factor by which a choice has to make a step faster to be worth a sentence."""
 _BATCH_RANGE = 0.1
 """Fraction of the global batch within which another one is looked for."""
 _SLOWER_NETWORK = 0.8
 """Share of the network's bandwidth with which a step is predicted once more."""
 _LEAST_GROWTH = 0.03
-"""Fraction of the step by which that has to make it longer."""
+"""Fraction by which the slower network has to make the step longer to be worth a sentence."""
 _LEAST_GAIN = 0.01
 """Share of the step that another split or schedule has to save."""
 _HIDDEN = 0.02
@@ -33,13 +34,13 @@ _HIDDEN = 0.02
 _LEAST_ROOM = 0.05
 """Share of the capacity that a peak should leave free: about the median error of predicted peaks."""
 LOOKED_AT = 5
-"""The best layouts that are looked at, however many are shown."""
+"""Number of best layouts that are looked at, however many are shown."""
 _MORE_ROOM = 0.1
-"""Share that is left free instead where it does not."""
+"""Share of the capacity that is left free instead, if a peak leaves less."""
 
 
 def list_remarks(search: Search, ranked: Sequence[Estimate]) -> Iterator[str]:
-    """All remarks on a search by its best layouts, of which there is one at least; `LOOKED_AT` of them count."""
+    """All suggestions for a search, by the first `LOOKED_AT` of its best layouts; there is at least one."""
     ranked = ranked[:LOOKED_AT]
     yield from filter(None, (
         remark_on_axis(search, ranked[0]), remark_on_precision(search, ranked), remark_on_batch(search, ranked[0]),
@@ -49,7 +50,7 @@ def list_remarks(search: Search, ranked: Sequence[Estimate]) -> Iterator[str]:
 
 
 def list_ways_to_fit(search: Search, missed: Estimate) -> Iterator[str]:
-    """What would fit where nothing in the search does; `missed` is what misses by least."""
+    """Suggestions of layouts that fit, for a search in which none does; `missed` is the one that misses by least."""
     yield from filter(None, (
         remark_on_axis(search, None), remark_on_split(search, missed), remark_on_schedule(search, missed),
         remark_on_offload(search, missed),
@@ -57,9 +58,9 @@ def list_ways_to_fit(search: Search, missed: Estimate) -> Iterator[str]:
 
 
 def remark_on_axis(search: Search, best: Estimate | None, axis: str = "cp") -> str:
-    """What an axis that the engine does not have would be worth; `best` is None where nothing fits without.
+    """A sentence on the worth of an axis that the engine does not have; `best` is None if nothing fits without it.
 
-    No axis makes a step shorter than what it computes.
+    No axis makes a step shorter than the time that it computes.
     """
     space, lacks = search.space, f"without {axis}, which {search.space.scenario.engine.name} does not have"
     if space.has_axis(axis) or axis in space.fixed:
@@ -82,9 +83,9 @@ def remark_on_axis(search: Search, best: Estimate | None, axis: str = "cp") -> s
 
 
 def remark_on_offload(search: Search, missed: Estimate) -> str:
-    """What would fit with the host's memory, where nothing does without; `missed` is what misses by least.
+    """A sentence on a layout that fits with the host's memory, if none does without; `missed` misses by least.
 
-    Asked are offloads of which a part of `missed` is as large as what is lacking, with the smallest microbatches.
+    An offload is tried, with the smallest microbatches, if it takes as many bytes off `missed` as are lacking.
     """
     space, fullest = search.space, max(missed.memory, key=lambda rank: rank.needed)
     if "offload" in space.fixed:
@@ -104,9 +105,9 @@ def remark_on_offload(search: Search, missed: Estimate) -> str:
 
 
 def remark_on_split(search: Search, estimate: Estimate) -> str:
-    """What another split of blocks over stages would be worth: to the fastest layout, or to what misses by least."""
+    """A sentence on another split of blocks over stages, for the fastest layout or the one that misses by least."""
     layout, kernels, estimator = estimate.layout, estimate.kernels, search.estimator
-    if not 1 < layout.num_stages <= MOST_STAGES or "stage_layers" in search.space.fixed:
+    if not has_splits(layout) or "stage_layers" in search.space.fixed:
         return ""
     balance = balance_time if search.has_room(estimate) else balance_memory
     found = estimator.estimate(balance(estimator, layout, kernels), kernels)
@@ -119,8 +120,8 @@ def remark_on_split(search: Search, estimate: Estimate) -> str:
 
 
 def remark_on_schedule(search: Search, estimate: Estimate) -> str:
-    """What a schedule of our trainer that is not searched would be worth: to the fastest layout, or to what misses by
-    least, with everything else that is fixed or ruled out."""
+    """A sentence on a schedule of our trainer that no search tries, for the fastest layout or the one that misses by
+    least. Everything else that is fixed or ruled out stays so."""
     if not estimate.layout.is_pipelined or search.space.scenario.engine.name != OWN_ENGINE:
         return ""
     others = [each for each in SCHEDULES.values() if not each.is_searched]
@@ -133,17 +134,13 @@ def remark_on_schedule(search: Search, estimate: Estimate) -> str:
 
 
 def _with_schedule(search: Search, estimate: Estimate, schedule: PipelineSchedule) -> Estimate | None:
-    """A layout in another order, with what that allows of its kernels and of tp_overlap.
+    """The estimate of a layout in another schedule, with the kernels and tp_overlap that this allows.
 
-    None if it is not asked for or refused, does not fit, or cannot be faster than a layout that does, even without a
-    bubble.
+    None if a user has ruled it out, if it is refused or does not fit, or if it could not be faster than a layout that
+    fits, even without a bubble.
     """
-    scenario, own = search.space.scenario, estimate.layout
-    v = int(min(max(own.virtual_stages, schedule.least_virtual_stages), schedule.most_virtual_stages))
-    overlaps = own.tp_overlap and not schedule.splits_backward
-    layout = replace(own, schedule=schedule.name, virtual_stages=v, tp_overlap=overlaps)
-    is_eager = schedule.splits_backward and estimate.kernels.compiles_blocks
-    kernels = replace(estimate.kernels, compile="none") if is_eager else estimate.kernels
+    scenario = search.space.scenario
+    layout, kernels = with_schedule(estimate.layout, estimate.kernels, schedule)
     is_legal = search.space.has(layout, kernels) and layout.is_legal(scenario.model, scenario.batch)
     if not is_legal or find_refusals(scenario, layout, kernels):
         return None
@@ -156,7 +153,7 @@ def _with_schedule(search: Search, estimate: Estimate, schedule: PipelineSchedul
 
 
 def _say_gain(search: Search, estimate: Estimate, other: Estimate) -> str:
-    """What another layout would do in place of one: be faster, or fit where that does not; "" if it does neither."""
+    """The gain of another layout, in words: it is faster, or fits where the first does not; "" for no gain."""
     gain = 1 - other.step_time_s / estimate.step_time_s
     fits = search.has_room(estimate)
     if not search.has_room(other) or (fits and gain < _LEAST_GAIN):
@@ -165,7 +162,7 @@ def _say_gain(search: Search, estimate: Estimate, other: Estimate) -> str:
 
 
 def remark_on_precision(search: Search, ranked: Sequence[Estimate]) -> str:
-    """What the fastest format below bf16 that engine and GPU have would be worth."""
+    """A sentence on the worth of the fastest format below bf16 that engine and GPU have."""
     scenario = search.space.scenario
     if scenario.engine.name == OWN_ENGINE or scenario.precision.multiplies_in != "bfloat16":
         return ""
@@ -186,7 +183,7 @@ def remark_on_precision(search: Search, ranked: Sequence[Estimate]) -> str:
 
 
 def remark_on_batch(search: Search, best: Estimate) -> str:
-    """A global batch near the one that is asked for which has more divisors in common with the GPUs."""
+    """A sentence on a global batch near the asked one that has more divisors in common with the number of GPUs."""
     space, batch = search.space, search.space.scenario.batch
     num_gpus, size = space.scenario.cluster.num_gpus, batch.global_batch
     around = range(max(1, round(size * (1 - _BATCH_RANGE))), round(size * (1 + _BATCH_RANGE)) + 1)
@@ -204,7 +201,7 @@ def remark_on_batch(search: Search, best: Estimate) -> str:
 
 
 def remark_on_network(search: Search, best: Estimate) -> str:
-    """A warning where a network that is a little slower would no longer hide the best's data-parallel communication."""
+    """A warning if a slightly slower network would no longer hide the data-parallel communication of the best."""
     scenario = search.space.scenario
     gpu = scenario.cluster.gpu
     if scenario.is_on_host or best.time.dp > _HIDDEN * best.step_time_s:
@@ -222,9 +219,9 @@ def remark_on_network(search: Search, best: Estimate) -> str:
 
 
 def remark_on_room(search: Search, ranked: Sequence[Estimate]) -> str:
-    """What more free memory would cost, where the best fills nearly all of it and nobody has asked for less.
+    """A sentence on the cost of more free memory, if the best fills nearly all and the user set no limit.
 
-    Looked at is what has the degrees of a ranked one and the best's kernels: it costs that much at most.
+    Only layouts with the degrees of a ranked one and the kernels of the best are tried, so the cost is an upper bound.
     """
     best = ranked[0]
     free_bytes = best.capacity_bytes - best.peak_bytes

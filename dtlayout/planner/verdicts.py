@@ -1,7 +1,7 @@
-"""Reasons: what stands against a layout, in one sentence with numbers.
+"""Verdicts: the reason against a layout, in one sentence with numbers.
 
-A layout is illegal, or a rank holds too much, or it is slower than another and spends the difference somewhere.
-`judge` says which; `judge_others` does so of the best layout with each other choice than one's own.
+A layout is illegal, or a rank holds too much, or it is slower than another one, and some part of the step takes longer.
+`judge` says which. `judge_others` judges the best layout with each choice that the best of all does not have.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -10,15 +10,17 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from dtlayout.base.formatting import GIB, join_words, plural
+from dtlayout.base.refusals import show_value
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.costmodel.memory import NOT_NEEDED
 from dtlayout.costmodel.scenario import engine_kernels, find_refusals
+from dtlayout.planner.neighbours import choose, list_choices
 from dtlayout.planner.ranking import TIE, to_percent
 from dtlayout.planner.search import Search
-from dtlayout.planner.space import KERNEL_NAMES, RECOMPUTE, Space
-from dtlayout.schedules.schedules import DEFAULT_SCHEDULE, schedule_with
+from dtlayout.planner.space import KERNEL_NAMES, Space
+from dtlayout.schedules.schedules import schedule_with
 from dtlayout.spec.kernels import Kernels, OpenKernels
-from dtlayout.spec.layout import Layout, show_value
+from dtlayout.spec.layout import Layout
 
 _PARTS = {
     "compute": "computing", "recompute": "recomputing", "tp": "waiting for {}", "pp": "sending between stages",
@@ -26,9 +28,9 @@ _PARTS = {
 }  # fmt: skip
 
 _KEPT_BESIDE_KERNELS = ("tp", "pp", "cp", "ep", "schedule", "virtual_stages", "sequence_parallel")
-"""Fields of a layout that another kernel, or tp_overlap, changes nothing about."""
+"""Fields of a layout that stay the same when another kernel, or tp_overlap, is tried."""
 _LEAST_DIFFERENCE = 0.0005
-"""Relative difference of step times that is written as a number."""
+"""Smallest relative difference of step times that is written as a number."""
 
 V = TypeVar("V")
 
@@ -36,20 +38,20 @@ Judgement = Literal["not legal", "does not fit", "slower", "as fast", "faster"]
 
 
 class Verdict(NamedTuple):
-    """The judgement of a layout: everything that stands against it."""
+    """The judgement of a layout, with every reason against it."""
 
     layout: Layout
     kernels: Kernels
     outcome: Judgement
-    """In comparison with another; a layout that does not fit may be faster."""
+    """Result of the comparison with another layout; a layout that does not fit may be faster."""
     problems: tuple[str, ...]
-    """One line each; the first says most."""
+    """Reasons, one line each; the first says most."""
     estimate: Estimate | None
-    """Memory and time; None where it is not legal."""
+    """Memory and time; None if it is not legal."""
 
 
 def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> Verdict:
-    """Judge a layout in comparison with the best one of a search."""
+    """The verdict on a layout, in comparison with the best one of a search."""
     if problems := find_problems(search.space, layout, kernels):
         return Verdict(layout, kernels, "not legal", tuple(problems), None)
     found = search.estimator.estimate(layout, kernels)
@@ -62,7 +64,7 @@ def judge(search: Search, layout: Layout, kernels: Kernels, best: Estimate) -> V
 
 
 def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
-    """Everything that keeps the trainer from running it on this cluster."""
+    """A line for everything that keeps the engine from running the layout on this cluster."""
     scenario = space.scenario
     counts = _count_problems(layout, scenario.cluster.num_gpus)
     if scenario.cluster.num_gpus % (layout.world_size // layout.dp):  # no dp would do, so nothing is said of one
@@ -71,7 +73,7 @@ def find_problems(space: Space, layout: Layout, kernels: Kernels) -> list[str]:
 
 
 def _count_problems(layout: Layout, num_gpus: int) -> list[str]:
-    """A line where the degrees don't multiply to the GPUs, or where no dp would make them."""
+    """A line if the degrees don't multiply to the number of GPUs, or if no dp could make them."""
     degrees = {name: getattr(layout, name) for name in ("tp", "pp", "cp") if getattr(layout, name) > 1}
     alone = prod(degrees.values())
     if num_gpus % alone == 0:
@@ -82,7 +84,7 @@ def _count_problems(layout: Layout, num_gpus: int) -> list[str]:
 
 
 def describe_shortage(estimate: Estimate, allowed_bytes: float) -> str:
-    """Which rank holds too much, how much too much, and what it mostly is."""
+    """A sentence on the fullest rank: the bytes that it has too much, and its largest components."""
     rank, fullest = max(enumerate(estimate.memory), key=lambda each: each[1].needed)
     parts, needed = sorted(fullest.as_dict().items(), key=lambda part: -part[1]), fullest.needed
     named = [f"{name} {size / GIB:.1f}" for name, size in parts if name not in NOT_NEEDED and size >= 0.05 * GIB]
@@ -96,7 +98,10 @@ def describe_shortage(estimate: Estimate, allowed_bytes: float) -> str:
 def describe_difference(
     other: Estimate, own: Estimate, than: str = "", least: float = _LEAST_DIFFERENCE
 ) -> str:  # fmt: skip
-    """How much slower or faster `own` is than `other`, and in which parts of the step; `least` is no tie any more."""
+    """A sentence on how much slower or faster `own` is than `other`, and in which parts of the step.
+
+    Relative differences up to `least` are a tie.
+    """
     change = own.step_time_s / other.step_time_s - 1
     before, after = other.time.as_dict(), own.time.as_dict()
     differences = sorted(((after[part] - before[part], part) for part in before), key=lambda d: -abs(d[0]))
@@ -113,7 +118,7 @@ def describe_difference(
 
 
 def describe_lead(own: Estimate, following: Estimate, place: int | str) -> str:
-    """Why a layout stands before the next one, which is called `place`."""
+    """The reason why a layout is ranked before the next one, which is called `place`."""
     if abs(following.step_time_s / own.step_time_s - 1) > TIE:
         return describe_difference(following, own, f" than {place}")
     room = following.peak_bytes - own.peak_bytes
@@ -131,7 +136,7 @@ def describe_lead(own: Estimate, following: Estimate, place: int | str) -> str:
 
 
 def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels]:
-    """The layout that some choices name: every other field at its default, dp_shard as the GPUs that are left."""
+    """The layout and kernels that some choices name: other fields at their defaults, dp_shard over the other GPUs."""
     named = {**space.fixed, **choices}
     asked = {name: named.pop(name) for name in KERNEL_NAMES if name in named}
     if named.get("virtual_stages", 1) > 1:
@@ -141,30 +146,23 @@ def parse_layout(space: Space, choices: dict[str, Any]) -> tuple[Layout, Kernels
     return layout, replace(engine_kernels(space.scenario, OpenKernels(), layout), **asked)
 
 
-def spread(layout: Layout, num_gpus: int) -> Layout | None:
-    """The layout with data parallelism over all GPUs that its other axes leave; None where they don't come out even."""
-    alone = replace(layout, dp_shard=1, dp_replicate=1)
-    dp, left = divmod(num_gpus, alone.world_size)
-    return None if left else replace(alone, dp_shard=dp)
-
-
 def judge_others(search: Search, best: Estimate) -> Iterator[tuple[str, Verdict]]:
-    """Each other choice than one of the best's by name, and what stands against the best layout that has it.
+    """Choices that the best does not have, by name, each with the verdict on the best layout that has it.
 
     All else is searched again, beside another kernel or tp_overlap all but `_KEPT_BESIDE_KERNELS`. Where nothing with a
     choice is legal and fits, the layout that differs from the best in nothing else is judged. What the user has fixed
     or ruled out is no choice.
     """
-    for name, value in _list_others(search.space, best):
+    for name, value in list_choices(search.space, best):
         if found := _search_with(search, best, name, value):
             layout, kernels = found.layout, found.kernels
         else:
-            layout, kernels = _change(best, name, value, search.space.scenario.cluster.num_gpus)
+            layout, kernels = choose(best, name, value, search.space.scenario.cluster.num_gpus)
         yield f"{name}={show_value(value)}", judge(search, layout, kernels, best)
 
 
 def fold_alike(rows: Iterable[tuple[str, V]], said: Callable[[V], Hashable]) -> list[tuple[str, V]]:
-    """Rows by name, and one for those of which the same is said.
+    """Rows by name, where rows for which `said` returns the same are one.
 
     >>> fold_alike([("tp=2", 1), ("zero=1", 5), ("tp=4", 1), ("pp=8", 1)], abs)
     [('tp=2 or 4, pp=8', 1), ('zero=1', 5)]
@@ -176,7 +174,7 @@ def fold_alike(rows: Iterable[tuple[str, V]], said: Callable[[V], Hashable]) -> 
 
 
 def name_together(changes: Sequence[str]) -> str:
-    """Choices in short: values of one field beside each other.
+    """Choices as one text, with the values of a field beside each other.
 
     >>> name_together(["tp=2", "pp=8", "tp=4"])
     'tp=2 or 4, pp=8'
@@ -194,44 +192,6 @@ def _search_with(search: Search, best: Estimate, name: str, value: Any) -> Estim
     kept = {each: getattr(best.layout, each) for each in _KEPT_BESIDE_KERNELS}
     narrow = search.with_fixed({**kept, **search.space.fixed, name: value})
     return next(iter(narrow.run(top=1).ranked), None)
-
-
-def _change(best: Estimate, name: str, value: Any, num_gpus: int) -> tuple[Layout, Kernels]:
-    """The best with one choice changed; data parallelism takes up the GPUs where that comes out even."""
-    if name in KERNEL_NAMES:
-        return best.layout, replace(best.kernels, **{name: value})
-    changed = replace(best.layout, **{name: value})
-    if not changed.sequence_parallel:
-        changed = replace(changed, tp_overlap=False)  # which goes with it alone
-    if changed.pp == 1:
-        changed = replace(changed, schedule=DEFAULT_SCHEDULE, virtual_stages=1)
-    elif name == "virtual_stages":
-        changed = replace(changed, schedule=schedule_with(value))
-    return spread(changed, num_gpus) or changed if name in ("tp", "pp", "cp") else changed, best.kernels
-
-
-def _list_others(space: Space, best: Estimate) -> Iterator[tuple[str, Any]]:
-    """Names and values of the choices that are compared with those of the best."""
-    layout, num_gpus = best.layout, space.scenario.cluster.num_gpus
-    others: dict[str, list[Any]] = {}
-    for axis in ("tp", "pp", "cp", "ep"):
-        degree = getattr(layout, axis)
-        around = [degree // 2] * (degree % 2 == 0) + [2 * degree] * (num_gpus % (2 * degree) == 0)
-        others[axis] = around if space.has_axis(axis) and (axis != "ep" or space.scenario.model.experts) else []
-    others["cp_method"] = list(space.scenario.engine.features.cp_methods) if layout.cp > 1 else []
-    size = layout.micro_batch
-    others["micro_batch"] = [size // 2] * (size % 2 == 0) + [2 * size]
-    is_open = layout.pp > 1 and "schedule" not in space.fixed  # which says with how many virtual stages it goes
-    others["virtual_stages"] = [1 if layout.virtual_stages > 1 else 2] if is_open else []
-    others["zero"] = [1, 2, 3] if layout.dp > 1 else []
-    others["recompute"] = [each for each in RECOMPUTE[:4] if not space.scenario.engine.recompute_problems(each)]
-    others["sequence_parallel"] = [not layout.sequence_parallel] if layout.tp > 1 else []
-    others["tp_overlap"] = [not layout.tp_overlap] if layout.shards_sequence and space.has_axis("tp_overlap") else []
-    others |= space.known_kernels
-    own = vars(layout) | vars(best.kernels)
-    for name, values in others.items():
-        if name not in space.fixed:
-            yield from ((name, value) for value in space.choose(name, values) if value != own[name])
 
 
 def _seconds(seconds: float) -> str:

@@ -31,7 +31,8 @@ from typing import Literal
 from dtlayout.models.description import ATTEND, BLOCKS, EMBEDDING, FINAL_NORM, HEAD, MASK, ROTARY, Linear, Norm
 from dtlayout.models.families import describe
 from dtlayout.spec.kernels import Compile, Kernels
-from dtlayout.spec.layout import Layout, Offload
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.layout_keys import Offload
 from dtlayout.spec.model_shape import ModelShape
 from dtlayout.spec.precision import Precision
 from dtlayout.spec.recompute import Recompute

@@ -21,13 +21,13 @@ _MATMULS = {
     "nvfp4": ("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
 }
 _CONTEXT = {"ring": "p2p", "gather": "allgather", "all-to-all": "a2a"}
-"""Our way to attend across cp → --cp-comm-type."""
+"""Our method of attention over cp → --cp-comm-type."""
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """ZeRO stage → --data-parallel-sharding-strategy."""
 
 
 def write(job: Job) -> Arguments:
-    """The script; InvalidConfig and InvalidLayout for what Megatron does not have, or nobody has written down here."""
+    """The script; InvalidConfig or InvalidLayout for a part that Megatron lacks, or that is not written here."""
     _check(job)
     recompute, gaps = _recompute(job)
     backend, unknown = choose("kernels.attention", job.estimate.kernels.attention, _ATTENTION, "auto")
@@ -117,7 +117,7 @@ def _latent_attention(job: Job) -> list[str]:
 
 
 def _experts(job: Job) -> list[str]:
-    """The experts and how they are spread; tp splits none of them, but shares out the tokens."""
+    """Arguments for the experts and for ep; tp does not split experts, but shares out the tokens."""
     model, layout = job.model, job.layout
     if (experts := model.experts) is None:
         return []
@@ -182,7 +182,7 @@ def _recompute(job: Job) -> tuple[list[str], list[str]]:
 
 
 def _training(job: Job) -> list[str]:
-    """What a first run needs beside its layout."""
+    """Arguments that a first run needs beside its layout."""
     optimizer = job.scenario.optimizer
     match optimizer:
         case AdamW():

@@ -11,7 +11,7 @@ from dtlayout.spec.recompute import Recompute
 
 _SCHEDULES = {"1f1b": "1f1b", "gpipe": "afab"}
 _FAMILIES = {"llama": {"is_llama_config": True}, "qwen2": {"is_qwen2_config": True, "attention_bias": True}}
-"""Family → what tells its model_config apart."""
+"""Family → the keys and values by which its model_config differs."""
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
     "tie_word_embeddings", "rms_norm_eps", "rope_theta", "max_position_embeddings", "hidden_act",

@@ -23,7 +23,7 @@ TORCH_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interl
 
 @dataclass(frozen=True)
 class Job:
-    """What a program is to run: the layout of an estimate, for so many steps."""
+    """A job for a program: the scenario, the estimate whose layout and kernels it runs, and the number of steps."""
 
     scenario: Scenario
     estimate: Estimate
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def torchrun(self) -> str:
-        """How each node starts its ranks, up to the program's own file."""
+        """The command by which each node starts its ranks, up to the program's own file."""
         cluster = self.scenario.cluster
         processes = min(cluster.num_gpus, cluster.gpus_per_node)
         nodes = ceil(cluster.num_gpus / cluster.gpus_per_node)
@@ -64,9 +64,10 @@ class Job:
         return f"torchrun --nproc-per-node {processes}{meeting}"
 
     def odd_kernels(self, said: Sequence[str] = (), **own: Any) -> list[str]:
-        """A gap for each kernel that is not the program's usual one, but for those keys that its options say.
+        """A gap for each kernel that is not the program's usual one.
 
-        `own` are those of the version that is written for, where published runs have others.
+        `said` are keys that its options can say, which make no gap. `own` are usual kernels of the version whose
+        options are written, where published runs have others.
         """
         usual, kernels = replace(find_usual(self.scenario.engine.name).kernels, **own), self.estimate.kernels
         keys = [f.name for f in fields(Kernels) if f.name not in said]
@@ -76,38 +77,38 @@ class Job:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A program's own arguments."""
+    """Arguments in a program's own form."""
 
     lines: Sequence[str]
-    """The file, without the comments above it."""
+    """Lines of the file, without the comments above them."""
     start: str
-    """What starts it on each node; FILE stands for the file."""
+    """Command that starts the program on each node; FILE stands for the file."""
     gaps: Sequence[str] = ()
-    """What they cannot say, a sentence each."""
+    """Facts about the job that the arguments cannot say, a sentence each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A training program that an engine predicts for."""
+    """A training program for which an engine predicts, and which can be given arguments."""
 
     engine: str
-    """The engine's name."""
+    """Name of the engine."""
     title: str
-    """What people call it."""
+    """Name of the program for people."""
     version: str
-    """The version, or the commit, whose options are written."""
+    """Version or commit whose options are written."""
     parser: str
-    """The file that reads them there."""
+    """File of that version that reads the options."""
     write: Callable[[Job], Arguments]
-    """What writes them."""
+    """Function that writes the arguments of a job."""
     first_line: str = ""
-    """What stands above the comments."""
+    """Line above the comments."""
 
 
 def name_stages(
     stage_layers: Sequence[int], *, first: str, block: str, last: Sequence[str], every: Sequence[str] = ()
 ) -> list[list[str]]:
-    """The modules of each stage by name; `block` takes the number of a block.
+    """Names of the modules of each stage. `block` is a form that takes the number of a block.
 
     >>> name_stages((1, 2), first="embedding", block="layers.{}", last=["norm"])
     [['embedding', 'layers.0'], ['layers.1', 'layers.2', 'norm']]
@@ -120,7 +121,7 @@ def name_stages(
 
 
 def choose(what: str, value: str, known: Mapping[str, str], instead: str) -> tuple[str, list[str]]:
-    """What a program calls a value, and a gap where it has no such thing, for which `instead` is written."""
+    """The program's name for a value, and no gap; or `instead` and a gap, if `known` has no name for the value."""
     if value in known:
         return known[value], []
     return instead, [f"{what}={value} is nothing that it has: {instead} is written instead"]

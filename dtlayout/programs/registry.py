@@ -7,4 +7,4 @@ from dtlayout.programs.program import Program
 from dtlayout.programs.torchtitan import TORCHTITAN
 
 PROGRAMS: dict[str, Program] = {program.engine: program for program in (MEGATRON, TORCHTITAN, AUTOMODEL, NANOTRON)}
-"""Engine → the program that it predicts for."""
+"""Engine → the program for which it predicts."""

@@ -23,7 +23,7 @@ _MIXTURES = {
 _MODULES = {"llama": "llama3", "qwen3": "qwen3"}
 """Family → torchtitan's name of the model."""
 _ROTATE = {"gather": "allgather", "ring": "alltoall"}
-"""Our way to attend across cp → context_parallel_rotate_method."""
+"""Our method of attention over cp → context_parallel_rotate_method."""
 _CONVERTERS: dict[str, dict[str, Any]] = {
     "fp8-tensorwise": {"float8": {"enable_fsdp_float8_all_gather": True}},
     "fp8-rowwise": {"float8": {"recipe_name": "rowwise"}},
@@ -142,7 +142,7 @@ def _model(model: ModelShape) -> tuple[dict[str, str], list[str]]:
 
 
 def _llama_ffn(hidden_size: int, ffn_size: int) -> dict[str, Any]:
-    """What its Llama makes `ffn_size` of: int(multiplier · int(8 · hidden / 3)), up to the next multiple."""
+    """Arguments from which its Llama makes `ffn_size`: int(multiplier · int(8 · hidden / 3)), up to a multiple."""
     multiple = ffn_size & -ffn_size  # the power of two in it
     return {"ffn_dim_multiplier": round((ffn_size - multiple / 2) / (8 * hidden_size // 3), 6), "multiple_of": multiple}
 

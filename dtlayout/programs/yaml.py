@@ -1,4 +1,4 @@
-"""YAML out: what configs of programs need of it, which any version of YAML reads alike."""
+"""YAML out: the part of YAML that configs of programs need, and that every version of YAML reads alike."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ def dump(tables: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _to_flow(value: Any) -> str:
-    """A value on one line; strings are quoted, for YAML 1.1 takes `no` and `1e5` for something else."""
+    """A value on one line. Strings are quoted, since YAML 1.1 reads `no` and `1e5` as something else."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_to_flow, value))}]"
     text = json.dumps(value)

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from dtlayout.base.errors import DtlayoutError
 from dtlayout.base.files import parse_json
 from dtlayout.base.formatting import choose_unit
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.report import html
 from dtlayout.training.metrics import Validation, read_summary, time_steps
 

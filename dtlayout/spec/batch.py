@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dtlayout.base.validators import Ranged, ranged
 
 IGNORED = -100
-"""Target of a token that does not count."""
+"""Target of a token that the loss does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,5 +23,5 @@ class Batch(Ranged, section="batch"):
         return self.global_batch * self.seq_len
 
     def tokens_per_s_per_gpu(self, step_time_s: float, num_gpus: int) -> float:
-        """Tokens that each of so many GPUs trains on in a second of such steps."""
+        """Tokens in a second on each of `num_gpus` GPUs, if a step takes `step_time_s` seconds."""
         return self.num_tokens / step_time_s / num_gpus

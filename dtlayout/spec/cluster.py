@@ -1,8 +1,8 @@
-"""What is known of each GPU type, read from constants/clusters/*.toml, and clusters of them.
+"""GPU types with their numbers, read from constants/clusters/*.toml, and clusters of them.
 
-A number is a TOML table with its `value`, its `unit` and its `source`. The numbers are those of data sheets: no message
-and no kernel reaches them, and a user's file (`load_cluster`) may put measured ones in their place. Bandwidths count
-one direction.
+A number is a TOML table with its `value`, its `unit` and its `source`. The numbers are those of data sheets, which no
+message and no kernel reaches; a user's file (`load_cluster`) may replace them by measured ones. Bandwidths count one
+direction.
 """
 
 import math
@@ -54,21 +54,21 @@ class Gpu:
     name: str
     """The name that configs and commands use."""
     device_names: tuple[str, ...]
-    """What torch.cuda.get_device_name() says on it."""
+    """Names that torch.cuda.get_device_name() returns on it."""
     peak_flops_per_s: float
-    """Dense bf16 matrix FLOP/s of the data sheet, the 100 % of MFU; for `cpu` an order of magnitude, and no MFU."""
+    """Dense bf16 matrix FLOP/s of the data sheet, 100 % of MFU. For `cpu` an order of magnitude, and no MFU."""
     memory_bytes: int
-    """What torch.cuda reports as total_memory: less than the data sheet, and it moves a little with the driver."""
+    """Bytes that torch.cuda reports as total_memory: less than the data sheet, and drivers differ a little."""
     memory_bytes_per_s: float
-    """Bandwidth between the GPU and its own memory."""
+    """Byte/s between the GPU and its own memory."""
     link_bytes_per_s: float
-    """What it can send to all peers in its node together."""
+    """Byte/s that it can send to all peers in its node together."""
     link_latency_s: float
-    """Start of a message inside the node, for each hop."""
+    """Seconds that a message inside the node takes to start, for each hop."""
     network_bytes_per_s: float
-    """What it can send to other nodes while all GPUs of its node do."""
+    """Byte/s that it can send to other nodes while all GPUs of its node send too."""
     network_latency_s: float
-    """Start of a message between nodes, for each hop."""
+    """Seconds that a message between nodes takes to start, for each hop."""
     gpus_per_node: int
     """GPUs of a node, which share its links."""
     peak_fp8_flops_per_s: float | None = None
@@ -76,34 +76,34 @@ class Gpu:
     peak_fp4_flops_per_s: float | None = None
     """Dense fp4 matrix FLOP/s of the data sheet; None where no unit multiplies fp4."""
     board_power_w: float | None = None
-    """Power that the board is sold with, and where its clock falls; None where it is not known."""
+    """Watts for which the board is sold, and at which its clock falls; None where they are not known."""
     gpus_linked: int = 1
-    """GPUs that the fast links join, where these reach beyond a node, as in a rack; 1 where they end with it."""
+    """GPUs that the fast links join, if these reach beyond a node, as in a rack; 1 if they end with the node."""
     host_link_bytes_per_s: float | None = None
-    """What it copies to its host's memory or from there while all GPUs of the node do; None where it is not known."""
+    """Byte/s that it copies to or from its host's memory while all GPUs of the node copy too; None where not known."""
     host_memory_bytes: int | None = None
-    """Its share of its host's memory; None where that is not known, as of cards, which go into any server."""
+    """Bytes of the host's memory for each GPU; None where not known, as for cards, which go into any server."""
     host_memory_bytes_per_s: float | None = None
-    """Its share of the bandwidth between the host's processors and their memory; None where that is not known."""
+    """Byte/s between the host's processors and their memory, for each GPU; None where not known."""
     capability: tuple[int, ...] = ()
     """CUDA's compute capability, major and minor; empty where there is none."""
     peak_fp32_flops_per_s: float | None = None
-    """Peak FLOP/s of matrices in fp32; None where nobody measured it, and then they count as bf16."""
+    """Peak matrix FLOP/s in fp32. None where nobody measured it; fp32 then counts as bf16."""
     ranks_at_once: float = math.inf
-    """Ranks of a node that have their full speed at the same time; fewer than there are where ranks share cores."""
+    """Ranks of a node that have their full speed at the same time: fewer than there are, if ranks share cores."""
     prediction_error: float | None = None
-    """Median relative error of steps that were predicted for these machines before they ran, where it is known."""
+    """Median relative error of steps that were predicted for these machines before they ran; None where not known."""
     achieved: tuple[tuple[str, float], ...] = ()
-    """Constants of the cost model that were measured here, with their values (`costmodel.engine.Constants`)."""
+    """Names and values of constants of the cost model (`Constants`) that were measured on these machines."""
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """What torch calls its kind of device."""
+        """Kind of device, as torch names it."""
         return "cpu" if self.name == "cpu" else "cuda"
 
     @property
     def has_mfu(self) -> bool:
-        """Whether there is a peak that MFU is a share of; a CPU has none."""
+        """Whether it has a peak against which MFU is measured; a CPU has none."""
         return self.device_type != "cpu"
 
     def peak_of(self, matmuls: MatmulFormat) -> float | None:
@@ -114,13 +114,13 @@ class Gpu:
 
     @property
     def is_known(self) -> bool:
-        """Whether more than its name is known; without that nothing is predicted for it."""
+        """Whether more than its name is known; otherwise nothing is predicted for it."""
         return self.peak_flops_per_s > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRecord:
-    """How far predictions of one sweep were right, made before it ran."""
+    """Errors of the predictions for one sweep, which were made before it ran."""
 
     sweep: str
     """Name of the sweep."""
@@ -129,13 +129,13 @@ class SweepRecord:
     version: str
     """Version of dtlayout."""
     hardware: str
-    """GPU type that the sweep ran on."""
+    """GPU type on which the sweep ran."""
     runs: int
-    """Trials with a measured and a predicted step."""
+    """Number of trials with a measured and a predicted step."""
     error: float
     """Median of abs(predicted step / measured step - 1)."""
     regret: float
-    """How much longer the step of the layout that was predicted best is than the best one's."""
+    """Relative difference between the step of the layout that was predicted best and the shortest step."""
 
     def __str__(self) -> str:
         return (
@@ -149,19 +149,19 @@ class Cluster:
     """GPUs of one type in nodes."""
 
     gpu: Gpu
-    """What each of them can do."""
+    """GPU type of all of them."""
     num_gpus: int
     """GPUs in all nodes together."""
     gpus_per_node: int
-    """GPUs of one node, whatever the vendor's server holds; the last node may hold fewer."""
+    """GPUs of one node, which may differ from the vendor's server; the last node may hold fewer."""
     records: tuple[SweepRecord, ...] = ()
-    """What predictions for it were worth so far."""
+    """Errors of earlier predictions for it, by sweep."""
     file: str = field(default="", compare=False)
-    """Path of the TOML file that it was read from; empty if there is none."""
+    """Path of the TOML file from which it was read; empty if there is none."""
 
     @property
     def gpus_linked(self) -> int:
-        """GPUs that fast links join: those of a node, or of as much of a larger domain as the cluster fills."""
+        """GPUs that fast links join: those of a node, or those of a larger domain, as far as the cluster fills it."""
         return max(self.gpus_per_node, min(self.gpu.gpus_linked, self.num_gpus))
 
     @property
@@ -171,7 +171,7 @@ class Cluster:
 
     @cached_property
     def contention(self) -> float:
-        """How much longer everything takes that all ranks do at the same time, where they share cores."""
+        """Factor by which work of all ranks at the same time takes longer because they share cores; 1 if they don't."""
         return max(1.0, self.num_gpus / self.ranks_at_once)
 
     def __post_init__(self) -> None:
@@ -180,12 +180,12 @@ class Cluster:
 
 
 def known_gpus() -> dict[str, Gpu]:
-    """Every GPU type that is described, by name; the CPU is none, since it has no peak for MFU."""
+    """Every GPU type with a file, by name. The CPU is not among them, since it has no peak for MFU."""
     return {name: gpu for name, gpu in _read_constants().items() if gpu.has_mfu}
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU type called `name`, or `cpu` to predict with; InvalidConfig names those near to it, or all."""
+    """The GPU type called `name`, which may be `cpu`; InvalidConfig with similar names, or with all."""
     known = list(_read_constants())
     if name not in known:
         near = [each for each in known if name and each.startswith(name.lower())]
@@ -196,7 +196,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU type called `name`, or one of which nothing else is known (`Gpu.is_known`)."""
+    """The GPU type called `name`; if there is none, a type of which only the name is known (`Gpu.is_known`)."""
     nothing: dict[str, Any] = {field: 0 for field, _ in _NUMBERS.values()}
     return _read_constants().get(name) or Gpu(name=name, device_names=(name,), capability=(), **nothing)
 
@@ -214,7 +214,7 @@ def register_gpu(file: str | Path) -> Gpu:
 
 
 def find_gpu_by_device(device_name: str) -> Gpu | None:
-    """The GPU type that torch reports as `device_name`, if it is described; older drivers leave the vendor out.
+    """The GPU type that torch reports as `device_name`, None if there is none; older drivers leave the vendor out.
 
     Names are compared whole: a PCIe card, an NVL or a slice of a GPU is called like the SXM module and a word more, and
     has other numbers.
@@ -224,7 +224,7 @@ def find_gpu_by_device(device_name: str) -> Gpu | None:
 
 
 def is_slice(device_name: str) -> bool:
-    """Whether what torch reports as `device_name` is a part of a GPU, as MIG makes them.
+    """Whether a device that torch reports as `device_name` is a part of a GPU, as MIG makes them.
 
     >>> is_slice("NVIDIA A100-SXM4-40GB MIG 3g.20gb"), is_slice("NVIDIA A100-SXM4-40GB")
     (True, False)
@@ -233,7 +233,7 @@ def is_slice(device_name: str) -> bool:
 
 
 def why_unknown(device_name: str) -> str:
-    """Why there is no GPU type for a device."""
+    """The reason why there is no GPU type for a device, as a part of a sentence."""
     if is_slice(device_name):
         return f"{device_name} is a part of a GPU, whose peak is not known"
     return f"{device_name} is no GPU whose data sheet is known"
@@ -288,21 +288,21 @@ def parse_gpu(tables: dict[str, Any], file: str) -> Gpu:
 
 @cache
 def _read_constants() -> dict[str, Gpu]:
-    """Everything that is described, the CPU included, by name; `register_gpu` adds to it."""
+    """All GPU types with a file, and the CPU, by name; `register_gpu` adds to them."""
     gpus = [parse_gpu(tables, file) for file, tables in toml.read_constants("clusters").items()]
     return {gpu.name: gpu for gpu in gpus}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Number:
-    """A number as a file has it."""
+    """A number with its unit and its source, as in a file."""
 
     value: float
     unit: str
     source: str
 
     def problems(self, name: str, unit: str | None = None) -> list[str]:
-        """What keeps it from being used: its unit is checked, for 50 GB/s read as 50 byte/s would go unseen.
+        """Problems that keep the number from being used. Its unit is one: 50 GB/s read as 50 byte/s would go unseen.
 
         Without a unit it may be any, and zero: those of the cost model's constants are known to the cost model alone.
         """
@@ -319,7 +319,7 @@ class _Number:
 
 
 def _gpu_fields(numbers: dict[str, _Number]) -> dict[str, Any]:
-    """Fields of Gpu from the numbers in which there is no problem."""
+    """Fields of `Gpu` from the numbers that have no problem."""
     found = [(*UNITS[name], number.value) for name, number in numbers.items()]
     return {field: int(value) if unit in _WHOLE_UNITS else value for field, unit, value in found}
 

@@ -1,9 +1,9 @@
-"""The ways in which ranks attend to each other's tokens, and which positions of a sequence each of them has. No torch.
+"""Methods by which ranks attend to each other's tokens, and the positions of a sequence that each rank has. No torch.
 
-A rank has as many tokens as any other. Under a causal mask later tokens see more: where a rank attends with its own
-queries, it has two halves, the r-th part from the front and the r-th from the back (zig-zag; arXiv:2311.09431, sec. 3,
-with halves for stripes), so that all ranks have as much to do. Where documents are kept apart this is not so, and a
-rank has chunks that are dealt out by what their tokens see: `deal_chunks`.
+All ranks have as many tokens. Under a causal mask later tokens attend to more. So where a rank attends with its own
+queries, it has two halves: the r-th part from the front and the r-th from the back (zig-zag; arXiv:2311.09431, sec. 3,
+with halves for stripes). All ranks then have as much to do. Where documents are kept apart this does not hold, and a
+rank has chunks that are dealt out by the number of tokens to which they attend: `deal_chunks`.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMethod:
-    """One way to attend over cp's ranks."""
+    """One method of attention over the ranks of cp."""
 
     name: str
     """The value of `layout.cp_method`."""
     attend: str
-    """What makes a place's attention the ranks' together, "module:name"; plans/context.py says what it is given."""
+    """Function, "module:name", that replaces a module's attention by one of all ranks; plans/context.py says its
+    arguments."""
     splits_heads: bool = False
-    """Whether each rank attends for some heads to the whole sequence, by any kernel; else for its own tokens to all
-    others, part after part, by a kernel that also gives the log-sum-exp of its scores."""
+    """Whether each rank attends for some of the heads to the whole sequence, by any kernel. Else it attends for its own
+    tokens to all tokens, part after part, by a kernel that also returns the log-sum-exp of its scores."""
     messages: str
-    """What a block sends over cp in forward and in backward."""
+    """Messages of a block over cp in forward and in backward."""
 
     @property
     def order(self) -> str:
-        """Which positions a rank has: `own_parts` knows the names."""
+        """Order in which positions are dealt out to ranks, one of the names that `own_parts` knows."""
         return "contiguous" if self.splits_heads else "zig-zag"
 
     def granule(self, cp: int) -> int:
-        """What the length of a sequence has to be a multiple of."""
+        """Number of which the length of a sequence has to be a multiple."""
         return cp if self.splits_heads else 2 * cp
 
 
@@ -53,11 +54,11 @@ CONTEXT_METHODS = {
 }  # fmt: skip
 DEFAULT_CONTEXT_METHOD = "ring"
 _MOST_CHUNKS = 16
-"""Of a rank's tokens of a sequence: more would be as even, and kernels for less and less."""
+"""Most chunks of a sequence for each rank: more would be no more even, and would make kernels smaller."""
 
 
 def own_parts(order: str, seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
-    """The positions of a sequence that a rank has, of `cp` that share it, in their order.
+    """The positions of a sequence that rank `rank` of `cp` ranks has, in their order.
 
     >>> own_parts("zig-zag", 16, 2, 0), own_parts("contiguous", 16, 2, 1)
     ((range(0, 4), range(12, 16)), (range(8, 16),))
@@ -80,10 +81,10 @@ def chunk_length(seq_len: int, cp: int) -> int:
 
 
 def deal_chunks(costs: Sequence[int], cp: int) -> list[list[int]]:
-    """Which chunks each of `cp` ranks has, in their order: as many each, and nearly as much to do.
+    """Indices of the chunks of each of `cp` ranks, in order: each rank has as many, and nearly as much to do.
 
-    The costliest one that is left goes to the rank with least to do that has room, the first of equal ones: longest
-    processing time first (Graham, 1969) with a limit on the number, so every rank finds the same.
+    The costliest chunk that is left goes to the rank that has least to do and still has room, to the first of equal
+    ranks. This is longest processing time first (Graham, 1969) with a limit on the number. Every rank finds the same.
 
     >>> deal_chunks([1, 2, 3, 4], 2), deal_chunks([1, 2, 1, 2, 9, 1], 3)
     ([[0, 3], [1, 2]], [[4, 5], [0, 1], [2, 3]])

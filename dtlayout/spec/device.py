@@ -1,4 +1,4 @@
-"""Device: where something runs, as far as it is known. Before torch is asked that is what the configuration says."""
+"""Device: the kind of device on which something runs, as far as the config says before torch is asked."""
 
 import os
 from dataclasses import dataclass
@@ -12,27 +12,28 @@ DeviceType = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Device:
-    """A rank's device; what is not known of it refuses nothing."""
+    """A rank's device. A fact that is not known refuses nothing."""
 
     type: Literal["cpu", "cuda", "auto"] = "auto"
-    """What torch calls its kind; auto where only torch can tell."""
+    """Kind of device, as torch names it; auto where only torch can tell."""
     name: str = ""
-    """What torch calls it."""
+    """Name of the device, as torch reports it."""
     peak_flops_per_s: float | None = None
-    """Dense bf16 peak that MFU is measured against; a CPU's is that of the GPU that [cluster] names, if it does."""
+    """Dense bf16 FLOP/s against which MFU is measured. A CPU has the peak of the GPU that [cluster] names, if any."""
     capability: tuple[int, ...] = ()
     """CUDA's compute capability, major and minor; empty if it is not known."""
     gpu: Gpu | None = None
-    """The type that predictions are for, the CPU included; None if its numbers are not known."""
+    """GPU type for which predictions are made; the CPU is one. None if its numbers are not known."""
     packages: frozenset[str] | None = None
-    """Modules of optional packages that can be imported there, `kernel.find_packages`; None if nobody has looked."""
+    """Modules of optional packages that can be imported there (`kernel_table.find_packages`); None if nobody has
+    looked."""
 
 
 def expect_device(wanted: Literal["cpu", "cuda", "auto"], known: Gpu | None) -> Device:
-    """What a run with `train.device` will find, as far as that can be told without torch.
+    """The device of a run with `train.device`, as far as it can be told without torch.
 
-    `known` is the type that [cluster] names, None if it is to be asked. An auto is of that type; without one only torch
-    can tell.
+    `known` is the GPU type that [cluster] names, None if the device is to be asked. An auto is of that type; without a
+    type only torch can tell.
     """
     if wanted == "cpu" or (wanted == "auto" and known is not None and known.device_type == "cpu"):
         return describe_cpu(known)
@@ -42,21 +43,22 @@ def expect_device(wanted: Literal["cpu", "cuda", "auto"], known: Gpu | None) -> 
 
 
 def device_of(gpu: Gpu) -> Device:
-    """A device of this type; which packages are there is not known."""
+    """A device of this type; its packages are not known."""
     return expect_device("auto", gpu)
 
 
 def describe_cpu(known: Gpu | None) -> Device:
-    """A CPU. A run there is none of a GPU that [cluster] names, which counts for the peak of MFU alone."""
+    """The CPU as a device; `known` is the type that [cluster] names. A GPU there only gives the peak for MFU."""
     if known is None or known.device_type == "cpu":
         return Device("cpu", "cpu", gpu=known or find_gpu("cpu"))
     return Device("cpu", "cpu", known.peak_flops_per_s, gpu=find_gpu("cpu"))
 
 
 def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> Device:
-    """A GPU that torch calls `name`: of the type that [cluster] names, else of the one that reports itself so.
+    """The GPU that torch calls `name`, as a device; `known` is the type that [cluster] names.
 
-    A slice of a GPU is of no type, unless [cluster] says what its own peak is.
+    Without a known type, it is of the type that reports this name. A slice of a GPU is of no type, unless [cluster]
+    gives the slice a peak of its own.
     """
     gpu = find_gpu_by_device(name) if known is None else known if known.device_type == "cuda" else None
     if gpu is not None and is_slice(name) and gpu.peak_flops_per_s == gpu_named(gpu.name).peak_flops_per_s:
@@ -65,7 +67,7 @@ def describe_gpu(name: str, known: Gpu | None, capability: tuple[int, ...]) -> D
 
 
 def find_host_bytes() -> int:
-    """Memory that the processes of this host may have together: all of it, or what a container or a job is given."""
+    """Bytes that the processes of this host may have together: all memory, or the limit of a container or job."""
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = find_memory_limit()
     return nbytes if limit is None else min(nbytes, limit)

@@ -1,7 +1,7 @@
-"""Kernel: one record for each choice of `[kernels]`, and the table of them that `register_kernel` adds to.
+"""Kernel: one record for each choice of `[kernels]`, and the table of them, to which `register_kernel` adds.
 
-A record is all that checks, predictions, dry runs and the trainer know of a kernel. No torch: `Kernel.load` imports
-what computes it when a model is built. docs/reference/kernels.md says how to add one.
+A record is all that checks, predictions, dry runs and the trainer know of a kernel. No torch: `Kernel.load` imports the
+function of a kernel when a model is built. docs/reference/kernels.md says how to add one.
 
 Legend: B batch, H query heads, G key-value heads, S sequence, K head width, T tokens, D model width, V vocabulary.
 """
@@ -24,22 +24,27 @@ class Package:
     """A package that is installed by choice."""
 
     module: str
-    """What is imported."""
+    """Name of the module that is imported."""
     install: str
-    """How to get it."""
+    """Command that installs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRequest:
-    """What auto chooses kernels for; what is not known of the device is taken to be missing."""
+    """Everything about a run that decides which kernels can run it, and which of them auto takes.
+
+    Where a fact about the device is not known, auto takes no kernel that needs it, and no kernel is refused for it.
+    """
 
     device: Device
     compute: Format
     """Number format of forward and backward."""
-    head_width: int
-    """Width of an attention head."""
+    head_width: int = 0
+    """Width of an attention head, by which auto chooses; 0 where there is no auto."""
     tp: int = 1
+    """Degree of tensor parallelism."""
     recompute: str = "none"
+    """Kind of recomputation, as in `Layout.recompute`."""
     deterministic: bool = False
     """Whether each step has to give the same bits again."""
     document_mask: bool = False
@@ -61,58 +66,57 @@ class Kernel:
     name: str
     """The value of that key."""
     cpu: tuple[Format, ...] = EVERY_FORMAT
-    """Number formats in which it computes on a CPU; none where it does not run there."""
+    """Number formats in which it computes on a CPU; empty if it does not run there."""
     cuda: tuple[Format, ...] = EVERY_FORMAT
-    """Number formats in which it computes on CUDA; a kernel that runs nowhere can only be predicted."""
+    """Number formats in which it computes on CUDA. A kernel with no format on any device can only be predicted."""
     capability: int | None = None
-    """Compute capability, its first number, of the GPUs that it runs on; None for all."""
+    """First number of the compute capability of the GPUs on which it runs; None for all GPUs."""
     package: Package | None = None
-    """What it needs beside torch."""
+    """Package that the kernel needs beside torch."""
     function: str | Callable[..., Any] = ""
-    """What computes it, or "module:name" of that; the operation's class says what it is given."""
+    """Function that computes it, or "module:name" of one; the class of the operation says its arguments."""
     is_searched: bool = False
-    """Whether a search compares it with others where the user fixes none."""
+    """Whether a search compares it with other kernels, unless the user fixes one."""
     is_repeatable: bool = True
     """Whether it gives the same bits each time on CUDA, at least where torch is told to be deterministic."""
     preference: int = 0
-    """Its place among those of which auto takes the first that will do, from 1 on; 0 if auto never takes it."""
+    """Place among the kernels that auto may take, from 1 on; the first that will do is taken. 0: it is never taken."""
     reason: str = ""
-    """Why auto takes it, for a run's log."""
+    """Reason why auto takes it, for a run's log."""
     is_opaque: bool = False
-    """Whether torch.compile does not look into it: in a compiled block it is fused with nothing."""
+    """Whether torch.compile cannot look into it; a compiled block fuses it with nothing."""
     traces: tuple[str, ...] = ()
-    """Patterns of the names under which torch's profiler sees its forward; none where they are nobody's own."""
+    """Patterns of the names that torch's profiler gives its forward; empty if no name is the kernel's alone."""
 
     def formats(self, device_type: str = "auto") -> tuple[Format, ...]:
-        """Number formats in which it computes on such a device; on any, where that is auto."""
+        """Number formats in which it computes on such a device; for auto, those on any device."""
         if device_type == "auto":
             return tuple(dict.fromkeys((*self.cpu, *self.cuda)))
         return self.cpu if device_type == "cpu" else self.cuda
 
     def suits(self, device: Device, compute: Format) -> bool:
-        """Whether it runs there in this format, as far as the device is known; its package may be missing."""
+        """Whether it runs on a device in a format, as far as the device is known; its package may be missing."""
         return compute in self.formats(device.type) and not self.is_for_others(device)
 
     def is_for_others(self, device: Device) -> bool:
-        """Whether it is made for another generation of GPUs than this one is known to be of."""
+        """Whether it is made for another generation of GPUs than that of the device, if this is known."""
         return bool(device.capability) and self.capability not in (None, device.capability[0])
 
     def is_missing(self, device: Device) -> bool:
-        """Whether it is known to lack its package."""
+        """Whether its package is known to be missing on the device."""
         return self.package is not None and device.packages is not None and self.package.module not in device.packages
 
-    def will_do(self, need: KernelRequest) -> bool:
-        """Whether auto may take it: it surely runs there, and as it is asked to."""
-        known = replace(
-            need.device, capability=need.device.capability or (0, 0), packages=need.device.packages or frozenset()
-        )
+    def will_do(self, request: KernelRequest) -> bool:
+        """Whether auto may take it: it surely runs on the device, and fulfils the request."""
+        device = request.device
+        known = replace(device, capability=device.capability or (0, 0), packages=device.packages or frozenset())
         formats = {*self.cpu} & {*self.cuda} if known.type == "auto" else self.formats(known.type)
-        runs = need.compute in formats and not self.is_for_others(known) and not self.is_missing(known)
-        repeats = self.is_repeatable or not need.deterministic or known.type == "cpu"
+        runs = request.compute in formats and not self.is_for_others(known) and not self.is_missing(known)
+        repeats = self.is_repeatable or not request.deterministic or known.type == "cpu"
         return self.preference > 0 and runs and repeats
 
     def load(self) -> Callable[..., Any]:
-        """What computes it, imported."""
+        """The function that computes it, imported."""
         import pkgutil  # only now: what predicts and checks loads none
 
         return pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
@@ -128,34 +132,34 @@ class AttentionKernel(Kernel):
 
     operation = "attention"
     backend: str = ""
-    """Member of torch's SDPBackend that computes it, instead of a function of its own."""
+    """Member of torch's SDPBackend that computes it; empty if `function` does."""
     flash: str = ""
-    """What has to be torch's flash implementation meanwhile, where that is not torch's own."""
+    """Flash implementation that torch has to use while this kernel runs; empty for torch's own."""
     offsets: tuple[DeviceType, ...] = ()
-    """Where packed documents come as offsets, [N + 1] into the row of all tokens, and not as a mask."""
+    """Devices on which packed documents come as offsets, [N + 1] into the row of all tokens, and not as a mask."""
     partial: str = ""
-    """What attends to a part of the keys and gives the log-sum-exp of the scores too, "module:name" of a `Partial` of
-    ops/partial.py; without one cp can split the heads alone."""
+    """Place, "module:name", of a `Partial` of ops/partial.py. It attends to a part of the keys, and also returns the
+    log-sum-exp of the scores. Without one, cp can only split the heads."""
     operators: tuple[str, ...] = ()
     """Operators whose results selective recomputation keeps."""
     efficiency: str = ""
-    """The constant of the cost model (`Constants`) that says what share of the peak it reaches; by default it holds
-    scores, and counts as matmuls and passes over these."""
+    """Name of the constant of the cost model (`Constants`) for the share of the peak that it reaches. Without one, the
+    kernel holds scores, and counts as matmuls and passes over the scores."""
     traffic: str = ""
-    """The constant for the bytes that it moves for each score in forward."""
+    """Name of the constant for the bytes that it moves for each score in forward."""
     saved: str = ""
-    """The constant for the bytes that it keeps for each score, or else for each token and unit of width, beside q, k,
-    v, its output and, where it holds no scores, a number for each row of them."""
+    """Name of the constant for the bytes that it keeps beside q, k, v and its output: bytes for each score if it holds
+    scores; else for each token and unit of width, beside a number for each row of scores."""
     copies_exactly: bool = False
-    """Whether it keeps q, k and v in fp32 or finer, each for every query head, and its scores so too."""
+    """Whether it keeps q, k, v and its scores in fp32 or finer, with keys and values for every query head."""
     widest_head: int | None = None
-    """Widest head that it computes on CUDA; None for any."""
+    """Width of the widest head that it computes on CUDA; None for any width."""
     head_multiple: int = 1
-    """What the width of a head is a multiple of, on CUDA."""
+    """Number of which the width of a head must be a multiple on CUDA."""
     preferred_on: int | None = None
-    """Compute capability, its first number, of the GPUs on which auto may take it; None for all that it runs on."""
+    """First number of the compute capability of the GPUs on which auto may take it; None for all that it runs on."""
     repeats_heads: bool = False
-    """Whether it gets keys and values once for every query head."""
+    """Whether keys and values are repeated for every query head before it gets them."""
     keeps_mask: bool = True
     """Whether its backward reads the mask."""
 
@@ -168,19 +172,19 @@ class AttentionKernel(Kernel):
 
     @property
     def holds_scores(self) -> bool:
-        """Whether S² scores of each head are in memory."""
+        """Whether it holds the S² scores of each head in memory."""
         return not self.efficiency
 
-    def will_do(self, need: KernelRequest) -> bool:
-        """Whether auto may take it: heads of this width fit, and on this GPU it is known to be fast."""
-        width, on_cpu = need.head_width, need.device.type == "cpu"
+    def will_do(self, request: KernelRequest) -> bool:
+        """Whether auto may take it: it also computes heads of this width, and is known to be fast on this GPU."""
+        width, on_cpu = request.head_width, request.device.type == "cpu"
         fits = on_cpu or (width <= (self.widest_head or width) and width % self.head_multiple == 0)
-        is_fast = self.preferred_on is None or need.device.capability[:1] == (self.preferred_on,)
-        joins = not need.in_parts or bool(self.partial)
-        return super().will_do(need) and fits and is_fast and joins
+        is_fast = self.preferred_on is None or request.device.capability[:1] == (self.preferred_on,)
+        joins = not request.in_parts or bool(self.partial)
+        return super().will_do(request) and fits and is_fast and joins
 
     def needs_mask(self, device_type: str) -> bool:
-        """Whether it keeps packed documents apart by a mask, S² numbers a sample, and not by their offsets."""
+        """Whether it keeps packed documents apart by a mask of S² numbers for each sample, and not by offsets."""
         return device_type not in self.offsets
 
 
@@ -190,13 +194,13 @@ class NormKernel(Kernel):
 
     operation = "norm"
     separate: tuple[DeviceType, ...] = ()
-    """Where it is several operations, of which each writes its result to memory."""
+    """Devices on which it is several operations, each of which writes its result to memory."""
     keeps_exact: bool = False
-    """Whether input · scale, which separate operations keep, is in fp32 or finer."""
+    """Whether it keeps input · scale in fp32 or finer, where it is separate operations."""
 
     @property
     def is_eager(self) -> bool:
-        """Whether it is several operations everywhere, for which the cost model has constants."""
+        """Whether it is several operations on CUDA too; the cost model has constants for that."""
         return "cuda" in self.separate
 
 
@@ -206,7 +210,7 @@ class RopeKernel(Kernel):
 
     operation = "rope"
     is_fused: bool = True
-    """Whether it reads and writes once."""
+    """Whether it reads and writes its tensors once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,8 @@ class SwigluKernel(Kernel):
 
     operation = "swiglu"
     num_kept: Literal[3, 4] = 3
-    """Tensors that are kept for backward: gate, up and the product, and silu(gate) unless it is computed again."""
+    """Number of tensors that it keeps for backward: gate, up and the product; and silu(gate), unless backward computes
+    it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +229,13 @@ class LossKernel(Kernel):
 
     operation = "loss"
     in_chunks: bool = True
-    """Whether the exact softmax is there of a chunk of tokens at a time."""
+    """Whether the softmax in the exact format is in memory for one chunk of tokens at a time."""
     num_exact: int = 1
-    """Tensors of the exact format, as large as these logits, that are there at once: one, in whose place the gradient
-    comes, or more."""
+    """Number of tensors in the exact format, as large as the logits of a chunk, that are in memory at once. 1: the
+    gradient takes the place of the softmax."""
     joins_matmul: bool = False
-    """Whether the logits are too; the gradients of hidden states and weight are then computed in forward."""
+    """Whether the logits too are in memory for one chunk at a time. The gradients of hidden states and weight are then
+    computed in forward."""
 
 
 K = TypeVar("K", bound=Kernel)
@@ -243,21 +249,21 @@ def find_kernel(operation: type[K], name: str) -> K:
 
 
 def list_kernels(operation: type[K]) -> list[K]:
-    """All kernels of an operation; of `Kernel`, those of every one."""
+    """All kernels of an operation; for `Kernel` itself, those of every operation."""
     everything = (kernel for known in KERNELS.values() for kernel in known.values())
     return [kernel for kernel in everything if isinstance(kernel, operation)]
 
 
 def find_packages() -> frozenset[str]:
-    """Modules of the optional packages that are here; nothing is imported."""
+    """Names of the modules of optional packages that are installed here; nothing is imported."""
     modules = {kernel.package.module for kernel in list_kernels(Kernel) if kernel.package}
     return frozenset(filter(is_installed, modules))
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is here; nothing but the packages that it is in is imported.
+    """Whether a module is installed here. Only the packages that hold it are imported.
 
-    A folder that is only called like it, such as the ./wandb of other runs, has no origin.
+    A folder of the same name, such as ./wandb of other runs, has no origin and does not count.
     """
     try:
         spec = find_spec(module)
@@ -267,7 +273,7 @@ def is_installed(module: str) -> bool:
 
 
 def register_kernel(kernel: Kernel) -> None:
-    """Make a kernel of your own a choice of `[kernels]`; InvalidConfig if its name is taken."""
+    """Make a kernel of your own a choice in `[kernels]`; InvalidConfig if its name is taken."""
     if kernel.name in (*KERNELS[kernel.operation], "auto"):
         raise InvalidConfig(f"kernels.{kernel.operation}={kernel.name} is there already; give yours another name")
     KERNELS[kernel.operation][kernel.name] = kernel
@@ -275,7 +281,7 @@ def register_kernel(kernel: Kernel) -> None:
 
 @contextmanager
 def kernels_replaced(*kernels: Kernel) -> Iterator[None]:
-    """Inside, these stand in the places of those of their names, or beside them where there is none."""
+    """A context in which these kernels replace those of their names, or are added where a name is new."""
     before = {operation: dict(known) for operation, known in KERNELS.items()}
     for kernel in kernels:
         KERNELS[kernel.operation][kernel.name] = kernel

@@ -1,10 +1,10 @@
-"""Layout names: the short form in which layouts are printed, and what reads it again wherever one is asked for.
+"""Layout names: the short form in which layouts are printed, and its reader, wherever a layout is asked for.
 
     pp8·dp2·tp4+sp mb1 interleaved-1f1b v2 zero1 recompute=full
 
-This is a whole name: it also says that all is off which it leaves out. Choices name some fields and leave the others
-open. Their words are parted by blanks, commas, `·` or `*`; `dp2` may be written `dp=2`, and any field `name=value` as
-in TOML. dp is what is left of data parallelism beside its replicas, `dp_shard`.
+This is a whole name: whatever it leaves out is off. Choices name some fields and leave the others open. Their words are
+parted by blanks, commas, `·` or `*`; `dp2` may be written `dp=2`, and any field `name=value` as in TOML. dp is
+`dp_shard`: data parallelism without its replicas.
 """
 
 import re
@@ -18,7 +18,7 @@ from dtlayout.spec.context_parallel import CONTEXT_METHODS, DEFAULT_CONTEXT_METH
 
 _AXES = {"pp": "pp", "replicate": "dp_replicate", "dp": "dp_shard", "cp": "cp", "tp": "tp"}
 _NUMBERS = {**_AXES, "ep": "ep", "mb": "micro_batch", "v": "virtual_stages", "zero": "zero"}
-"""Word → field, of words that a number follows."""
+"""Word → field, for words that a number follows."""
 _SUFFIXES: dict[tuple[str, str], dict[str, Any]] = {
     ("tp", "sp"): {"sequence_parallel": True}, ("tp", "overlap"): {"tp_overlap": True},
     ("ep", "overlap"): {"ep_overlap": True}, ("ep", "deepep"): {"ep_dispatcher": "deepep"},
@@ -37,7 +37,7 @@ _EXAMPLE = "pp8·dp2·tp4+sp mb1 1f1b zero1"
 
 
 def name_layout(layout: Any) -> str:
-    """The short form of logs and tables: axes above 1, then what differs from the defaults."""
+    """The short form of logs and tables: axes above 1, then the values that differ from the defaults."""
     degrees = {word: f"{word}{getattr(layout, field)}" for word, field in _AXES.items() if getattr(layout, field) > 1}
     if "cp" in degrees and layout.cp_method != DEFAULT_CONTEXT_METHOD:
         degrees["cp"] += f"+{layout.cp_method}"
@@ -53,7 +53,7 @@ def name_layout(layout: Any) -> str:
 
 
 def split_name(text: str) -> list[str]:
-    """The words of a name, each with what belongs to it.
+    """The words of a name, each with its suffixes or its value.
 
     >>> split_name("pp2·tp4+sp, stage_layers = [2, 4]")
     ['pp2', 'tp4+sp', 'stage_layers=[2,4]']

@@ -1,10 +1,11 @@
 """ModelShape: the sizes that make a Llama, and nothing about how it is trained."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import shorten
+from dtlayout.base.refusals import Refusal
 from dtlayout.base.validators import Ranged, ranged
 
 
@@ -13,7 +14,7 @@ class RopeScaling(Ranged, section="model.rope_scaling"):
     """Llama 3's stretching of the rotary wavelengths (section "rope_scaling" of its HF config, type "llama3")."""
 
     factor: float = ranged("must be above 0 and finite")
-    """How many times longer the longest wavelengths become."""
+    """Factor by which the longest wavelengths become longer."""
     low_freq_factor: float = ranged("must be above 0 and finite")
     """Wavelengths above original_context / low_freq_factor are stretched in full."""
     high_freq_factor: float = ranged("must be above 0 and finite")
@@ -21,18 +22,18 @@ class RopeScaling(Ranged, section="model.rope_scaling"):
     original_context: int = ranged("must be from 1 to a billion")
     """Tokens of context that the unscaled model was trained with."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.low_freq_factor >= self.high_freq_factor:  # between the two it divides by their difference
-            raise InvalidConfig(
-                f"{self.section}.low_freq_factor={self.low_freq_factor} must be below "
-                f"high_freq_factor={self.high_freq_factor}"
-            )
+    def find_broken(self) -> list[Refusal]:
+        """A refusal where the two factors would not leave a range between them, by whose width wavelengths divide."""
+        if self.low_freq_factor < self.high_freq_factor:
+            return []
+        low, high = f"low_freq_factor={self.low_freq_factor}", f"high_freq_factor={self.high_freq_factor}"
+        return [Refusal("low_freq_factor", f"{self.section}.{low} must be below {high}")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Ranged, section="model.experts"):
-    """Feed-forwards of which a router chooses some for each token; such a model can only be predicted."""
+    """A mixture of experts: feed-forwards among which a router chooses some for each token. Such a model can only be
+    predicted."""
 
     number: int = ranged("must be from 1 to a million")
     """Experts of a block."""
@@ -41,30 +42,31 @@ class Experts(Ranged, section="model.experts"):
     ffn_size: int = ranged("must be from 1 to a billion")
     """Inner width of each expert (HF: moe_intermediate_size)."""
     shared_ffn_size: int = ranged("must be from 0 to a billion", 0)
-    """Inner width of the feed-forward beside them that computes every token; 0 where there is none."""
+    """Inner width of a feed-forward beside the experts that computes every token; 0 where there is none."""
     dense_layers: int = ranged("must not be negative", 0)
-    """First blocks without experts, whose feed-forward is model.ffn_size wide."""
+    """Number of first blocks without experts. Their feed-forward is model.ffn_size wide."""
     bias: bool = False
     """Whether each matmul of an expert adds a bias (gpt-oss)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.per_token > self.number:
-            raise InvalidConfig(f"{self.section}.per_token={self.per_token} is more than number={self.number}")
+    def find_broken(self) -> list[Refusal]:
+        """A refusal where a token would be computed by more experts than there are."""
+        what = f"{self.section}.per_token={self.per_token} is more than number={self.number}"
+        return [Refusal("per_token", what)] * (self.per_token > self.number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Ranged, section="model.latent_attention"):
-    """Queries, keys and values out of narrow vectors (DeepSeek-V2, arXiv:2405.04434); it can only be predicted."""
+    """Multi-head latent attention: queries, keys and values come out of narrow vectors (DeepSeek-V2, arXiv:2405.04434).
+    Such a model can only be predicted."""
 
     query_rank: int = ranged("must be from 1 to a billion")
-    """Width of the vector that a token's queries come out of (HF: q_lora_rank)."""
+    """Width of the vector from which a token's queries are computed (HF: q_lora_rank)."""
     kv_rank: int = ranged("must be from 1 to a billion")
-    """Width of the vector that its keys and values come out of (HF: kv_lora_rank)."""
+    """Width of the vector from which a token's keys and values are computed (HF: kv_lora_rank)."""
     rope_width: int = ranged("must be from 1 to a billion")
-    """Part of model.head_dim that is rotated, in keys the same for all heads."""
+    """Part of model.head_dim that is rotated. In keys this part is the same for all heads."""
     value_width: int = ranged("must be from 1 to a billion")
-    """Width of a head's values; head_dim is that of its queries and keys."""
+    """Width of a head's values. The width of its queries and keys is model.head_dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class ModelShape(Ranged, section="model"):
     """A decoder-only transformer of the Llama family."""
 
     name: str
-    """What people call it; a preset's name, or their own."""
+    """Name of the model: a preset's, or one of your own."""
     hidden_size: int = ranged("must be from 1 to a billion")
     """Width of the residual stream."""
     num_layers: int = ranged("must be from 1 to 10,000")
@@ -86,7 +88,7 @@ class ModelShape(Ranged, section="model"):
     vocab_size: int = ranged("must be from 1 to a billion")
     """Rows of the embedding and of the head."""
     family: str = "llama"
-    """Whose block it has: a name of `dtlayout.models.families`."""
+    """Model family whose block the model has: a name of `dtlayout.models.families`."""
     head_dim: int | None = None
     """Width of a head, where it is not hidden_size / num_heads."""
     qkv_bias: bool = False
@@ -94,10 +96,10 @@ class ModelShape(Ranged, section="model"):
     qk_norm: bool = False
     """Whether an RMSNorm goes over each head of queries and keys before the rotary embedding (Qwen3)."""
     window: int = ranged("must be from 0 to a billion", 0)
-    """Tokens that a token attends to, itself included, in every other block (HF: sliding_window); 0 where attention
-    sees all that came before in each; with a window it can only be predicted."""
+    """Tokens that a token attends to in every other block, itself included (HF: sliding_window). 0: in every block a
+    token attends to all tokens before it. A model with a window can only be predicted."""
     gated_ffn: bool = True
-    """Whether the feed-forward has a gate beside up and down (SwiGLU); without one it can only be predicted."""
+    """Whether the feed-forward has a gate beside up and down (SwiGLU). A model without a gate can only be predicted."""
     experts: Experts | None = None
     """Experts in the place of the feed-forward, where the model has them."""
     latent_attention: LatentAttention | None = None
@@ -107,50 +109,57 @@ class ModelShape(Ranged, section="model"):
     rope_theta: float = ranged("must be above 0 and finite", 10000.0)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3's stretching of them, where the model has it."""
+    """Llama 3's stretching of the rotary wavelengths, where the model has it."""
     norm_eps: float = ranged("must be at least 0 and finite", 1e-5)
-    """Added to the mean square inside RMSNorm."""
+    """Number that RMSNorm adds to the mean square."""
 
     def __hash__(self) -> int:
-        """Of a few sizes: it is looked up many thousand times in a search, where hashing every field takes a tenth."""
+        """A hash of a few sizes. A search hashes a model many thousand times; every field would take a tenth of it."""
         return hash((self.hidden_size, self.num_layers, self.ffn_size, self.vocab_size, self.experts is None))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = []
-        if self.head_dim is not None and self.head_dim > 10**9:
-            problems.append(f"head_dim={shorten(str(self.head_dim))} must be at most a billion")
-        if self.head_dim is None and self.hidden_size % (2 * self.num_heads):
-            problems.append(
-                f"hidden_size={self.hidden_size} does not split into num_heads={self.num_heads} heads of even width; "
-                f"use a multiple of {2 * self.num_heads}, or give head_dim"
-            )
-        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
-            problems.append(f"head_dim={self.head_dim} must be even and at least 2: the rotary embedding turns pairs")
-        if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"use one of {divisors(self.num_heads)}"
-            )
-        if self.experts is not None and self.experts.dense_layers >= self.num_layers:
-            problems.append(
-                f"experts.dense_layers={self.experts.dense_layers} leaves none of num_layers={self.num_layers} blocks "
-                f"with experts; use fewer"
-            )
-        if not problems and self.latent_attention is not None:
-            rope_width = self.latent_attention.rope_width
-            if rope_width >= self.head_width:
-                problems.append(
-                    f"latent_attention.rope_width={rope_width} must be below the width of a head, {self.head_width}"
-                )
-            if self.num_kv_heads != self.num_heads:
-                problems.append(
-                    f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent_attention"
-                )
-        if problems:
-            raise InvalidConfig([f"model.{problem}" for problem in problems])
         if self.head_dim is not None and self.head_dim * self.num_heads == self.hidden_size:
             object.__setattr__(self, "head_dim", None)  # one model has one spelling
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal for each pair of sizes that makes no model; later rules count on heads that come out even."""
+        heads = [*self._check_head_width()] or [*self._check_head_groups()]
+        broken = [*heads, *self._check_dense_layers()]
+        return broken or [*self._check_latent_attention()]
+
+    def _check_head_width(self) -> Iterator[Refusal]:
+        if self.head_dim is None and self.hidden_size % (2 * self.num_heads):
+            sizes = f"model.hidden_size={self.hidden_size} does not split into num_heads={self.num_heads}"
+            advice = f"use a multiple of {2 * self.num_heads}, or give head_dim"
+            yield Refusal("hidden_size", f"{sizes} heads of even width", advice)
+        if self.head_dim is not None and self.head_dim > 10**9:
+            yield Refusal("head_dim", f"model.head_dim={shorten(str(self.head_dim))} must be at most a billion")
+        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+            what = f"model.head_dim={self.head_dim} must be even and at least 2: the rotary embedding turns pairs"
+            yield Refusal("head_dim", what)
+
+    def _check_head_groups(self) -> Iterator[Refusal]:
+        if self.num_heads % self.num_kv_heads:
+            what = f"model.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            yield Refusal("num_kv_heads", what, f"use one of {divisors(self.num_heads)}")
+
+    def _check_dense_layers(self) -> Iterator[Refusal]:
+        if self.experts is not None and self.experts.dense_layers >= self.num_layers:
+            dense = f"model.experts.dense_layers={self.experts.dense_layers}"
+            what = f"{dense} leaves none of num_layers={self.num_layers} blocks with experts"
+            yield Refusal("experts.dense_layers", what, "use fewer")
+
+    def _check_latent_attention(self) -> Iterator[Refusal]:
+        if self.latent_attention is None:
+            return
+        rope_width = self.latent_attention.rope_width
+        if rope_width >= self.head_width:
+            what = f"must be below the width of a head, {self.head_width}"
+            yield Refusal("rope_width", f"model.latent_attention.rope_width={rope_width} {what}")
+        if self.num_kv_heads != self.num_heads:
+            what = f"must be num_heads={self.num_heads} with latent_attention"
+            yield Refusal("num_kv_heads", f"model.num_kv_heads={self.num_kv_heads} {what}")
 
     @property
     def head_width(self) -> int:
@@ -159,23 +168,23 @@ class ModelShape(Ranged, section="model"):
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads, and of what attention gives."""
+        """Width of all query heads together, and of the output of attention."""
         return self.num_heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads; values are as wide."""
+        """Width of all key heads together; values are as wide."""
         return self.num_kv_heads * self.head_width
 
     @property
     def num_first(self) -> int:
-        """First blocks that differ from the others: they have no experts."""
+        """Number of first blocks that have no experts, in a model whose other blocks have some; else 0."""
         return self.experts.dense_layers if self.experts else 0
 
     def kinds(self, layers: range) -> list[tuple["ModelShape", int]]:
-        """Blocks of each kind among `layers`: a model whose blocks are all like them, and how many.
+        """Kinds of blocks among `layers`, each as a model whose blocks are all of that kind, with the number of blocks.
 
-        A model with experts comes first, and the one without, whose blocks are the first ones, only where it has some.
+        The kind of most blocks comes first. The kind of the first blocks, without experts, follows if there are some.
         """
         num_dense = len(range(layers.start, min(layers.stop, self.num_first)))
         kinds = [(self, len(layers) - num_dense)]
@@ -183,12 +192,12 @@ class ModelShape(Ranged, section="model"):
 
     @cached_property
     def without_experts(self) -> "ModelShape":
-        """The model whose blocks are all like its first ones, without experts."""
+        """This model with every block like its first ones, without experts."""
         return replace(self, experts=None)
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Second name → first name of each parameter that has two; a pipeline's last stage knows only the second."""
+        """Second name → first name, for each parameter that has two; a pipeline's last stage has it by the second."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
 
 

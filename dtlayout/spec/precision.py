@@ -1,9 +1,10 @@
-"""Precision: the number format of each thing that training keeps."""
+"""Precision: the number formats of parameters, activations, gradients and matmuls."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.refusals import Refusal
+from dtlayout.base.validators import Ranged
 
 Format = Literal["float64", "float32", "bfloat16"]
 BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -11,25 +12,27 @@ BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulFormat:
-    """How the linear layers of blocks multiply below bf16; head, attention, norms and sums stay in the compute format.
+    """A format below bf16 in which the linear layers of blocks multiply.
 
-    Bytes are of an element, and of a weight's are those that are cast once a step left out.
+    Head, attention, norms and sums stay in the compute format. Bytes are those of one element. Casts of weights that
+    happen once a step are left out.
     """
 
     name: str
-    """What configs and tables call it."""
+    """Name in configs and tables."""
     peak: Literal["fp8", "fp4"]
-    """The units of the GPU that multiply."""
+    """Units of the GPU that multiply in it."""
     scales_blocks: bool = False
-    """Whether the units take a scale for each block of elements; those that do also multiply fp4."""
+    """Whether the units take a scale for each block of elements, as only units that also multiply fp4 do."""
     cast_bytes: float
-    """Read and written to cast what a matmul reads, and a gradient that two read: scales found, both orders written."""
+    """Bytes read and written to cast an input of a matmul, or a gradient that two matmuls read: the scales are found,
+    and rows and columns are both written in their order."""
     gathered_bytes: float
-    """Of a weight that sharded data parallelism gathers."""
+    """Bytes of a weight when sharded data parallelism gathers it."""
     sent_bytes: float
-    """Of an activation that sequence parallelism gathers; what is summed has the compute format."""
+    """Bytes of an activation when sequence parallelism gathers it; sums are sent in the compute format."""
     held_bytes: float
-    """Of an activation that a program keeps as it was cast."""
+    """Bytes of an activation that a program keeps as it was cast."""
 
 
 MATMUL_FORMATS: dict[str, MatmulFormat] = {
@@ -49,56 +52,50 @@ MATMUL_FORMATS: dict[str, MatmulFormat] = {
                      cast_bytes=7.1, gathered_bytes=2.0, sent_bytes=0.6, held_bytes=0.6),
     )
 }  # fmt: skip
-"""Name → how linear layers compute with it; only the cost model knows them, and the trainer refuses them."""
+"""Name → format. Which of them a program multiplies in, its engine's file says (`matmuls`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Mixed precision as FSDP2 carries it out; equal formats everywhere mean that nothing is cast."""
+class Precision(Ranged, section="precision"):
+    """Number formats of mixed precision, as FSDP2 carries it out; where all are equal, nothing is cast."""
 
     params: Format = "float32"
-    """Master parameters and the optimizer's state, sharded over dp_shard."""
+    """Format of the master parameters and of the optimizer's state, which are sharded over dp_shard."""
     compute: Format = "bfloat16"
-    """Parameters and activations in forward and backward."""
+    """Format of parameters and activations in forward and backward."""
     reduce: Format = "float32"
-    """Gradients while they are accumulated and summed over the data-parallel ranks."""
+    """Format of gradients while they are accumulated and summed over the data-parallel ranks."""
     matmuls: str = "compute"
-    """Format in which the linear layers of blocks multiply, where it is another one: fp8-tensorwise, fp8-rowwise, mxfp8
-    or nvfp4. These can only be predicted."""
+    """Format in which the linear layers of blocks multiply: that of compute, or fp8-tensorwise, fp8-rowwise, mxfp8 or
+    nvfp4, which can only be predicted."""
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"precision.{name}={getattr(self, name)!r} is unknown; use one of {list(get_args(Format))}"
+    def find_broken(self) -> list[Refusal]:
+        """A refusal for each format that is unknown, or that does not go with another one."""
+        broken = [
+            Refusal(
+                name, f"precision.{name}={getattr(self, name)!r} is unknown", f"use one of {list(get_args(Format))}"
+            )
             for name in ("params", "compute", "reduce")
             if getattr(self, name) not in BYTES
         ]
-        if not problems and BYTES[self.params] < BYTES[self.compute]:
-            problems.append(
-                f"precision.params={self.params} is coarser than precision.compute={self.compute}: the masters would "
-                f"lose what the step computed; use params={self.compute} or finer"
-            )
-        if self.matmuls not in ("compute", *MATMUL_FORMATS):
-            problems.append(f"precision.matmuls={self.matmuls!r} is unknown; use one of {['compute', *MATMUL_FORMATS]}")
+        if not broken and BYTES[self.params] < BYTES[self.compute]:
+            what = f"precision.params={self.params} is coarser than precision.compute={self.compute}"
+            advice = f"use params={self.compute} or finer"
+            broken.append(Refusal("params", f"{what}: the masters would lose what the step computed", advice))
+        if self.matmuls not in (known := ("compute", *MATMUL_FORMATS)):
+            what = f"precision.matmuls={self.matmuls!r} is unknown"
+            broken.append(Refusal("matmuls", what, f"use one of {list(known)}"))
         elif self.matmul_format and self.compute != "bfloat16":
-            problems.append(
-                f"precision.matmuls={self.matmuls} is cast from bfloat16, and precision.compute is {self.compute}"
-            )
-        if problems:
-            raise InvalidConfig(problems)
+            what = f"precision.matmuls={self.matmuls} is cast from bfloat16, and precision.compute is {self.compute}"
+            broken.append(Refusal("matmuls", what))
+        return broken
 
     @property
     def multiplies_in(self) -> str:
-        """The format of the matmuls of blocks."""
+        """Name of the format in which the linear layers of blocks multiply."""
         return self.compute if self.matmul_format is None else self.matmuls
 
     @property
-    def training_problems(self) -> list[str]:
-        """What keeps this trainer from it."""
-        if self.matmul_format is None:
-            return []
-        return [f"precision.matmuls={self.matmuls} can be predicted, not trained; use precision.matmuls=compute"]
-
-    @property
     def matmul_format(self) -> MatmulFormat | None:
-        """What linear layers multiply in, where that is not the compute format."""
+        """The format in which linear layers multiply; None where it is the compute format."""
         return MATMUL_FORMATS.get(self.matmuls)

@@ -1,4 +1,4 @@
-"""Recompute: which blocks drop their activations in forward and compute them again in backward, and what they keep."""
+"""Recompute: the blocks that compute their activations again in backward, and the results that they keep."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Literal
 from dtlayout.base.errors import InvalidConfig
 
 Kept = Literal["matmuls", "attention"]
-"""Operations whose results a covered block may keep beside its input."""
+"""Operations whose results a recomputed block may keep beside its input."""
 
 _KEPT: dict[str, frozenset[Kept]] = {
     "full": frozenset(),
@@ -28,10 +28,10 @@ class Recompute:
     """
 
     every: int
-    """Each `every`-th block is recomputed; 0 is none, 1 is all."""
+    """Distance between recomputed blocks: each `every`-th one is. 0: none; 1: all."""
     kept: frozenset[Kept] = frozenset()
-    """What of it is kept instead; none of it in full recomputation. With any of it go reduce-scatters and all-reduces,
-    which wait for other ranks and leave little."""
+    """Operations whose results a recomputed block keeps; empty in full recomputation. If there are any, the results of
+    reduce-scatters and all-reduces are kept too: they wait for other ranks and are small."""
 
     @classmethod
     @cache
@@ -49,7 +49,7 @@ class Recompute:
 
     @property
     def is_selective(self) -> bool:
-        """Whether operations are told apart."""
+        """Whether recomputed blocks keep the results of some operations."""
         return bool(self.kept)
 
     def covers(self, layer: int) -> bool:
@@ -57,7 +57,7 @@ class Recompute:
         return self.every > 0 and layer % self.every == self.every - 1
 
     def count(self, layers: range) -> int:
-        """How many of these blocks are recomputed.
+        """Number of recomputed blocks among `layers`.
 
         >>> Recompute.parse("every-2").count(range(3, 8))
         3

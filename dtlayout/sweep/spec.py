@@ -25,7 +25,9 @@ from typing import Any, Literal
 from dtlayout.base import toml
 from dtlayout.base.errors import DtlayoutError, InvalidConfig
 from dtlayout.base.interpreter import SAFE_PATH, torchrun
-from dtlayout.config.config import Config, check_layout, load_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_config
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.measure.devices import ask_device_names
 from dtlayout.planner.explain import find_overrides

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtlayout.config.config import SpikesConfig
+from dtlayout.config.sections import SpikesConfig
 from dtlayout.training.result import NO_LIMITS, StepLimits, StepResult
 
 

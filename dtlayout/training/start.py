@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.signals import StopRequest
 from dtlayout.config.config import Config, DataConfig
 from dtlayout.data.nodes import prepare_on_node
@@ -55,9 +54,7 @@ def _open_device(config: Config, layout: Layout) -> tuple[Device, ResolvedKernel
     device = open_device(config.train.device, config.cluster.known_gpu)
     chosen = config.choose_kernels(device, layout)
     kernels = chosen.kernels
-    if config.train.deterministic and (problems := kernels.unrepeatable(device)):
-        raise InvalidConfig(problems)
-    kernels.check(config.precision, device, document_mask=config.data.document_mask, **layout.asked_of_kernels)
+    kernels.check(config.request_kernels(device, layout))
     known = replace(config, kernels=OpenKernels.of(kernels))
     refuse_hopeless(known, layout, device.gpu)
     if device.type == "cpu":

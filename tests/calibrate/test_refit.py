@@ -11,7 +11,7 @@ from dtlayout.base import toml
 from dtlayout.calibrate.file import to_toml, update
 from dtlayout.cli import main
 from dtlayout.commands.refit import make_record
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.planner.prediction import predict
 from dtlayout.records.run import Performance

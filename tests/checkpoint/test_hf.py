@@ -25,7 +25,8 @@ from dtlayout.checkpoint import hf, sharded
 from dtlayout.checkpoint.hf import export_weights, import_weights
 from dtlayout.checkpoint.manifest import find_checkpoint
 from dtlayout.cli import main
-from dtlayout.config.config import DataConfig, load_config, parse_config
+from dtlayout.config.loading import load_config, parse_config
+from dtlayout.config.sections import DataConfig
 from dtlayout.models.beside import find_ends
 from dtlayout.models.files import find_model, to_hf
 from dtlayout.models.llama import Llama

@@ -14,7 +14,9 @@ from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.kept import write_beside
 from dtlayout.cli import main
-from dtlayout.config.config import Config, DataConfig, load_config, parse_config
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_config, parse_config
+from dtlayout.config.sections import DataConfig
 from dtlayout.launch import main as train
 from dtlayout.models.files import find_model
 from dtlayout.models.weights import check_init_from

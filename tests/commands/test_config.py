@@ -11,8 +11,8 @@ from tiny import ROOT
 
 from dtlayout.base.toml import loads
 from dtlayout.cli import main
-from dtlayout.config.config import DataConfig
 from dtlayout.config.reference import list_sections
+from dtlayout.config.sections import DataConfig
 from dtlayout.spec.optimizers import OPTIMIZERS, Optimizer
 
 

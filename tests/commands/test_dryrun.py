@@ -11,7 +11,7 @@ from browser import CHROMIUM, check_readable
 
 from dtlayout.cli import main
 from dtlayout.commands.dryrun_tables import list_tables
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.costmodel.memory import MemoryEstimate, RankMemory
 from dtlayout.dryrun.findings import Findings
 from dtlayout.dryrun.report import RankReport

@@ -8,7 +8,8 @@ from recommending import DEBUG, HF, LLAMA, ask, refuse, with_model
 from dtlayout.base import files
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.config.config import check_layout, load_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.loading import load_config
 from dtlayout.models.presets import PRESETS
 
 

@@ -18,20 +18,11 @@ from tiny import ROOT, SHAPE
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import find_path_problem
-from dtlayout.config.config import (
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-    DataConfig,
-    MetricsConfig,
-    Source,
-    TrainConfig,
-    check_layout,
-    load_config,
-    load_plan,
-    parse_config,
-)
+from dtlayout.config.checking import check_layout
+from dtlayout.config.config import Config
+from dtlayout.config.loading import load_config, load_plan, parse_config
 from dtlayout.config.reference import list_sections
+from dtlayout.config.sections import CheckpointConfig, ClusterConfig, DataConfig, MetricsConfig, Source, TrainConfig
 from dtlayout.models.files import find_model
 from dtlayout.models.presets import PRESETS
 from dtlayout.spec import layout
@@ -708,8 +699,8 @@ def test_the_world_size_and_the_layout_are_complained_of_together():
 
 def test_advice_for_a_large_cluster_tries_few_layouts(monkeypatch):
     tried = []
-    find_broken = layout._find_broken
-    monkeypatch.setattr(layout, "_find_broken", lambda *args: tried.append(1) or find_broken(*args))
+    find_broken = layout.find_broken
+    monkeypatch.setattr(layout, "find_broken", lambda *args: tried.append(1) or find_broken(*args))
     config = load_config(ROOT / "configs" / "llama3.1-405b-16384xh100.toml")
     with pytest.raises(InvalidLayout, match=r"world size 16500 .* start 8192 or 16384, or change the degrees"):
         check_layout(config, 16_500)

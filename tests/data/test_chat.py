@@ -14,7 +14,7 @@ from waiting import wait_until
 from dtlayout.base.errors import DataError
 from dtlayout.base.interpreter import run_code
 from dtlayout.base.process import is_gone
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.chat import ChatTemplate, TemplateLimits, load_template
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.template import scale_limit

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tiny import write_tiny
 
 from dtlayout.base.errors import DtlayoutError
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.data.check import check_beginnings, check_data
 from dtlayout.training.start import open_data, open_held_out
 

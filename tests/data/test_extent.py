@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.extent import describe_held_out, describe_training
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.samples import Seen, open_samples
@@ -20,7 +20,7 @@ def read(tmp_path, texts_by_source, *, samples="packed", global_batch=4, weights
         path = tmp_path / f"{i}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         entries.append({"source": str(path), "weight": (weights or [1.0] * 9)[i]})
-    from dtlayout.config.config import Source
+    from dtlayout.config.sections import Source
 
     data = DataConfig(
         mixture=tuple(Source(**entry) for entry in entries), samples=samples, folder=str(tmp_path / "tokens")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from node_ranks import prepare_as_one_of_two_nodes, write_tokens
 
 from dtlayout.base.errors import DataError
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data import nodes
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.prepare import INFO_NAME

@@ -14,7 +14,7 @@ import pytest
 import dtlayout.data.documents
 import dtlayout.data.prepare
 from dtlayout.base.errors import DataError
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.sources import Corpus
 from dtlayout.data.tokens import TokenFile

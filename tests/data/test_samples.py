@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import dtlayout.data.samples
 from dtlayout.base.errors import DataError
 from dtlayout.base.formatting import plural
-from dtlayout.config.config import DataConfig, Source
+from dtlayout.config.sections import DataConfig, Source
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.samples import (
     ROUND,

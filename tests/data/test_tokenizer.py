@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtlayout.base.errors import DataError
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.samples import TokenFile
 from dtlayout.data.tokenizer import BYTES, END_OF_DOCUMENT_TOKENS, load_tokenizer

@@ -13,9 +13,10 @@ from thorough import mostly_thorough
 from torch.torch_version import TorchVersion
 
 from dtlayout.base.errors import InvalidLayout
-from dtlayout.config.config import check_layout, parse_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.loading import parse_config
 from dtlayout.spec.device import Device
-from dtlayout.spec.kernel_table import KERNELS
+from dtlayout.spec.kernel_table import KERNELS, KernelRequest
 from dtlayout.spec.kernels import Compile, Kernels
 from dtlayout.spec.layout import Layout
 
@@ -41,8 +42,9 @@ def is_possible(choice: dict[str, Any]) -> bool:
     if 4 % (choice["pp"] * choice["tp"]) > 0 or (choice["compile"], choice["tp"]) in SLOW:
         return False
     case = to_case(choice)
-    layout = case.layout
-    return not case.kernels.problems(case.precision, Device("cpu"), tp=layout.tp, recompute=layout.recompute)
+    tp, recompute, compute = case.layout.tp, case.layout.recompute, case.precision.compute
+    request = KernelRequest(device=Device("cpu"), compute=compute, tp=tp, recompute=recompute)
+    return not case.kernels.problems(request)
 
 
 def pairs_of(choice: dict[str, Any]) -> set[tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from tracked import read_tensorboard, read_wandb
 from dtlayout.base.lease import LEASE_NAME
 from dtlayout.checkpoint.manifest import read_manifest
 from dtlayout.cli import main
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.models.counting import count_parameters
 from dtlayout.records.run import Run
 from dtlayout.spec.device import Device

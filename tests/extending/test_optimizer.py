@@ -10,7 +10,7 @@ from tiny import write_tiny
 from dtlayout import launch
 from dtlayout.checkpoint.manifest import list_checkpoints
 from dtlayout.cli import main
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 
 LLAMA = ["--model", "llama3.1-8b", "--gpu", "h100-80g-sxm", "--gpus", "16", "--seq-len", "4096", "--global-batch", "64"]
 NUM_PARAMETERS = 8_030_261_248

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtlayout.mesh.axes import axis_sizes, axis_strides, coordinate, crosses_node, dp_rank, ranks_along
-from dtlayout.spec.layout import AXES, Layout
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.layout_keys import AXES
 
 size = st.integers(1, 4)
 layouts = st.builds(Layout, pp=size, dp_replicate=size, dp_shard=size, cp=st.integers(1, 2), tp=size)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dtlayout.config.config import check_layout, parse_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.loading import parse_config
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator, estimate
 from dtlayout.costmodel.scenario import Scenario
@@ -16,9 +17,9 @@ from dtlayout.planner.explain import (
     MOST_GPUS,
     Explanation,
     explain,
-    find_moves,
     find_overrides,
 )
+from dtlayout.planner.neighbours import find_moves
 from dtlayout.planner.space import KERNEL_NAMES
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu

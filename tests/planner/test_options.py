@@ -19,7 +19,7 @@ from dtlayout.schedules.schedules import SCHEDULES
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu
 from dtlayout.spec.kernel_table import KERNELS
-from dtlayout.spec.layout import OFFLOADS
+from dtlayout.spec.layout_keys import OFFLOADS
 from dtlayout.spec.model_shape import Experts
 from dtlayout.spec.optimizers import OPTIMIZERS
 from dtlayout.spec.precision import BYTES, MATMUL_FORMATS

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tiny import SHAPE
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
-from dtlayout.config.config import ClusterConfig, Config, DataConfig, TrainConfig, parse_config
+from dtlayout.config.config import Config
+from dtlayout.config.loading import parse_config
+from dtlayout.config.sections import ClusterConfig, DataConfig, TrainConfig
 from dtlayout.costmodel.estimate import HOPELESS_SHARE, Estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.presets import PRESETS

@@ -7,7 +7,9 @@ from outside import LATE_WEIGHTS, registered
 from tiny import SHAPE
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.refusals import describe
 from dtlayout.costmodel.engine import find_engine, find_usual
+from dtlayout.costmodel.engine_rules import check_recompute
 from dtlayout.costmodel.scenario import Scenario, find_refusals
 from dtlayout.planner.explain import explain
 from dtlayout.planner.search import Search
@@ -44,7 +46,7 @@ def test_only_engines_that_tell_operations_apart_keep_one_of_them(engine, advice
     layout = Layout(dp_shard=4, recompute="keep-attention")
     (problem,) = find_refusals(scenario(engine), layout, find_usual(engine).kernels)
     assert problem.startswith(f"layout.recompute=keep-attention is nothing that {engine} has; {advice}")
-    (problem,) = find_engine(engine, "a100-80g-sxm").recompute_problems("keep-matmuls")
+    (problem,) = describe(check_recompute(find_engine(engine, "a100-80g-sxm"), "keep-matmuls"))
     assert advice in problem
     advised = explain(scenario(engine), replace(layout, recompute="full"), Kernels()).changes
     assert not any("keep-" in override for change in advised for override in change.overrides)

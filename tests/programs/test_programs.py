@@ -11,6 +11,7 @@ import yaml
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.costmodel.engine import find_engine, find_usual
+from dtlayout.costmodel.engine_rules import find_layout_lacks
 from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.presets import PRESETS
@@ -266,9 +267,9 @@ def test_fsdp2s_offload_is_said_where_the_program_has_it():
     found, _ = write("automodel", layout)
     assert found["distributed.offload_policy._target_"] == "torch.distributed.fsdp.CPUOffloadPolicy"
     for engine in PROGRAMS:
-        refused = job_of(engine, replace(layout, offload="both")).scenario.engine.axis_problems(
-            replace(layout, offload="both")
-        )
+        both = replace(layout, offload="both")
+        scenario = job_of(engine, both).scenario
+        refused = find_layout_lacks(scenario.engine, both, scenario.model)
         assert any("layout.offload=both is nothing that" in line for line in refused)
 
 

@@ -13,7 +13,7 @@ from tiny import write_tiny
 
 from dtlayout.base.formatting import escape_markdown
 from dtlayout.cli import main
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.records.run import Performance, Run
 from dtlayout.report.page import Report

@@ -7,7 +7,8 @@ import pytest
 from outside import LATE_WEIGHTS, V_GPIPE, registered
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
-from dtlayout.config.config import check_layout, load_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.loading import load_config
 from dtlayout.costmodel.engine import find_engine
 from dtlayout.costmodel.estimate import Estimator
 from dtlayout.costmodel.fsdp2.memory import estimate_curve

@@ -28,7 +28,6 @@ from dtlayout.spec.kernel_table import (
     register_kernel,
 )
 from dtlayout.spec.kernels import Kernels, OpenKernels, find_alternative
-from dtlayout.spec.precision import Precision
 
 PACKAGES = {kernel.package for kernel in list_kernels(Kernel) if kernel.package}
 CPU, CUDA = Device("cpu"), Device("cuda")
@@ -37,11 +36,11 @@ HERE = Device("cuda", packages=frozenset())
 
 
 def test_flash_attention_on_cuda_computes_in_bf16_alone():
-    Kernels().check(Precision(compute="bfloat16"), CUDA)
-    Kernels().check(Precision(compute="float32"), CPU)
-    Kernels(attention="sdpa-math").check(Precision(compute="float32"), CUDA)
+    Kernels().check(need(CUDA, compute="bfloat16"))
+    Kernels().check(need(CPU, compute="float32"))
+    Kernels(attention="sdpa-math").check(need(CUDA, compute="float32"))
     with pytest.raises(InvalidConfig, match=r"use precision.compute=bfloat16 or kernels.attention=sdpa-math"):
-        Kernels().check(Precision(compute="float32"), CUDA)
+        Kernels().check(need(CUDA, compute="float32"))
 
 
 def need(device: Device, **asked) -> KernelRequest:
@@ -65,13 +64,12 @@ def need(device: Device, **asked) -> KernelRequest:
     ],
 )
 def test_auto_is_a_kernel_that_runs_there(device_type, capability, compute, modules, attention):
-    precision = Precision(params="float64", compute=compute)
     packages = None if modules is None else frozenset(modules)
     device = Device(device_type, capability=capability, packages=packages)
     opened = OpenKernels(attention="auto", norm="eager", rope="eager", swiglu="eager", compile="none")
     kernels, reasons = opened.resolve(need(device, compute=compute))
     assert kernels == Kernels(attention=attention, norm="eager") and reasons["attention"] and len(reasons) == 1
-    kernels.check(precision, device)
+    kernels.check(need(device, compute=compute))
 
 
 HOPPER = Device("cuda", capability=(9, 0), packages=frozenset({"flash_attn_interface", "liger_kernel"}))
@@ -150,10 +148,7 @@ def test_other_engines_have_their_usual_kernels_where_none_is_asked_for():
 )
 def test_what_auto_takes_is_never_refused(device, compute, asked, tp, recompute):
     chosen = OpenKernels().resolve(need(device, compute=compute, tp=tp, recompute=recompute, **asked))
-    precision = Precision(params="float64", compute=compute)
-    assert chosen.kernels.problems(precision, device, tp=tp, recompute=recompute) == []
-    if asked["deterministic"] and device.type != "auto":
-        assert chosen.kernels.unrepeatable(device) == []
+    assert chosen.kernels.problems(need(device, compute=compute, tp=tp, recompute=recompute, **asked)) == []
 
 
 def test_a_kernel_of_ones_own_is_taken_where_it_says_that_it_is_preferred():
@@ -163,19 +158,19 @@ def test_a_kernel_of_ones_own_is_taken_where_it_says_that_it_is_preferred():
 
 
 def test_flash_attention_3_is_for_hopper():
-    kernels, precision = Kernels(attention="fa3"), Precision()
-    kernels.check(precision, Device("cuda", capability=(9, 0)))
-    kernels.check(precision, CUDA)  # where the GPU is not known yet
+    kernels = Kernels(attention="fa3")
+    kernels.check(need(Device("cuda", capability=(9, 0))))
+    kernels.check(need(CUDA))  # where the GPU is not known yet
     with pytest.raises(
         InvalidConfig, match=r"compute capability 9, and this GPU has 8\.6; use kernels.attention=sdpa-"
     ):
-        kernels.check(precision, Device("cuda", capability=(8, 6)))
+        kernels.check(need(Device("cuda", capability=(8, 6))))
 
 
 def test_a_kernel_for_one_generation_of_gpus_is_refused_on_a_named_gpu_of_another():
     kernels = Kernels(attention="fa3")
     for gpu in known_gpus().values():
-        problems = kernels.problems(Precision(), device_of(gpu))
+        problems = kernels.problems(need(device_of(gpu)))
         assert bool(problems) == (gpu.capability != () and gpu.capability[0] != 9), gpu.name
 
 
@@ -185,46 +180,49 @@ def test_a_kernel_for_one_generation_of_gpus_is_refused_on_a_named_gpu_of_anothe
     device=st.sampled_from([Device(), CPU, CUDA, HERE, *map(device_of, known_gpus().values())]),
 )
 def test_what_is_advised_instead_of_a_kernel_runs_there(kernel, compute, device):
-    precision = Precision(params="float64", compute=compute)
-
     def problems_with(name: str) -> list[str]:
         defaults = {"attention": "sdpa-math", "norm": "eager"}
-        return Kernels(**{**defaults, kernel.operation: name}).problems(precision, device)
+        return Kernels(**{**defaults, kernel.operation: name}).problems(need(device, compute=compute))
 
     problems = problems_with(kernel.name)
     assert len(problems) <= 1
     for problem in problems:
-        other = find_alternative(kernel, precision, device)
+        other = find_alternative(kernel, compute, device)
         assert other != kernel.name and not problems_with(other)
         if "no package" not in problem:
             assert f"kernels.{kernel.operation}={other}" in problem
 
 
 def test_a_kernel_that_cannot_repeat_its_bits_is_told_where_it_would_run_on_cuda():
-    (problem,) = Kernels(attention="sdpa-cudnn").unrepeatable(CUDA)
+    def unrepeatable(kernels: Kernels, device: Device) -> list[str]:
+        return kernels.problems(need(device, deterministic=True))
+
+    (problem,) = unrepeatable(Kernels(attention="sdpa-cudnn"), CUDA)
     assert problem == (
         "kernels.attention=sdpa-cudnn gives other bits each time on CUDA, and train.deterministic=true asks for the "
         "same; use kernels.attention=sdpa-flash or train.deterministic=false"
     )
-    assert Kernels(attention="sdpa-cudnn").unrepeatable(Device()) == [problem]  # it runs nowhere else
-    assert Kernels(attention="sdpa-cudnn").unrepeatable(CPU) == []  # where it is refused anyway
-    assert Kernels().unrepeatable(CUDA) == []
+    assert unrepeatable(Kernels(attention="sdpa-cudnn"), Device()) == [problem]  # it runs nowhere else
+    assert unrepeatable(Kernels(attention="sdpa-cudnn"), CPU) == [
+        "kernels.attention=sdpa-cudnn runs on CUDA alone; use kernels.attention=sdpa-flash on the CPU"
+    ]
+    assert unrepeatable(Kernels(), CUDA) == []
     with kernels_replaced(NormKernel(name="mine", is_repeatable=False)):
         mine = Kernels(norm="mine")
-        assert [len(mine.unrepeatable(device)) for device in (CUDA, CPU, Device())] == [1, 0, 0]
-        assert "use kernels.norm=fused" in mine.unrepeatable(CUDA)[0]
+        assert [len(unrepeatable(mine, device)) for device in (CUDA, CPU, Device())] == [1, 0, 0]
+        assert "use kernels.norm=fused" in unrepeatable(mine, CUDA)[0]
 
 
 def test_a_kernel_that_no_device_has_in_this_format_is_refused_before_the_device_is_known():
-    precision = Precision(params="float64", compute="float64")
-    (problem,) = Kernels(attention="flash-attn").problems(precision, Device())
+    exact = need(Device(), compute="float64")
+    (problem,) = Kernels(attention="flash-attn").problems(exact)
     assert problem == (
         "kernels.attention=flash-attn does not compute in precision.compute=float64; "
         "use precision.compute=bfloat16 or kernels.attention=sdpa-flash"
     )
-    (problem,) = Kernels(norm="liger").problems(precision, Device())
+    (problem,) = Kernels(norm="liger").problems(exact)
     assert problem.endswith("use precision.compute=float32 or precision.compute=bfloat16 or kernels.norm=fused")
-    (problem,) = Kernels(attention="torch").problems(Precision(), Device())
+    (problem,) = Kernels(attention="torch").problems(need(Device()))
     assert "can only be predicted; use kernels.attention=sdpa-flash" in problem
 
 
@@ -250,24 +248,24 @@ def test_a_kernel_that_no_device_has_in_this_format_is_refused_before_the_device
 )
 def test_a_missing_package_is_one_line_with_its_command(kernels, expected):
     with pytest.raises(InvalidConfig) as caught:
-        kernels.check(Precision(), HERE)
+        kernels.check(need(HERE))
     assert str(caught.value) == expected and caught.value.exit_code == 2
-    kernels.check(Precision(), CUDA)  # where nobody has looked
+    kernels.check(need(CUDA))  # where nobody has looked
 
 
 def test_each_missing_package_has_its_line():
-    problems = Kernels(attention="fa3", swiglu="liger").problems(Precision(), HERE)
+    problems = Kernels(attention="fa3", swiglu="liger").problems(need(HERE))
     assert [problem.partition(":")[0] for problem in problems] == ["kernels.attention=fa3", "kernels.swiglu=liger"]
 
 
 def test_what_is_there_and_what_nobody_asked_for_is_no_problem(monkeypatch):
-    Kernels().check(Precision(), HERE)
+    Kernels().check(need(HERE))
     monkeypatch.setattr(
         "dtlayout.spec.kernel_table.find_spec",
         lambda module: ModuleSpec("flash_attn", None, origin="here") if module == "flash_attn" else None,
     )
     assert find_packages() == {"flash_attn"}
-    Kernels(attention="flash-attn").check(Precision(), Device("cuda", packages=find_packages()))
+    Kernels(attention="flash-attn").check(need(Device("cuda", packages=find_packages())))
 
 
 def test_a_folder_that_is_called_like_a_package_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -327,8 +325,8 @@ MINE = NormKernel(name="mine", function="dtlayout.ops.norm:eager_rms_norm", cuda
 def test_a_kernel_that_is_registered_is_a_choice_and_its_name_is_taken():
     with kernels_replaced():  # so that it is gone afterwards
         register_kernel(MINE)
-        assert Kernels(norm="mine").problems(Precision(), CPU) == []
-        (problem,) = Kernels(norm="mine").problems(Precision(), CUDA)
+        assert Kernels(norm="mine").problems(need(CPU)) == []
+        (problem,) = Kernels(norm="mine").problems(need(CUDA))
         assert problem == "kernels.norm=mine runs on the CPU alone; use kernels.norm=fused on CUDA"
         for name in ("mine", "eager", "auto"):
             with pytest.raises(InvalidConfig, match=f"kernels.norm={name} is there already; give yours another name"):
@@ -368,19 +366,19 @@ def test_a_package_inside_one_that_is_not_here_is_not_here_either(monkeypatch):
     ],
 )
 def test_attention_whose_parts_cannot_be_joined_is_refused_with_what_can(attention, device, problem, best):
-    (found,) = Kernels(attention=attention).problems(Precision(), Device(device), in_parts=True)
+    (found,) = Kernels(attention=attention).problems(need(Device(device), in_parts=True))
     assert problem in found and found.endswith(" or layout.cp_method=all-to-all")
     other = found.partition("use kernels.attention=")[2].partition(" ")[0]
     assert other == best
-    assert not Kernels(attention=other).problems(Precision(), Device(device), in_parts=True)
-    assert not Kernels(attention=attention).problems(Precision(), Device(device))
+    assert not Kernels(attention=other).problems(need(Device(device), in_parts=True))
+    assert not Kernels(attention=attention).problems(need(Device(device)))
 
 
 def test_one_program_of_all_blocks_leaves_nothing_to_copy_between_them():
     asked = {"offloads_activations": True}
-    (found,) = Kernels(compile="model").problems(Precision(), Device("cpu"), **asked)
+    (found,) = Kernels(compile="model").problems(need(Device("cpu"), **asked))
     assert found.endswith("use kernels.compile=blocks or layout.offload=none")
-    assert not Kernels(compile="blocks").problems(Precision(), Device("cpu"), **asked)
+    assert not Kernels(compile="blocks").problems(need(Device("cpu"), **asked))
 
 
 def test_auto_takes_attention_whose_parts_can_be_joined():

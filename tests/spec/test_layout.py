@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dtlayout.base.errors import InvalidLayout
 from dtlayout.spec.batch import Batch
-from dtlayout.spec.layout import AXES, Layout, OpenLayout
+from dtlayout.spec.layout import Layout, OpenLayout
+from dtlayout.spec.layout_keys import AXES
 from dtlayout.spec.model_shape import Experts, ModelShape
 
 MODEL = ModelShape(name="m", hidden_size=96, num_layers=6, num_heads=12, num_kv_heads=4, ffn_size=40, vocab_size=56)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtlayout.base.errors import InvalidConfig
+from dtlayout.base.refusals import show_value
 from dtlayout.planner.choices import parse_choices
-from dtlayout.spec.layout import Layout, show_value
+from dtlayout.spec.layout import Layout
 
 VALUES = {
     "pp": (1, 2, 8), "dp_replicate": (1, 4), "dp_shard": (1, 16), "cp": (1, 2), "tp": (1, 4), "ep": (1, 8),

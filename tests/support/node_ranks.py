@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from dtlayout.config.config import DataConfig
+from dtlayout.config.sections import DataConfig
 from dtlayout.data import nodes
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.prepare import INFO_NAME

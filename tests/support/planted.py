@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tiny import TinyFiles
 
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.data.prepare import prepare_tokens
 from dtlayout.data.samples import open_samples
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from parity import MAX_NORM, Case
 from torch import Tensor
 
-from dtlayout.config.config import Config, parse_config
+from dtlayout.config.config import Config
+from dtlayout.config.loading import parse_config
 from dtlayout.dryrun.rank import dry_run
 from dtlayout.dryrun.ranks import dry_run_ranks
 from dtlayout.dryrun.report import RankReport

@@ -14,7 +14,7 @@ from tiny import write_tiny
 from waiting import wait_until
 
 from dtlayout.cli import main
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.planner.prediction import own_scenario
 from dtlayout.records.run import Performance, Run
 from dtlayout.spec.cluster import find_gpu

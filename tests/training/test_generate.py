@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import main
-from dtlayout.config.config import load_config
+from dtlayout.config.loading import load_config
 from dtlayout.data.tokenizer import BYTES
 from dtlayout.launch import main as train
 from dtlayout.training.generate import Sampling, generate, open_model, stream_text

@@ -12,7 +12,8 @@ import pytest
 from dtlayout.base.errors import EXIT_STOPPED, CheckpointError, InvalidConfig, KernelError
 from dtlayout.base.lease import LEASE_NAME
 from dtlayout.base.signals import StopRequest
-from dtlayout.config.config import SpikesConfig, parse_config
+from dtlayout.config.loading import parse_config
+from dtlayout.config.sections import SpikesConfig
 from dtlayout.data.samples import Seen
 from dtlayout.pipelining.schedule import make_schedule
 from dtlayout.spec.batch import Batch

@@ -14,7 +14,8 @@ from tiny import TinyFiles, write_tiny
 from dtlayout import cli, launch
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.checkpoint.manifest import read_manifest
-from dtlayout.config.config import SpikesConfig, load_config
+from dtlayout.config.loading import load_config
+from dtlayout.config.sections import SpikesConfig
 from dtlayout.training.result import NO_LIMITS, StepResult
 from dtlayout.training.spikes import SpikeDetector
 

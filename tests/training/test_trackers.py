@@ -17,7 +17,8 @@ from tracked import list_wandb_processes, read_tensorboard, read_wandb
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.cli import main
-from dtlayout.config.config import check_layout, load_config
+from dtlayout.config.checking import check_layout
+from dtlayout.config.loading import load_config
 from dtlayout.spec.kernel_table import Package
 from dtlayout.spec.trackers import TRACKERS, Tracker, register_tracker
 from dtlayout.training.metrics import StepMetrics

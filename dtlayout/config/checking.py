@@ -1,0 +1,105 @@
+"""Checking: all that keeps a config from training on so many ranks, found before a process starts.
+
+Each owner has its own rules: the layout, the sections beside each other, our trainer's engine and the kernels.
+`check_layout` is the one place that asks all of them, so that all problems are reported at once. No torch.
+"""
+
+from collections.abc import Callable
+
+from dtlayout.base.errors import InvalidConfig, InvalidLayout
+from dtlayout.base.refusals import Refusal, describe
+from dtlayout.config.config import Config
+from dtlayout.config.loading import has_begun
+from dtlayout.costmodel.engine import OWN_ENGINE, find_engine
+from dtlayout.costmodel.engine_rules import find_training_lacks
+from dtlayout.models.families import find_family
+from dtlayout.models.weights import check_init_from
+from dtlayout.spec.device import Device, expect_device
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import divisors
+from dtlayout.spec.trackers import package_problems
+
+
+def check_layout(config: Config, world_size: int, device: Device | None = None) -> Layout:
+    """The config's layout on `world_size` ranks; InvalidLayout with everything that is wrong with the config there.
+
+    `device` is where the config is to run, perhaps elsewhere. Without one it runs here, on the device that
+    `train.device` names; an auto is left to torch.
+    """
+    problems = package_problems(config.metrics.to) if device is None else []
+    device = device or expect_device(config.train.device, None)
+    try:
+        layout = config.layout.resolve(world_size)
+    except InvalidLayout:
+        layout = config.layout.resolve(config.layout.smallest_world_size)
+        problems.append(_describe_mismatch(config, world_size))
+    model, kernels = config.model, config.choose_kernels(device, layout).kernels
+    trainer = find_engine(OWN_ENGINE, "cpu")  # its features are those on any device
+    problems += layout.problems(model, config.batch)
+    problems += describe([broken for rule in _RULES for broken in rule(config)])
+    problems += find_training_lacks(trainer, layout, model, config.precision)
+    problems += kernels.problems(config.request_kernels(device, layout))
+    if problems:
+        raise InvalidLayout(problems)
+    return layout
+
+
+def _describe_mismatch(config: Config, world_size: int) -> str:
+    """A line on a world size that does not fit the layout, with the nearest ones for which the layout is legal."""
+    smallest = config.layout.smallest_world_size
+    shards = divisors(config.batch.global_batch) if config.layout.dp_shard == -1 else [1]  # dp divides the batch
+    sizes = [smallest * n for n in shards]
+    legal = [size for size in sizes if config.layout.resolve(size).is_legal(config.model, config.batch)]
+    nearest = sorted(sorted(legal, key=lambda size: abs(size - world_size))[:2])
+    return config.layout.describe_mismatch(world_size, nearest or [smallest])
+
+
+def _check_family(config: Config) -> list[Refusal]:
+    """The model's family is known."""
+    try:
+        find_family(config.model.family)
+    except InvalidConfig as error:
+        return [Refusal("model.family", problem) for problem in error.problems]
+    return []
+
+
+def _check_first_weights(config: Config) -> list[Refusal]:
+    """A new run can start from the weights that it names."""
+    if not config.train.init_from or has_begun(config.train.run_folder):
+        return []
+    return [Refusal("train.init_from", problem) for problem in check_init_from(config.train.init_from, config.model)]
+
+
+def _check_export(config: Config) -> list[Refusal]:
+    """Weights are exported out of a checkpoint."""
+    if not config.checkpoint.export or config.checkpoint.save:
+        return []
+    what = "checkpoint.export=true writes what was saved, but checkpoint.save=false"
+    return [Refusal("checkpoint.export", what, "use save=true")]
+
+
+def _check_spikes(config: Config) -> list[Refusal]:
+    """The state that met a spike is saved like a checkpoint."""
+    if config.spikes.action != "save" or config.checkpoint.save:
+        return []
+    what = 'spikes.action="save" saves a state, but checkpoint.save=false'
+    return [Refusal("spikes.action", what, 'use save=true or action="skip"')]
+
+
+def _check_warmup(config: Config) -> list[Refusal]:
+    """The learning rate reaches its highest value before the run ends, or before it has fallen."""
+    optimizer = config.optimizer
+    name, num_steps = "train.steps", config.train.steps
+    if optimizer.decay_steps:
+        name, num_steps = "optimizer.decay_steps", optimizer.decay_steps
+    if optimizer.warmup_steps <= num_steps:
+        return []
+    warmup = f"optimizer.warmup_steps={optimizer.warmup_steps} is more than {name}={num_steps}"
+    advice = "use fewer, or optimizer.decay_steps=N for the first steps of a run of N"
+    return [Refusal("warmup", f"{warmup}, so that the learning rate would never reach optimizer.lr", advice)]
+
+
+_RULES: tuple[Callable[[Config], list[Refusal]], ...] = (
+    _check_family, _check_first_weights, _check_export, _check_spikes, _check_warmup,
+)  # fmt: skip
+"""Rules of sections beside each other."""

@@ -1,0 +1,231 @@
+"""Sections of a config that are a value of their own nowhere else: data, training, checkpoints, metrics, cluster."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dtlayout.base.refusals import Refusal, describe
+from dtlayout.base.validators import Ranged, one_of, path_key, ranged
+from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus, load_cluster
+from dtlayout.spec.trackers import TRACKERS, name_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Ranged, section="data.mixture"):
+    """One of several sources of samples."""
+
+    source: str = path_key()
+    """Source of tokens, named as `data.source` is."""
+    weight: float = ranged("must be above 0 and finite", 1.0)
+    """Share of the samples; the weights of all sources need not add up to 1."""
+    split: str = ranged("must not be empty or hold a NUL", "train")
+    """Split of a dataset on the HF hub; local files have one split, train."""
+    text_field: str = "text"
+    """Field that holds a document's text."""
+    messages_field: str = ""
+    """Field that holds a conversation; empty for text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Ranged, section="data"):
+    """Documents to train on, and how they become tokens and samples."""
+
+    source: str = path_key("python-stdlib")
+    """Source of tokens: a .txt, .jsonl, .json or .parquet file, a folder or glob of them, a dataset on the HF hub, or
+    python-stdlib."""
+    split: str = ranged("must not be empty or hold a NUL", "train")
+    """Split of a dataset on the HF hub; local files have one split, train."""
+    text_field: str = "text"
+    """Field that holds a document's text."""
+    messages_field: str = ""
+    """Field that holds a conversation, a list of messages with role and content; empty for text."""
+    mixture: tuple[Source, ...] = ()
+    """Several sources, each with a weight, in the place of `source`."""
+    chat_template: str = path_key("")
+    """A Jinja file that writes conversations as text; empty for the tokenizer's own template."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """Tokens of a conversation that are targets: those of the answers, or all. In text all tokens are targets."""
+    samples: Literal["packed", "padded"] = "packed"
+    """How documents become samples. packed: one row of all documents is cut into samples. padded: each document is a
+    sample, which is cut or filled up."""
+    tokenizer: str = path_key("bytes")
+    """Tokenizer: bytes, or the path of a tokenizer.json or of its folder. Where none is named, it is the tokenizer of
+    `train.init_from`."""
+    end_of_document: str = ""
+    """Token that follows each document, where the tokenizer has none of the usual ones."""
+    document_mask: bool = False
+    """Whether documents that share a sample do not attend to each other; the loss and its targets stay the same."""
+    max_tokens: int = ranged("must not be negative", 0)
+    """Most tokens to prepare of each source; 0 for all."""
+    folder: str = path_key("data/tokens")
+    """Folder of prepared tokens, which later runs use again."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weight of each of `sources`."""
+        return tuple(each.weight for each in self.mixture) or (1.0,)
+
+    @property
+    def sources(self) -> "tuple[DataConfig, ...]":
+        """This section for each source by itself, since each source is prepared by itself."""
+        names = ("source", "split", "text_field", "messages_field")
+        own = ({name: getattr(each, name) for name in names} for each in self.mixture or (self,))
+        return tuple(replace(self, mixture=(), **each) for each in own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig(Ranged, section="validation"):
+    """Documents on which the loss is also measured, without training on them; they are tokenized as the data is."""
+
+    source: str = path_key("")
+    """Source of tokens, named as `data.source` is; empty for no validation."""
+    split: str = ""
+    """Split of a dataset on the HF hub, by default validation; local files have one split, train."""
+    text_field: str = ""
+    """Field that holds a document's text. If it is named, documents are read as text even where the data are
+    conversations. Empty for the field of the data."""
+    messages_field: str = ""
+    """Field that holds a conversation; empty for the field of the data, if `text_field` is empty too."""
+    every: int = ranged("must not be negative", 100)
+    """Steps between measurements; with 0 the loss is measured at the end alone."""
+    batches: int = ranged("must be at least 1", 8)
+    """Global batches that are measured, the same ones each time; fewer where the source has no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Ranged, section="train"):
+    """Length, first weights, folder, device and seed of a run, and when it ends early."""
+
+    steps: int = ranged("must be at least 1")
+    """Optimizer steps of the whole run, including those before it was resumed."""
+    init_from: str = path_key("")
+    """A Hugging Face folder with the weights from which a new run starts; empty for random weights. The model's sizes
+    are those of the folder too, where the config has no [model]."""
+    run_folder: str = path_key("runs/latest")
+    """Folder for metrics, summary, config and checkpoints, by default named like the config file. A run in the same
+    folder is resumed."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the samples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Kind of device; auto takes CUDA where there is any."""
+    timeout_s: float = ranged("must be above 0 and at most 2592000, thirty days", 600.0)
+    """Seconds after which a collective that does not finish ends the run."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Consequence of a step whose loss or gradient norm is not finite, which updates nothing. stop: the run ends. skip:
+    the step is left out."""
+    deterministic: bool = False
+    """Whether CUDA runs only kernels that give the same bits each time, which are slower. A CPU always does so."""
+    force: bool = False
+    """Whether to start even a layout that is predicted to need far more memory than the GPU has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikesConfig(Ranged, section="spikes"):
+    """Limits of a step's loss and gradient norm, and what happens after a step above one, a spike.
+
+    limit = median + factor * max(quantile - median, median / 100), of the losses and of the norms by themselves.
+    """
+
+    action: Literal["off", "warn", "skip", "save"] = "warn"
+    """Answer to a spike. off: none. warn: a line says so. skip: the step also updates nothing. save: the state that met
+    the spike is also kept in RUN/spikes."""
+    window: int = ranged("must be at least 1", 128)
+    """Number of recent steps that make a limit."""
+    min_steps: int = ranged("must be at least 1", 64)
+    """Steps before there is a limit."""
+    quantile: float = ranged("must lie between 0.5 and 1", 0.9)
+    """Quantile of the recent steps that a limit counts from. A rise that lasts for the rest of a window is a new level,
+    and no spike any more."""
+    factor: float = ranged("must be above 0 and finite", 10.0)
+    """Distance of a limit from the median, as a multiple of the quantile's distance."""
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal where the recent steps would never be enough for a limit."""
+        what = f"spikes.min_steps={self.min_steps} is more than spikes.window={self.window}"
+        broken = Refusal("min_steps", f"{what}, so that there would never be a limit", "use a longer window")
+        return [broken] * (self.min_steps > self.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Ranged, section="checkpoint"):
+    """When the run's state is saved, and whether its weights are exported."""
+
+    every: int = ranged("must not be negative", 0)
+    """Steps between checkpoints; with 0 the state is saved at the end alone."""
+    timeout_s: float = ranged("must be above 0 and at most 2592000, thirty days", 3600.0)
+    """Seconds after which ranks that wait for others to save or load end the run."""
+    keep: int = ranged("must be at least 1", 2)
+    """Number of newest checkpoints that stay on disk."""
+    fallback: Literal["previous", "refuse"] = "previous"
+    """How a run starts whose newest checkpoint is damaged. previous: it goes on from the one before. refuse: it is
+    refused."""
+    background: bool = True
+    """Whether checkpoints within a run are written while training goes on, from a copy of the state on the host."""
+    save: bool = True
+    """Whether anything is saved; without it a run cannot be resumed."""
+    export: bool = False
+    """Whether the weights of a run that is done are also written to RUN/hf, a Hugging Face folder in the compute
+    format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig(Ranged, section="metrics"):
+    """Measurements beside the loss: how often they are made, and where they go."""
+
+    log_every: int = ranged("must be at least 1", 10)
+    """Steps between progress lines on a terminal that shows no progress bar."""
+    memory_every: int = ranged("must be at least 1", 100)
+    """Steps between memory measurements, which slow a step. The second and the last step are measured too."""
+    memory: bool = False
+    """Whether the curve of memory over the first steps is written to memory.json in the run folder."""
+    timeline: bool = False
+    """Whether the times of each pipeline rank's actions are written to timeline.json in the run folder. It holds the
+    third step and the last eight of those that `memory_every` measures after it. dtlayout timeline RUN draws them."""
+    to: tuple[str, ...] = one_of(TRACKERS, ())
+    """Trackers to which every number of a step also goes; their files lie in the run folder."""
+
+    def find_broken(self) -> list[Refusal]:
+        """A refusal for each name of a tracker that cannot be."""
+        return [Refusal("to", problem) for problem in name_problems(self.to)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig(Ranged, section="cluster"):
+    """Facts about the hardware that a run cannot see."""
+
+    gpu: str = one_of(lambda: ("auto", "cpu", *known_gpus()), "auto")
+    """GPU type, whose peak MFU is measured against. auto asks the device; cpu has no peak."""
+    gpus_per_node: int = ranged("must be at least 1", 8)
+    """Ranks that share a node's fast links. If the links of a GPU type join several nodes, the type says how many GPUs
+    they join."""
+    file: str = path_key("")
+    """A cluster's TOML file, such as dtlayout calibrate writes; it goes before the other two keys."""
+
+    @property
+    def known_gpu(self) -> Gpu | None:
+        """The GPU type of the file or of the name, the CPU included; None if the device is to be asked."""
+        if self.file:
+            cluster = load_cluster(self.file)
+            return replace(cluster.gpu, gpus_per_node=cluster.gpus_per_node)
+        return None if self.gpu == "auto" else find_gpu(self.gpu)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a node's fast links: the number in the file if there is one, else `gpus_per_node`."""
+        return load_cluster(self.file).gpus_per_node if self.file else self.gpus_per_node
+
+    @property
+    def ranks_linked(self) -> int:
+        """Ranks that fast links join: those of a node, or of a rack that is one domain, full or not."""
+        gpu = self.known_gpu
+        return max(self.ranks_per_node, gpu.gpus_linked if gpu else 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.file:
+            load_cluster(self.file)  # raises a line on anything that is wrong with it
+
+    def range_problems(self) -> list[str]:
+        """A line for a GPU type that is unknown, and one for each number that is outside its range."""
+        known = ("auto", "cpu", *known_gpus())
+        unknown = Refusal("gpu", f"cluster.gpu={self.gpu!r} is unknown", f"use one of {', '.join(known)}")
+        return describe([unknown] * (self.gpu not in known)) + super().range_problems()

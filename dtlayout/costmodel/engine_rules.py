@@ -1,0 +1,168 @@
+"""The rules of an engine: what a training program does not have of a legal layout, a model or a precision.
+
+Each rule reads the engine's `Features`, so what a program has is said by its file alone, constants/engines/NAME.toml.
+The check of our own trainer asks these rules, as the check of any other engine does.
+"""
+
+from dataclasses import replace
+
+from dtlayout.base.refusals import Refusal, describe, show_value
+from dtlayout.costmodel.engine import KNOWN_AXES, OWN_ENGINE, Engine
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.model_shape import ModelShape
+from dtlayout.spec.precision import Precision
+from dtlayout.spec.recompute import Recompute
+
+_OFF = Layout()
+_NEEDS_EP = {"experts": "mixture of experts", "latent_attention": "multi-head latent attention"}
+"""Keys of a model that only engines with ep train, and what a value there is called."""
+
+
+def find_layout_lacks(engine: Engine, layout: Layout, model: ModelShape) -> list[str]:
+    """A line for everything in a legal layout of a model that the engine does not have."""
+    return describe([
+        *_check_axes(engine, layout),
+        *check_schedule(engine, layout.schedule),
+        *check_zero(engine, layout.zero, layout.pp),
+        *check_recompute(engine, layout.recompute),
+        *check_data_parallel(engine, layout.dp_replicate, layout.dp_shard),
+        *_check_sequence_parallel(engine, layout),
+        *_check_stages(engine, layout, model),
+        *_check_tokens_of_experts(layout, model),
+    ])  # fmt: skip
+
+
+def find_model_lacks(engine: Engine, model: ModelShape) -> list[str]:
+    """A line for everything in a model that the engine cannot be predicted with."""
+    return describe(_check_model(engine, model))
+
+
+def find_training_lacks(engine: Engine, layout: Layout, model: ModelShape, precision: Precision) -> list[str]:
+    """A line for everything that the engine does not have, or can only be predicted with, and so cannot train."""
+    asked = layout.effective
+    if model.experts is None:  # a rule of the layout refuses ep then
+        asked = replace(asked, ep=1)
+    lacks = describe([*check_matmuls(engine, precision), *_check_untrained(engine, model)])
+    return [*lacks, *find_model_lacks(engine, model), *find_layout_lacks(engine, asked, model)]
+
+
+def check_matmuls(engine: Engine, precision: Precision) -> list[Refusal]:
+    """The format below bf16 in which linear layers multiply is one of the engine's."""
+    known = ("compute", *engine.features.matmuls)
+    if precision.matmul_format is None or precision.matmuls in known:
+        return []
+    asked = f"precision.matmuls={precision.matmuls}"
+    if engine.name == OWN_ENGINE:
+        return [_only_predicted(asked, f"use precision.matmuls={' or '.join(known)}")]
+    return [_lack(engine, asked, f"use {' or '.join(known)}")]
+
+
+def check_schedule(engine: Engine, schedule: str) -> list[Refusal]:
+    """The pipeline schedule is one of the engine's."""
+    known = engine.features.schedules or (schedule,)
+    return [] if schedule in known else [_lack(engine, f"layout.schedule={schedule}", f"use {' or '.join(known)}")]
+
+
+def check_zero(engine: Engine, zero: int, pp: int) -> list[Refusal]:
+    """The stage of ZeRO is one that the engine has, in a pipeline too if there is one."""
+    most, where = engine.features.highest_zero, ""
+    if pp > 1 and engine.features.pipeline_zero < most:
+        most, where = engine.features.pipeline_zero, " in a pipeline"
+    if zero <= most:
+        return []
+    return [_lack(engine, f"layout.zero={zero}{where}", f"use zero={most}{' or less' * (most > 1)}")]
+
+
+def check_recompute(engine: Engine, recompute: str) -> list[Refusal]:
+    """The kind of recomputation is one of the engine's: those it names, or those its checkpointing can do."""
+    asked = f"layout.recompute={recompute}"
+    if known := engine.features.recompute:
+        kind = "every-N" if Recompute.parse(recompute).every > 1 else recompute
+        return [] if kind in known else [_lack(engine, asked, f"use {' or '.join(known)}")]
+    if engine.features.checkpointing == "torch" or len(Recompute.parse(recompute).kept) != 1:
+        return []
+    return [_lack(engine, asked, "use selective, which computes attention alone again, or full")]
+
+
+def check_data_parallel(engine: Engine, dp_replicate: int, dp_shard: int) -> list[Refusal]:
+    """The engine has copies of the state, or of its shards, where a layout has them."""
+    known = engine.features.data_parallel
+    kind = "sharded" if dp_replicate == 1 else "hybrid" if dp_shard > 1 else "replicated"
+    if kind in known:
+        return []
+    where = "without shards" if kind == "replicated" else f"beside dp_shard={dp_shard}"
+    others = " or dp_shard=1" * (kind == "hybrid" and "replicated" in known)
+    return [_lack(engine, f"layout.dp_replicate={dp_replicate} {where}", f"use dp_replicate=1{others}")]
+
+
+def _check_axes(engine: Engine, layout: Layout) -> list[Refusal]:
+    """The engine has each axis above 1, the method of cp, and the offload."""
+    features, lacks = engine.features, list[Refusal]()
+    if layout.offload not in features.offloads:
+        use = f"use layout.offload={' or '.join(features.offloads)}"
+        lacks.append(_lack(engine, f"layout.offload={layout.offload}", use))
+    if layout.cp > 1 and layout.cp_method not in features.cp_methods:
+        use = f"use layout.cp_method={' or '.join(features.cp_methods)}"
+        lacks.append(_lack(engine, f"layout.cp_method={layout.cp_method}", use))
+    for name in KNOWN_AXES:
+        value, off = getattr(layout, name), getattr(_OFF, name)
+        if name not in features.axes and value != off:
+            use = f"use layout.{name}={show_value(off)}"
+            lacks.append(_lack(engine, f"layout.{name}={show_value(value)}", use))
+    return lacks
+
+
+def _check_sequence_parallel(engine: Engine, layout: Layout) -> list[Refusal]:
+    """tp goes without sequence parallelism only where the engine can switch that off."""
+    if layout.tp == 1 or layout.sequence_parallel or not engine.features.always_sequence_parallel:
+        return []
+    return [_lack(engine, "layout.sequence_parallel=false", "use layout.sequence_parallel=true")]
+
+
+def _check_stages(engine: Engine, layout: Layout, model: ModelShape) -> list[Refusal]:
+    """Stages have as many blocks each where the engine asks for that; embedding and head may count as a block each."""
+    layers = model.num_layers
+    if not engine.features.even_stages or not all((layers + ends) % layout.num_stages for ends in (0, 1, 2)):
+        return []
+    what = (
+        f"{layers} blocks, or one or two more for embedding and head, make no {layout.num_stages} even stages, as "
+        f"{engine.name} asks"
+    )
+    return [Refusal("stages", what, "use another pp or virtual_stages")]
+
+
+def _check_tokens_of_experts(layout: Layout, model: ModelShape) -> list[Refusal]:
+    """Each token is sent once by the ranks of tp: where it has experts, they share it by sequence parallelism."""
+    if not model.experts or layout.tp == 1 or layout.sequence_parallel:
+        return []
+    what = "tp beside experts without sequence_parallel sends each token tp times"
+    return [Refusal("sequence_parallel", what, "use sequence_parallel=true")]
+
+
+def _check_model(engine: Engine, model: ModelShape) -> list[Refusal]:
+    """The engine has ep where the model has a part that needs it."""
+    return [
+        Refusal(name, f"model.{name}: {engine.name} has no {words}", "use a model without, or another engine")
+        for name, words in _NEEDS_EP.items()
+        if "ep" not in engine.features.axes and getattr(model, name) is not None
+    ]
+
+
+def _check_untrained(engine: Engine, model: ModelShape) -> list[Refusal]:
+    """Keys of the model that the engine cannot train are at their defaults."""
+    values = ((name, getattr(model, name), getattr(ModelShape, name)) for name in engine.features.untrained)
+    return [
+        _only_predicted(f"model.{name}={show_value(value)}", f"use {name}={show_value(default)}")
+        for name, value, default in values
+        if value != default
+    ]
+
+
+def _lack(engine: Engine, asked: str, advice: str) -> Refusal:
+    """A refusal of something that the engine does not have."""
+    return Refusal(asked.partition("=")[0], f"{asked} is nothing that {engine.name} has", advice)
+
+
+def _only_predicted(asked: str, advice: str) -> Refusal:
+    """A refusal of something that is predicted for an engine, which cannot train it."""
+    return Refusal(asked.partition("=")[0], f"{asked} can be predicted, not trained", advice)
