@@ -1,10 +1,10 @@
-"""What several commands share: a config and a GPU type as arguments, and an answer as JSON or text."""
+"""Arguments that several commands share, such as a config and a GPU type; `show` prints an answer as JSON or text."""
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import expand
@@ -14,28 +14,36 @@ from dtlayout.spec.cluster import Gpu, find_gpu, known_gpus
 if TYPE_CHECKING:
     from dtlayout.config.config import Config
 
-
+D = TypeVar("D")
+JsonDocument = Mapping[str, Any]
+"""A command's answer as `--json` prints it, which text and pages are made of."""
 MODELS = "a preset, an HF config.json or its folder, or a TOML file with [model]"
-"""What names a model, in `--model` and as model.name."""
+"""Values that name a model, in `--model` and as model.name."""
 _LARGEST = 10**15
-"""What no number of GPUs, tokens or steps is above, and what a float still counts by ones."""
+"""Largest number that an option takes, of GPUs, tokens or steps; a float still counts up to it by ones."""
 
 
-def show(options: argparse.Namespace, document: object, lines: Iterable[str], **style: Any) -> int:
-    """Print the answer of a command, one JSON document with `--json` and lines without; exit code 0."""
+def show(options: argparse.Namespace, document: D, describe: Callable[[D], Iterable[str]], **style: Any) -> int:
+    """Print a command's answer and return 0: its document with `--json`, else the lines that `describe` makes of it.
+
+    Keys of a document that begin with "_" are for text and pages alone: `--json` leaves them out.
+    """
     if options.json:
         import json  # only now: most answers are read by people
 
-        print(json.dumps(document, **{"indent": 2, **style}))
+        said: object = document
+        if isinstance(document, dict):
+            said = {key: value for key, value in document.items() if not key.startswith("_")}
+        print(json.dumps(said, **{"indent": 2, **style}))
     else:
-        print("\n".join(lines))
+        print("\n".join(describe(document)))
     return 0
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Put a home in the place of each path's `~`; InvalidConfig for numbers and paths that none can be.
+    """Replace the `~` of each path by the home; InvalidConfig for a bad path, and for numbers too large or not finite.
 
-    For all options of all commands, before any of them is looked at.
+    Called for all options of every command, before the command reads any of them.
     """
     problems = []
     for name, value in vars(options).items():
@@ -72,7 +80,7 @@ def add_world(parser: argparse.ArgumentParser) -> None:
 
 
 class _StoreOnce(argparse.Action):
-    """Keeps a number that has several names, and refuses another one."""
+    """Stores a number whose option has several names, and refuses a second, different number."""
 
     def __call__(
         self,
@@ -112,7 +120,7 @@ def choose_world(config: "Config", asked: int | None) -> int:
 
 
 def find_assumed_world(config: "Config", asked: int | None) -> list[str]:
-    """A note where nobody said how many ranks share what a layout leaves to the rest."""
+    """A note that the fewest ranks are assumed, where neither `--world` nor the layout says how many; else none."""
     if asked is not None or config.layout.dp_shard != -1:
         return []
     fewest = plural(config.layout.smallest_world_size, "rank")

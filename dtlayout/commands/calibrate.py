@@ -12,9 +12,9 @@ from dtlayout.base.formatting import align, plural
 from dtlayout.base.interpreter import SAFE_PATH, torchrun
 from dtlayout.base.signals import note_signals
 from dtlayout.calibrate.file import to_toml
-from dtlayout.calibrate.fit import Calibration, calibrate
+from dtlayout.calibrate.fit import calibrate
 from dtlayout.calibrate.measured import Measured
-from dtlayout.commands.arguments import show
+from dtlayout.commands.arguments import JsonDocument, show
 from dtlayout.measure.devices import ask_device_names
 from dtlayout.spec.cluster import load_cluster
 from dtlayout.sweep import processes
@@ -25,7 +25,7 @@ _MUCH_STEAL = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where, and what was measured already."""
+    """Add where to measure, the file to write, and measurements that are there already."""
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks on this host; as many as it has GPUs, or 1")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the cluster file to write; its record is kept"
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, fit, write."""
+    """Measure the machines, fit constants to that, and write the cluster file."""
     if options.measured and options.ranks:
         raise InvalidConfig("--measured has its number of ranks; leave --ranks out")
     if options.ranks is not None and options.ranks < 1:
@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     document = {
         "ok": True, "file": str(options.out), "achieved": dict(found.cluster.gpu.achieved),
         "probe_errors": list(found.errors), "median_error": found.error, "contention": measured.contention,
-        "measured": asdict(measured),
+        "measured": asdict(measured), "_measured": measured, "_gpu": found.cluster.gpu,
     }  # fmt: skip
-    return show(options, document, _describe(options.out, measured, found))
+    return show(options, document, _describe)
 
 
 def _measure(num_ranks: int | None) -> Measured:
@@ -80,8 +80,8 @@ def _measure(num_ranks: int | None) -> Measured:
         return Measured.read(path)
 
 
-def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
-    gpu = found.cluster.gpu
+def _describe(document: JsonDocument) -> list[str]:
+    gpu, measured, path, error = (document[key] for key in ("_gpu", "_measured", "file", "median_error"))
     peak = (None if gpu.has_mfu else gpu.peak_fp32_flops_per_s) or gpu.peak_flops_per_s
     at_once = measured.ranks_per_node / measured.contention
     facts = [
@@ -90,7 +90,7 @@ def _describe(path: Path, measured: Measured, found: Calibration) -> list[str]:
     ]
     if measured.num_ranks > 1:
         facts.append(("at once", f"{at_once:.2g} ranks of a node at full speed"))
-    facts.append(("probes", f"{plural(len(measured.probes), 'step')}, predicted to {found.error:.1%} (median)"))
+    facts.append(("probes", f"{plural(len(measured.probes), 'step')}, predicted to {error:.1%} (median)"))
     if measured.steal > _MUCH_STEAL:
         facts.append(("note", f"other guests of the host had the processors for {measured.steal:.0%} of the time"))
     title = f"{plural(measured.num_ranks, 'rank')} on {measured.device}, {measured.ranks_per_node} a node"

@@ -20,7 +20,7 @@ from dtlayout.spec.layout import Layout
 
 
 class Case(NamedTuple):
-    """What is predicted."""
+    """The scenario, layout and kernels of one prediction."""
 
     scenario: Scenario
     layout: Layout
@@ -52,14 +52,14 @@ def read_case(path: Path, overrides: Sequence[str], options: argparse.Namespace)
 
 
 def _find_ignored(scenario: Scenario) -> list[str]:
-    """A note on what the config asks for and the engine's prediction does not know."""
+    """Notes on settings of the config that the engine's prediction ignores."""
     if scenario.document_mask and scenario.engine.features.sharding != "fsdp2":
         return [f"data.document_mask changes nothing that is predicted for {scenario.engine.name}"]
     return []
 
 
 def _check(config: Config, scenario: Scenario) -> Layout:
-    """The layout on so many ranks; what only our trainer lacks is no problem of another engine."""
+    """The config's layout on the cluster; InvalidLayout if the engine does not have it."""
     if scenario.engine.name == OWN_ENGINE:
         return check_layout(config, scenario.cluster.num_gpus, scenario.device)
     layout = config.layout.resolve(scenario.cluster.num_gpus)

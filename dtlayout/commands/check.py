@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         "ok": True, "world_size": world_size, "layout": asdict(layout), "kernels": kernels,
         "predicted_peak_memory_bytes": peak_bytes,
     }  # fmt: skip
-    return show(options, {**document, "chosen": chosen.describe() if is_known else [], "notes": notes}, lines)
+    return show(options, {**document, "chosen": chosen.describe() if is_known else [], "notes": notes}, lambda _: lines)
 
 
 def _put_on(config: Config, gpu: Gpu) -> Config:

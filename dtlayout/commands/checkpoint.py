@@ -1,8 +1,8 @@
-"""dtlayout checkpoint: what a run has saved, and whether it is still what was written."""
+"""dtlayout checkpoint: list what a run has saved, and verify that files are still as they were written."""
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 from dtlayout.base.errors import EXIT_REFUSED, CheckpointError
 from dtlayout.base.formatting import align
 from dtlayout.checkpoint.manifest import find_checkpoints, find_damage, read_manifest
-from dtlayout.commands.arguments import show
+from dtlayout.commands.arguments import JsonDocument, show
 
 EXAMPLE = "dtlayout checkpoint verify runs/debug"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to do, with what."""
+    """Add the action, and the run or checkpoint that it is done with."""
     parser.add_argument(
         "action",
         choices=("list", "show", "verify"),
@@ -31,11 +31,9 @@ def run(options: argparse.Namespace) -> int:
     if options.action == "show":
         return _show(options, found[-1])
     if options.action == "list":
-        rows = [_describe(path) for path in found]
-        return show(options, rows, align([list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]))
+        return show(options, [_read_facts(path) for path in found], _list_facts)
     damage = {str(path): _verify(path) for path in found}
-    lines = [f"{path}: {'; '.join(problems) or 'whole'}" for path, problems in damage.items()]
-    show(options, damage, lines)
+    show(options, damage, _list_damage)
     return EXIT_REFUSED if any(damage.values()) else 0
 
 
@@ -55,11 +53,19 @@ def _read(path: Path) -> Mapping[str, Any] | None:
         return {}
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _list_damage(damage: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{path}: {'; '.join(problems) or 'whole'}" for path, problems in damage.items()]
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
     manifest = _read(path) or {}
     num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     facts = {name: manifest.get(name, "?") for name in ("step", "samples", "layout", "ranks")}
     return {"checkpoint": path.name, **facts, "MB": round(num_bytes / 1e6, 1)}
+
+
+def _list_facts(rows: Sequence[JsonDocument]) -> list[str]:
+    return align([list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)])
 
 
 def _show(options: argparse.Namespace, path: Path) -> int:
@@ -69,4 +75,5 @@ def _show(options: argparse.Namespace, path: Path) -> int:
     config, files = manifest.pop("config", ""), manifest.pop("files")
     facts = [f"{name}: {value}" for name, value in manifest.items()]
     lines = [f"{name}  {file['bytes']:,} bytes  sha256 {file['sha256']}" for name, file in files.items()]
-    return show(options, {**manifest, "config": config, "files": files}, [str(path), *facts, "", *lines, "", config])
+    document = {**manifest, "config": config, "files": files}
+    return show(options, document, lambda _: [str(path), *facts, "", *lines, "", config])

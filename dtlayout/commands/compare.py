@@ -5,25 +5,26 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dtlayout.base.files import expand
 from dtlayout.base.formatting import align, choose_unit, three_digits
 from dtlayout.base.refusals import show_value
-from dtlayout.commands.arguments import add_config, show
+from dtlayout.commands.arguments import JsonDocument, add_config, show
 from dtlayout.commands.case import Case, add_machines, read_case
-from dtlayout.costmodel.estimate import Estimate, estimate
+from dtlayout.costmodel.estimate import estimate
 from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.planner.choices import parse_choices
 from dtlayout.planner.space import KERNEL_NAMES
+from dtlayout.spec.layout import Layout
 
 EXAMPLE = "dtlayout compare configs/llama-13b-64xa100.toml tp=2 pp=2,micro_batch=2 --gpus 64"
 _MOST = 2.0
-"""Times the change of the whole as which a part's may be to be most of it."""
+"""Most that a part may change, in multiples of the change of the whole, to be called most of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The configs, the GPUs and the engine."""
+    """Add the configs, the GPUs and the engine."""
     add_config(parser)
     parser.add_argument(
         "others",
@@ -34,41 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_machines(parser)
 
 
-class _Side(NamedTuple):
-    """One of those that are compared."""
-
-    name: str
-    case: Case
-    estimate: Estimate
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        step_time_s, cluster = self.estimate.step_time_s, self.case.scenario.cluster
-        return self.case.scenario.batch.tokens_per_s_per_gpu(step_time_s, cluster.num_gpus)
-
-    @property
-    def mfu(self) -> float | None:
-        return self.estimate.mfu if self.case.scenario.cluster.gpu.has_mfu else None
-
-    @property
-    def memory(self) -> Mapping[str, float]:
-        """Bytes of the fullest rank by component."""
-        return self.estimate.memory[self.estimate.busiest_rank].as_dict()
-
-
 def run(options: argparse.Namespace) -> int:
     """Print all sides beside each other."""
-    sides = [_read(str(options.config), options, ())]
+    first = _read(str(options.config), options, ())
+    sides = [(options.config.stem, first)]
     for text in options.others:
-        sides.append(_read(text, options, ()) if _is_file(text) else _change(text, options, sides[0].case))
-    return show(options, {"ok": True, "compared": [_to_document(side) for side in sides]}, _describe(sides))
+        is_file = _is_file(text)
+        sides.append((Path(text).stem, _read(text, options, ())) if is_file else (text, _change(text, options, first)))
+    return show(options, _to_document(sides), _describe)
 
 
 def _is_file(text: str) -> bool:
     return Path(text).suffix == ".toml" or os.path.isfile(expand(text))
 
 
-def _change(text: str, options: argparse.Namespace, first: Case) -> _Side:
+def _change(text: str, options: argparse.Namespace, first: Case) -> Case:
     """The first config with some choices made otherwise; data parallelism that is not named takes up its GPUs."""
     choices = parse_choices(text)
     if not {"dp_shard", "dp_replicate"} & choices.keys():
@@ -76,52 +57,76 @@ def _change(text: str, options: argparse.Namespace, first: Case) -> _Side:
         options = argparse.Namespace(**{**vars(options), "world": first.scenario.cluster.num_gpus})
     sections = {name: "kernels" if name in KERNEL_NAMES else "layout" for name in choices}
     overrides = [f"--{sections[name]}.{name}={show_value(value)}" for name, value in choices.items()]
-    return _read(str(options.config), options, overrides)._replace(name=text)
+    return _read(str(options.config), options, overrides)
 
 
-def _read(path: str, options: argparse.Namespace, overrides: Sequence[str]) -> _Side:
-    case = read_case(Path(path), [*options.overrides, *overrides], options)
-    return _Side(Path(path).stem, case, estimate(*case))
+def _read(path: str, options: argparse.Namespace, overrides: Sequence[str]) -> Case:
+    return read_case(Path(path), [*options.overrides, *overrides], options)
 
 
-def _describe(sides: Sequence[_Side]) -> list[str]:
+def _to_document(sides: Sequence[tuple[str, Case]]) -> dict[str, Any]:
+    """The document of all sides by their names; `_steps` and `_speeds` are there even where no seconds are known."""
+    estimates = [estimate(*case) for _, case in sides]
+    speeds = [
+        case.scenario.batch.tokens_per_s_per_gpu(found.step_time_s, case.scenario.cluster.num_gpus)
+        for (_, case), found in zip(sides, estimates, strict=True)
+    ]
+    compared = [
+        {
+            "name": name, "model": scenario.model.name, "batch": asdict(scenario.batch),
+            "gpu": scenario.cluster.gpu.name, "gpus": scenario.cluster.num_gpus, "engine": scenario.engine.name,
+            "layout": asdict(found.layout), "kernels": asdict(found.kernels), "fits": found.fits,
+            "step_time_s": found.step_time_s if found.knows_time else None,
+            "mfu": found.mfu if scenario.cluster.gpu.has_mfu else None,
+            "tokens_per_s_per_gpu": speed if found.knows_time else None,
+            "time_s": found.time.as_dict() if found.knows_time else None,
+            "memory_bytes": found.memory[found.busiest_rank].as_dict(), "peak_memory_bytes": found.peak_bytes,
+            "capacity_bytes": found.capacity_bytes,
+        }
+        for (name, (scenario, _, _)), found, speed in zip(sides, estimates, speeds, strict=True)
+    ]  # fmt: skip
+    steps = [{**found.time.as_dict(), "total": found.step_time_s} for found in estimates]
+    return {"ok": True, "compared": compared, "_steps": steps, "_speeds": speeds}
+
+
+def _describe(document: JsonDocument) -> list[str]:
+    sides, steps, speeds = document["compared"], document["_steps"], document["_speeds"]
     names = [str(place) for place, _ in enumerate(sides, start=1)]
-    legend = [[place, side.name, str(side.case.layout)] for place, side in zip(names, sides, strict=True)]
-    scenarios = [side.case.scenario for side in sides]
+    legend = [[place, side["name"], str(Layout(**side["layout"]))] for place, side in zip(names, sides, strict=True)]
     facts: list[tuple[str, list[str]]] = [
-        ("model", [s.model.name for s in scenarios]),
-        ("sequences a step", [f"{s.batch.global_batch} of {s.batch.seq_len:,}" for s in scenarios]),
-        ("GPUs", [f"{s.cluster.num_gpus} x {s.cluster.gpu.name}" for s in scenarios]),
-        *((key, [getattr(side.case.kernels, key) for side in sides]) for key in asdict(sides[0].case.kernels)),
-        ("fits", ["yes" if side.estimate.fits else "no" for side in sides]),
-        ("MFU", ["n/a" if side.mfu is None else f"{side.mfu:.1%}" for side in sides]),
-        ("tokens/s/GPU", [_say_speed(side) for side in sides]),
+        ("model", [side["model"] for side in sides]),
+        ("sequences a step", ["{global_batch} of {seq_len:,}".format(**side["batch"]) for side in sides]),
+        ("GPUs", [f"{side['gpus']} x {side['gpu']}" for side in sides]),
+        *((key, [side["kernels"][key] for side in sides]) for key in sides[0]["kernels"]),
+        ("fits", ["yes" if side["fits"] else "no" for side in sides]),
+        ("MFU", ["n/a" if side["mfu"] is None else f"{side['mfu']:.1%}" for side in sides]),
+        ("tokens/s/GPU", [_say_speed(side["tokens_per_s_per_gpu"]) for side in sides]),
     ]
     always = ("fits", "MFU", "tokens/s/GPU")
     same = [(name, cells[0]) for name, cells in facts if len({*cells}) == 1 and name not in always]
     shown = [[name, *cells] for name, cells in facts if name in always or len({*cells}) > 1]
-    times = [{**side.estimate.time.as_dict(), "total": side.estimate.step_time_s} for side in sides]
-    knows_time = all(side.estimate.knows_time for side in sides)
-    first_s = sides[0].estimate.step_time_s
-    memory = [{**side.memory, "total": side.estimate.peak_bytes} for side in sides]
-    unit, size = choose_unit(max(side.estimate.peak_bytes for side in sides))
+    knows_time = all(side["time_s"] for side in sides)
+    memory = [{**side["memory_bytes"], "total": side["peak_memory_bytes"]} for side in sides]
+    unit, size = choose_unit(max(side["peak_memory_bytes"] for side in sides))
+    step_unit, step_size = ("s", 1.0) if knows_time else ("of 1's", steps[0]["total"])
     return [
         "alike: " + ", ".join(f"{name} {value}" for name, value in same), "",
         *align([["", "what", "layout"], *legend], ("<", "<", "<")), "",
         *align([["", *names], *shown]), "",
-        *(_table("step, s", names, times, 1.0) if knows_time else _table("step, of 1's", names, times, first_s)), "",
+        *_table(f"step, {step_unit}", names, steps, step_size), "",
         *_table(f"fullest rank, {unit}", names, memory, float(size)), "",
         *[f"{NO_TIME}; what is compared are shares of the step of 1."] * (not knows_time),
-        *(_conclude(place, side, sides[0]) for place, side in enumerate(sides[1:], start=2)),
+        *(_conclude(place, side, sides[0], speed / speeds[0] - 1)
+          for place, (side, speed) in enumerate(zip(sides[1:], speeds[1:], strict=True), start=2)),
     ]  # fmt: skip
 
 
-def _say_speed(side: _Side) -> str:
-    return three_digits(side.tokens_per_s_per_gpu) if side.estimate.knows_time else "n/a"
+def _say_speed(tokens_per_s_per_gpu: float | None) -> str:
+    return "n/a" if tokens_per_s_per_gpu is None else three_digits(tokens_per_s_per_gpu)
 
 
 def _table(title: str, names: Sequence[str], columns: Sequence[Mapping[str, float]], unit: float) -> list[str]:
-    """Parts of each side, and how much more than the first each other one has; parts that all lack are left out."""
+    """A table of each side's parts, with differences to the first side; parts that are 0 everywhere are left out."""
     others = range(1, len(columns))
     rows = [[title, *names, *(f"{place + 1} - 1" for place in others)]]
     for part in columns[0]:
@@ -133,35 +138,23 @@ def _table(title: str, names: Sequence[str], columns: Sequence[Mapping[str, floa
     return align(rows)
 
 
-def _conclude(place: int, side: _Side, first: _Side) -> str:
-    """A sentence on what a side gains or loses; of its memory the part that changed most in the same direction."""
-    change = side.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu - 1
+def _conclude(place: int, side: JsonDocument, first: JsonDocument, change: float) -> str:
+    """A sentence on the speed and the memory of a side beside the first, and on the part of memory that changed most.
+
+    `change` is how much more tokens a second and GPU it trains than the first, over those of the first.
+    """
     speed = f"{abs(change):.1%} {'more' if change > 0 else 'fewer'} tokens a second and GPU than 1"
     if abs(change) < 0.0005:
         speed = "as many tokens a second and GPU as 1"
-    bytes_more = side.estimate.peak_bytes - first.estimate.peak_bytes
+    bytes_more = side["peak_memory_bytes"] - first["peak_memory_bytes"]
     memory = "as much memory"
     if abs(bytes_more) >= 2**20:
         unit, size = choose_unit(abs(bytes_more))
         memory = f"{abs(bytes_more) / size:.1f} {unit} {'more' if bytes_more > 0 else 'less'}"
-    changes = {part: side.memory[part] - first.memory[part] for part in side.memory}
+    changes = {part: nbytes - first["memory_bytes"][part] for part, nbytes in side["memory_bytes"].items()}
     largest = max(changes, key=lambda part: changes[part] * bytes_more)
     most = ""
     if abs(bytes_more) >= 2**20:  # no part is most of what others nearly make up for
         most = f", most of it {largest}" if abs(changes[largest]) < _MOST * abs(bytes_more) else ""
-    misfit = "" if side.estimate.fits else "; it does not fit"
+    misfit = "" if side["fits"] else "; it does not fit"
     return f"{place} trains {speed}, with {memory} on the fullest rank{most}{misfit}."
-
-
-def _to_document(side: _Side) -> dict[str, Any]:
-    found, scenario = side.estimate, side.case.scenario
-    return {
-        "name": side.name, "model": scenario.model.name, "batch": asdict(scenario.batch),
-        "gpu": scenario.cluster.gpu.name, "gpus": scenario.cluster.num_gpus, "engine": scenario.engine.name,
-        "layout": asdict(found.layout), "kernels": asdict(found.kernels), "fits": found.fits,
-        "step_time_s": found.step_time_s if found.knows_time else None, "mfu": side.mfu,
-        "tokens_per_s_per_gpu": side.tokens_per_s_per_gpu if found.knows_time else None,
-        "time_s": found.time.as_dict() if found.knows_time else None,
-        "memory_bytes": dict(side.memory), "peak_memory_bytes": found.peak_bytes,
-        "capacity_bytes": found.capacity_bytes,
-    }  # fmt: skip

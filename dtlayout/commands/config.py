@@ -18,7 +18,7 @@ A config is a TOML file; `--section.key=value` on the command line overrides a k
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sections that are asked for."""
+    """Add the section to show."""
     parser.add_argument("section", nargs="?", help="only this one, such as data or data.mixture; all by default")
 
 
@@ -33,4 +33,4 @@ def run(options: argparse.Namespace) -> int:
             raise InvalidConfig(f"there is no section {options.section!r}; use one of {', '.join(names)}")
         sections = found
     tables = "\n\n".join("\n".join(section.describe()) for section in sections)
-    return show(options, [asdict(section) for section in sections], [*head, tables])
+    return show(options, [asdict(section) for section in sections], lambda _: [*head, tables])

@@ -14,7 +14,7 @@ EXAMPLE = "dtlayout convert runs/debug exported"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """From where, to where, and how."""
+    """Add the source, the folder to write, and the format."""
     parser.add_argument(
         "source",
         type=Path,
@@ -52,7 +52,7 @@ def _import(options: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(options.folder)
     document = {"source": str(options.source), "checkpoint": str(checkpoint), "num_bytes": num_bytes}
     text = f"{options.source}: {num_bytes / 1e6:,.1f} MB in {checkpoint}; start with train.run_folder={options.folder}"
-    return show(options, document, [text], indent=None)
+    return show(options, document, lambda _: [text], indent=None)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -72,4 +72,4 @@ def _export(options: argparse.Namespace) -> int:
     files = sorted(path.name for path in options.folder.iterdir())
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "num_bytes": num_bytes, "files": files}
     text = f"{checkpoint}: {num_bytes / 1e6:,.1f} MB of {number_format} in {options.folder}: {', '.join(files)}"
-    return show(options, document, [text], indent=None)
+    return show(options, document, lambda _: [text], indent=None)

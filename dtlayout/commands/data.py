@@ -1,18 +1,19 @@
 """dtlayout data: the text of samples that a run has noted."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from dtlayout.base.errors import DataError, InvalidConfig
 from dtlayout.base.formatting import plural
-from dtlayout.commands.arguments import show
+from dtlayout.commands.arguments import JsonDocument, show
 from dtlayout.config.loading import load_config
 
 EXAMPLE = "dtlayout data show runs/debug/nonfinite-step-00000007.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to do, with what."""
+    """Add the action, and the file of noted samples."""
     parser.add_argument("action", choices=("show",), help="print the samples as text")
     parser.add_argument(
         "file",
@@ -38,13 +39,18 @@ def run(options: argparse.Namespace) -> int:
     if samples.fingerprint != suspects.tokens:
         raise DataError(f"{options.file} is of other tokens than those that its run's config.toml names now")
     decode = load_tokenizer(config.data.tokenizer, config.data.end_of_document).decode
-    num_samples = plural(len(suspects.samples), "sample")
-    head = f"step {suspects.step}: loss {suspects.loss}, grad_norm {suspects.grad_norm}, {num_samples}"
-    documents, lines = [], [head]
+    documents = []
     for index, (number, sample) in enumerate(suspects.samples[: options.first or None]):
         cut = samples.cuts[number]
         text = decode(cut.read_ids(sample).tolist())
         documents.append({"index": index, "source": cut.source, "sample": sample, "text": text})
-        lines += [f"--- {index}: sample {sample} of {cut.source}", text]
     step = {"step": suspects.step, "loss": suspects.loss, "grad_norm": suspects.grad_norm}
-    return show(options, {**step, "samples": documents}, lines)
+    return show(options, {**step, "samples": documents, "_num_samples": len(suspects.samples)}, _describe)
+
+
+def _describe(document: JsonDocument) -> Iterator[str]:
+    num_samples = plural(document["_num_samples"], "sample")
+    yield f"step {document['step']}: loss {document['loss']}, grad_norm {document['grad_norm']}, {num_samples}"
+    for each in document["samples"]:
+        yield f"--- {each['index']}: sample {each['sample']} of {each['source']}"
+        yield each["text"]

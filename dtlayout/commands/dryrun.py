@@ -13,7 +13,7 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import check_page
 from dtlayout.base.formatting import align
 from dtlayout.base.terminal import open_console
-from dtlayout.commands.arguments import add_config, add_gpu, add_world, choose_gpu, choose_world, show
+from dtlayout.commands.arguments import JsonDocument, add_config, add_gpu, add_world, choose_gpu, choose_world, show
 from dtlayout.commands.dryrun_tables import describe_peak, describe_place, describe_run, list_tables, list_times
 from dtlayout.config.checking import check_layout
 from dtlayout.config.config import Config
@@ -35,7 +35,7 @@ EXAMPLE = "dtlayout dryrun configs/debug.toml --world 4 --gpu cpu --layout.tp=2 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config, the world and the ranks."""
+    """Add the config, the world and the ranks."""
     add_config(parser)
     add_world(parser)
     add_gpu(parser)
@@ -61,11 +61,12 @@ def run(options: argparse.Namespace) -> int:
     gpu = choose_gpu(config, options.gpu)
     world = choose_world(config, options.world)
     findings = _rehearse(config, check_layout(config, world, device_of(gpu)), gpu, options)
-    show(options, _to_document(findings), _describe(findings, compares=options.compare), ensure_ascii=False)
+    document = {**_to_document(findings), "_compares": options.compare}
+    show(options, document, _describe, ensure_ascii=False)
     if options.page:
         from dtlayout.commands.dryrun_page import write_page  # only now: it imports matplotlib
 
-        write_page(options.page, findings)
+        write_page(options.page, document)
     return 0
 
 
@@ -107,7 +108,7 @@ def _first_ranks(layout: Layout) -> list[int]:
 
 
 def _list_settings(run: Run) -> dict[str, Any]:
-    """What the memory of a run depends on, section.key → value."""
+    """Settings that the memory of a run depends on: section.key → value."""
     document = run.to_dict()
     sections = ("model", "batch", "layout", "kernels", "precision")
     values = {f"{section}.{key}": value for section in sections for key, value in document[section].items()}
@@ -116,19 +117,21 @@ def _list_settings(run: Run) -> dict[str, Any]:
     return {**values, "data.document_mask": document["document_mask"]}
 
 
-def _describe(findings: Findings, *, compares: bool) -> Iterator[str]:
-    yield from (findings.title, *(f"note: {note}" for note in findings.notes))
-    for report in findings.reports:
-        yield from ("", describe_place(report, findings))
-        yield from (f"peak  {describe_peak(report, findings)}", f"run   {describe_run(report, findings)}")
-        for table in list_tables(report, findings, compares=compares):
+def _describe(document: JsonDocument) -> Iterator[str]:
+    """The lines of a dry run: notes, then the tables of each rank, and those of the step."""
+    yield from (document["_title"], *(f"note: {note}" for note in document["notes"]))
+    compares = document["_compares"]
+    for rank in document["ranks"]:
+        yield from ("", describe_place(document, rank))
+        yield from (f"peak  {describe_peak(document, rank)}", f"run   {describe_run(document, rank)}")
+        for table in list_tables(rank, compares=compares):
             yield from ("", *align(table))
-    if times := list_times(findings, compares=compares):
+    if times := list_times(document, compares=compares):
         yield from ("", *align(times))
 
 
 def _join(ranks: Iterable[int]) -> str:
-    """The first few ranks, as people read a list."""
+    """Names the first few ranks, with commas between."""
     first = list(ranks)
     return ", ".join(map(str, first[:8])) + (", …" if len(first) > 8 else "")
 
@@ -151,7 +154,7 @@ def _choose_ranks(text: str | None, layout: Layout, estimate: Estimate) -> list[
 def watch(
     config: Config, layout: Layout, kernels: Kernels, gpu: Gpu, ranks: list[int], num_steps: int = 0, folds: bool = True
 ) -> Iterator[RankReport]:
-    """The reports as they come, with progress on stderr."""
+    """Yield the report of each rank as soon as it is there, with progress on stderr."""
     start = time.monotonic()
     console = open_console(stderr=True, highlight=False)
     console.print(f"dry run as rank {_join(ranks)} of {layout.world_size}", soft_wrap=True)
@@ -167,7 +170,7 @@ def watch(
             yield report
 
 
-def _to_document(findings: Findings) -> dict[str, object]:
+def _to_document(findings: Findings) -> dict[str, Any]:
     def describe(report: RankReport) -> dict[str, object]:
         parts = findings.components(report).items()
         return {
@@ -180,15 +183,17 @@ def _to_document(findings: Findings) -> dict[str, object]:
             "measured": [asdict(highest) for highest in findings.measured.get(report.rank, [])],
         }
 
-    knows_time = findings.estimate.knows_time
-    dry, predicted = findings.time if knows_time else None, findings.estimate.time
+    dry, predicted = findings.time, findings.estimate.time
+    step = {
+        "dry": dry and {**dry.as_dict(), "total": dry.total},
+        "predicted": {**predicted.as_dict(), "total": predicted.total},
+    }
+    gpu = findings.scenario.cluster.gpu
     return {
         "ok": True, "run": findings.to_run().to_dict(), "world_size": findings.layout.world_size,
         "num_steps": findings.num_steps, "capacity_bytes": findings.estimate.capacity_bytes,
-        "gpu": findings.scenario.cluster.gpu.name, "layout": asdict(findings.layout), "notes": findings.notes,
+        "gpu": gpu.name, "layout": asdict(findings.layout), "notes": findings.notes,
         "ranks": [describe(report) for report in findings.reports],
-        "step_s": {
-            "dry": dry and {**dry.as_dict(), "total": dry.total},
-            "predicted": {**predicted.as_dict(), "total": predicted.total} if knows_time else None,
-        },
+        "step_s": step if findings.estimate.knows_time else dict.fromkeys(step),
+        "_title": findings.title, "_is_on_host": gpu.device_type == "cpu", "_step": step,
     }  # fmt: skip

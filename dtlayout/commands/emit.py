@@ -22,27 +22,22 @@ from dtlayout.spec.optimizers import AdamW
 from dtlayout.spec.precision import Precision
 
 _BYTES_VOCAB = 257
-"""Ids of the tokenizer that needs no file."""
+"""Number of ids of the bytes tokenizer, which needs no file."""
 _STEPS = 100
 MARK = "by dtlayout recommend."
-"""Stands in the first of each file's comments."""
+"""Words in the first comment of each file, by which one of ours is known."""
 _SAID_OF_LAYOUTS = ("pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "zero", "recompute")
 
 
 class Emitted(NamedTuple):
-    """What was written."""
+    """A file that was written for a program."""
 
     program: str
     """The program that takes it, with its version."""
     gaps: Sequence[str] = ()
-    """What the file cannot say, a sentence each."""
+    """Choices that the file cannot say, a sentence each."""
     is_script: bool = False
     """Whether the file is a shell script."""
-
-    def to_lines(self, path: Path) -> list[str]:
-        """What people are told of it."""
-        form = ", as a shell script" * self.is_script
-        return [f"1 is written to {path}, for {self.program}{form}", *(f"  {gap}" for gap in self.gaps)]
 
 
 def emit(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
@@ -70,7 +65,7 @@ def _describe_program(program: Program, arguments: Arguments, path: Path) -> lis
 
 
 def _emit_config(path: Path, scenario: Scenario, estimate: Estimate, reasons: Sequence[str]) -> Emitted:
-    """Write our own config, which is checked first."""
+    """Check and write a config of our own trainer."""
     text = make_config(path, scenario, estimate, reasons)
     check_layout(parse_config(toml.loads(text)), scenario.cluster.num_gpus)
     write(path, text, "config")
@@ -131,13 +126,13 @@ def _comment(line: str) -> str:
 
 
 def _changes(value: Any, default: Any, always: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields that have not their default, and those that are always said; all of them without a default."""
+    """Fields that differ from the default, and those in `always`; all fields if there is no default."""
     known = asdict(default) if default else {}
     return {k: v for k, v in asdict(value).items() if k in always or k not in known or v != known[k]}
 
 
 def _cut_alike(scenario: Scenario, estimate: Estimate) -> Layout:
-    """The layout, with its stages where the trainer would cut others."""
+    """The layout; with `stage_layers` if the trainer would cut other stages by itself."""
     own = count_blocks(partition(layer_costs(scenario.model, scenario.batch), estimate.layout))
     is_same = own == estimate.stage_layers
     return estimate.layout if is_same else replace(estimate.layout, stage_layers=estimate.stage_layers)

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the explanation of a legal layout, or refuse it."""
     case = read_case(options.config, options.overrides, options)
     scenario, explanation = case.scenario, explain(*case)
-    return show(options, _to_document(scenario, explanation), _describe(scenario, explanation))
+    return show(options, _to_document(scenario, explanation), lambda _: _describe(scenario, explanation))
 
 
 def _describe(scenario: Scenario, explanation: Explanation) -> list[str]:

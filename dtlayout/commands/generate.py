@@ -20,7 +20,7 @@ EXAMPLE = "dtlayout generate runs/debug --prompt 'def '"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the prompt and how tokens are taken."""
+    """Add the model, the prompt and how tokens are sampled."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a run, a checkpoint or a Hugging Face folder")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text goes on from")
     parser.add_argument("--chat", action="store_true", help="the prompt is a question, asked as the chat template says")
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     pieces = stream_text(ids, tokenizer.decode, prompt)
     if not is_writer or options.json:
         text = "".join(pieces)
-        return show(options, {"prompt": options.prompt, "text": text}, []) if is_writer else 0
+        return show(options, {"prompt": options.prompt, "text": text}, lambda _: []) if is_writer else 0
     print("" if options.chat else options.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_other_ends(options: argparse.Namespace, tokenizer: "Tokenizer") -> set[int]:
-    """The ids at which texts of the source end besides the end of a document, an answer's among them."""
+    """Ids that end a text beside the end of a document, such as that of an answer's end."""
     is_hf = (options.source / CONFIG).is_file()
     base = options.source if is_hf else find_kept(options.source, find_config(options.source))
     said = find_ends(base) if base and not (options.tokenizer and not is_hf) else []
@@ -88,7 +88,7 @@ def _find_other_ends(options: argparse.Namespace, tokenizer: "Tokenizer") -> set
 
 
 def _find_data(options: argparse.Namespace, *, is_hf: bool) -> DataConfig:
-    """How the source's texts become ids, as far as its config says or the command line does."""
+    """Tokenizer and chat template of the source, from its config and the command line."""
     if is_hf:
         beside = options.source.resolve() / TEMPLATE_NAME
         template = str(beside) if beside.is_file() else ""

@@ -1,17 +1,18 @@
 """dtlayout plot: loss, validation, speed and memory of runs over their steps, as one page and as PNG files."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import align
-from dtlayout.commands.arguments import show
+from dtlayout.commands.arguments import JsonDocument, show
 
 EXAMPLE = "dtlayout plot runs/debug runs/zero3 --page plot.html --png plots"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The runs, and where their curves go."""
+    """Add the runs, and the files to draw."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run, done or going on")
     parser.add_argument("--page", type=Path, metavar="FILE", help="plot.html by default, unless --png is given alone")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write loss.png, speed.png, … there")
@@ -37,5 +38,10 @@ def run(options: argparse.Namespace) -> int:
         written.insert(0, page)
     rows, files = curves.list_rows(), [str(path) for path in written]
     document = {"ok": True, "runs": [dict(zip(rows[0], row, strict=True)) for row in rows[1:]], "files": files}
-    notes = [f"note: {note}" for note in curves.notes]
-    return show(options, {**document, "notes": curves.notes}, [*align(rows), *notes, f"wrote {', '.join(files)}"])
+    return show(options, {**document, "notes": curves.notes, "_rows": rows}, _describe)
+
+
+def _describe(document: JsonDocument) -> Iterator[str]:
+    yield from align(document["_rows"])
+    yield from (f"note: {note}" for note in document["notes"])
+    yield f"wrote {', '.join(document['files'])}"

@@ -1,10 +1,11 @@
 """dtlayout prepare: tokenize a config's data once, so that no training waits for it."""
 
 import argparse
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dtlayout.base.formatting import plural
-from dtlayout.commands.arguments import add_config, show
+from dtlayout.commands.arguments import JsonDocument, add_config, show
 from dtlayout.config.config import Config
 from dtlayout.config.loading import load_config
 from dtlayout.config.sections import DataConfig
@@ -16,7 +17,7 @@ EXAMPLE = "dtlayout prepare configs/debug.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config, and whether all is read again."""
+    """Add the config, and whether all tokens are read again."""
     add_config(parser)
     parser.add_argument("--verify", action="store_true", help="read the tokens again, and compare each file's checksum")
 
@@ -28,32 +29,36 @@ def run(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.overrides)
     check_data(config)  # before hours of work that would not fit the model
-    documents, lines = [], []
+    sources, notes = [], []
     for cut in [cut for data in (config.data, config.validation_data) if data for cut in _prepare(config, data)]:
         tokens = cut.tokens
         if options.verify:
             tokens.verify()
         num_untaught = cut.count_untaught()
-        documents.append(
+        sources.append(
             {
                 "source": cut.source, "folder": str(tokens.folder), "num_tokens": tokens.num_tokens,
                 "num_documents": tokens.num_documents, "num_samples": cut.num_samples, "num_cut": cut.num_cut,
                 "num_untaught": num_untaught,
             }
         )  # fmt: skip
-        lines.append(
-            f"{plural(tokens.num_tokens, 'token', ',')}, {plural(cut.num_samples, 'sample', ',')} of "
-            f"{config.batch.seq_len} in {tokens.folder}"
-        )
-        lines += describe_cut_documents([cut])
-        if num_untaught:
-            untaught = plural(num_untaught, "sample", ",")
-            lines.append(f"note: nothing is learnt from {untaught} of {cut.source}: no token in there is a target")
-    return show(options, {"sources": documents}, lines, indent=None)
+        notes.append(describe_cut_documents([cut]))
+    document = {"sources": sources, "_notes": notes, "_seq_len": config.batch.seq_len}
+    return show(options, document, _describe, indent=None)
+
+
+def _describe(document: JsonDocument) -> Iterator[str]:
+    for source, notes in zip(document["sources"], document["_notes"], strict=True):
+        tokens, samples = plural(source["num_tokens"], "token", ","), plural(source["num_samples"], "sample", ",")
+        yield f"{tokens}, {samples} of {document['_seq_len']} in {source['folder']}"
+        yield from notes
+        if num_untaught := source["num_untaught"]:
+            untaught = f"{plural(num_untaught, 'sample', ',')} of {source['source']}"
+            yield f"note: nothing is learnt from {untaught}: no token in there is a target"
 
 
 def _prepare(config: Config, data: DataConfig) -> "tuple[SampledSource, ...]":
-    """What each source of [data] or [validation] gives."""
+    """Tokens and samples of each source of [data] or [validation]."""
     from dtlayout.data.prepare import prepare_tokens  # only now: it imports numpy
     from dtlayout.data.samples import open_samples
 

@@ -9,17 +9,19 @@ from typing import Any
 
 from dtlayout.base.errors import InvalidConfig, InvalidLayout
 from dtlayout.base.files import check_own, check_page, check_writable
+from dtlayout.base.formatting import GIB
 from dtlayout.commands.arguments import MODELS, show
-from dtlayout.commands.recommend_answer import BASELINES, Answer, explain_nothing, list_scale, to_scale_document
+from dtlayout.commands.recommend_document import BASELINES, make_document, make_scale_document
+from dtlayout.commands.recommend_text import describe, describe_counts, describe_scale, list_reasons
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.costmodel.scenario import Scenario
 from dtlayout.models.files import find_model
+from dtlayout.planner import verdicts
 from dtlayout.planner.choices import check_once, find_idle, read_avoided, read_fixed
-from dtlayout.planner.cost import Budget
-from dtlayout.planner.search import Search
+from dtlayout.planner.search import Search, SearchResult
 from dtlayout.planner.sizing import find_smallest, scale
 from dtlayout.planner.space import Space
-from dtlayout.planner.suggestions import LOOKED_AT
+from dtlayout.planner.suggestions import LOOKED_AT, list_ways_to_fit
 from dtlayout.spec.batch import Batch
 from dtlayout.spec.cluster import Cluster, find_gpu, load_cluster
 from dtlayout.spec.optimizers import find_optimizer
@@ -29,7 +31,7 @@ EXAMPLE = "dtlayout recommend --model llama-13b --gpu a100-80g-sxm --gpus 64 --s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The scenario, and what is asked about it."""
+    """Add the scenario, and the questions about it."""
     parser.add_argument("--model", required=True, metavar="M", help=MODELS)
     parser.add_argument("--vocab", type=int, metavar="V", help="another vocabulary size than the model's")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster's TOML file, instead of --gpu")
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search, and print what was found."""
+    """Search, and print the layouts that were found."""
     was_enabled = gc.isenabled()
     gc.disable()  # many small values and no cycles: collecting would take a tenth of the time
     try:
@@ -79,7 +81,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     _check(options)
-    budget = None if options.tokens is None else Budget(options.tokens, options.price)
     fixed = read_fixed(options.fix)
     avoided = read_avoided(options.avoid, fixed)
 
@@ -87,15 +88,13 @@ def _run(options: argparse.Namespace) -> int:
         return Space(_read_scenario(options, num_gpus), fixed, avoided)
 
     if options.scale:
-        sizes = _read_sizes(options.scale)
-        spaces = [make_space(num_gpus) for num_gpus in sizes]
-        compared = spaces[0].scenario, scale(spaces, options.max_memory)
-        document = to_scale_document(*compared, budget)
+        rows = scale([make_space(num_gpus) for num_gpus in _read_sizes(options.scale)], options.max_memory)
+        document = make_scale_document(rows, options)
         if options.page:
-            from dtlayout.commands.scale_page import write_scale_page  # only now: it imports matplotlib
+            from dtlayout.commands.recommend_scale_page import write_scale_page  # only now: it imports matplotlib
 
             write_scale_page(options.page, document)
-        return show(options, document, list_scale(*compared, budget))
+        return show(options, document, describe_scale)
     if options.min_gpus:
         per_node = _read_scenario(options, options.gpus or 1).cluster.gpus_per_node
         space = find_smallest(make_space, per_node, options.max_memory)
@@ -103,11 +102,21 @@ def _run(options: argparse.Namespace) -> int:
         space = make_space()
     if idle := find_idle(space):
         raise InvalidConfig(idle)
+    document = _search(space, options)
+    if options.page:
+        from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
+
+        write_page(options.page, document)
+    return show(options, document, describe)
+
+
+def _search(space: Space, options: argparse.Namespace) -> dict[str, Any]:
+    """The document of a search, whose best layout is written where that is asked; InvalidLayout if it finds none."""
     search = Search(space, options.max_memory)
     result = search.run_kinds(options.top)
     if not result.ranked:
-        raise InvalidLayout(explain_nothing(search, result))
-    best = result.ranked if options.top >= LOOKED_AT else search.run_kinds(LOOKED_AT).ranked
+        raise InvalidLayout(_explain_nothing(search, result))
+    looked_at = result.ranked if options.top >= LOOKED_AT else search.run_kinds(LOOKED_AT).ranked
     verified = []
     if options.verify:
         from dtlayout.commands.verify import verify  # only now: a search does without configs
@@ -115,17 +124,42 @@ def _run(options: argparse.Namespace) -> int:
         verified = verify(space.scenario, result, options.verify)
     ooms = {v.estimate.layout for v in verified if not v.fits}
     result = result._replace(ranked=tuple(e for e in result.ranked if e.layout not in ooms))
-    best = tuple(estimate for estimate in best if estimate.layout not in ooms)[:LOOKED_AT]
-    answer = Answer(search, result, options, verified, budget, best)
+    looked_at = tuple(estimate for estimate in looked_at if estimate.layout not in ooms)[:LOOKED_AT]
+    document = make_document(search, result, looked_at, options, verified)
     if options.emit:
         from dtlayout.commands.emit import emit  # only now: a search does without configs
 
-        answer.emitted = emit(options.emit, space.scenario, result.ranked[0], answer.give_reasons())
-    if options.page:
-        from dtlayout.commands.recommend_page import write_page  # only now: it imports matplotlib
+        emitted = emit(options.emit, space.scenario, result.ranked[0], list_reasons(document))
+        document |= {"emitted": str(options.emit), "emitted_for": emitted._asdict()}
+    return document
 
-        write_page(options.page, answer.to_document())
-    return show(options, answer.to_document(), answer.to_lines())
+
+def _explain_nothing(search: Search, result: SearchResult) -> list[str]:
+    """Reasons why a search has found no layout, and what would help."""
+    space = search.space
+    counts = describe_counts({"layouts": result.num_layouts, "counts": result.counts}, ",")
+    problems = [f"no layout can train {space.scenario.model.name} here: of {counts}"]
+    if not result.num_layouts:
+        none = "nothing is left to choose from" if space.degrees else "none has these degrees on so many GPUs"
+        problems = [f"no layout can train {space.scenario.model.name} here: {none}"]
+    if result.num_layouts and (missed := search.find_smallest_oom()):
+        text = verdicts.describe_shortage(missed, result.allowed_bytes)
+        problems.append(f"the one that misses by least, {missed.layout}: {text}")
+        problems += list_ways_to_fit(search, missed)
+        helps = "--min-gpus finds the smallest cluster that works"
+        state_bytes = max(rank.parameters + rank.gradients + rank.optimizer for rank in missed.memory)
+        problems.append(helps + "; a shorter --seq-len needs less" * (state_bytes < result.allowed_bytes))
+    elif space.offload != "none" and result.num_layouts:
+        capacity = search.estimator.host_capacity_bytes / GIB
+        problems.append(f"offload={space.offload} asks more of the host than {capacity:.0f} GiB a GPU; use another one")
+    else:
+        layout, kernels = verdicts.parse_layout(space, {})
+        example = f"for example {layout}: "
+        found = verdicts.find_problems(space, layout, kernels)
+        problems += [example * (i == 0) + line for i, line in enumerate(found)]
+        fewer = "fewer --fix and --avoid, or " * bool(space.fixed or space.avoided)
+        problems.append(f"use {fewer}another number of GPUs or global batch")
+    return problems
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -158,7 +192,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _read_scenario(options: argparse.Namespace, num_gpus: int | None) -> Scenario:
-    """What is asked about, on `num_gpus` GPUs if given; InvalidConfig with what is wrong."""
+    """The scenario that is asked about, on `num_gpus` GPUs if given; InvalidConfig with what is wrong."""
     model = find_model(options.model)
     if options.vocab is not None:
         model = replace(model, vocab_size=options.vocab)

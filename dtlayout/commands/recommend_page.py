@@ -3,17 +3,17 @@
 It is made of the document that `--json` prints, so that a page says nothing that a program cannot read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dtlayout.base.formatting import choose_unit, format_bytes, plural, three_digits
-from dtlayout.commands.recommend_answer import BASELINE_NAMES, OUTCOMES, Alike
+from dtlayout.commands.arguments import JsonDocument
+from dtlayout.commands.recommend_text import BASELINE_NAMES, OUTCOMES
 from dtlayout.planner.verdicts import fold_alike
+from dtlayout.records.intervals import Alike
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, Ratio, draw_bars, draw_ratios
 
-JsonDocument = Mapping[str, Any]
 _IMPOSSIBLE = ("not legal", "does not fit")
 """Outcomes of a choice that has no speed to compare."""
 
@@ -55,7 +55,7 @@ def _describe_best(scenario: JsonDocument, best: JsonDocument) -> str:
 
 
 def describe_scenario(scenario: JsonDocument) -> str:
-    """What is trained by which program, and how far its predictions are to be trusted."""
+    """The batch, the program, and how far its predictions are to be trusted."""
     batch, step = scenario["batch"], scenario["intervals"]["step_time"]
     known = "" if scenario["calibrated"] else f", of which no run on {scenario['gpu']} is known"
     return (
@@ -66,7 +66,7 @@ def describe_scenario(scenario: JsonDocument) -> str:
 
 
 def _draw_steps(layouts: Sequence[JsonDocument]) -> str:
-    """Each layout's step by what it is spent on."""
+    """A bar for each layout: the parts of its step."""
     bars = [
         Bar(
             name=f"{place}  {each['name']}",
@@ -79,7 +79,7 @@ def _draw_steps(layouts: Sequence[JsonDocument]) -> str:
 
 
 def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
-    """Each layout's fullest rank by component, and the capacity."""
+    """A bar for each layout: the components of its fullest rank, beside the capacity."""
     capacity = layouts[0]["capacity_bytes"]
     fullest = [each["memory"][each["busiest_rank"]] for each in layouts]
     bars = [
@@ -90,7 +90,7 @@ def _draw_memory(layouts: Sequence[JsonDocument]) -> str:
 
 
 def _compare_choices(against: Sequence[JsonDocument], best_s: float) -> Iterator[str]:
-    """Speeds beside the best's as a picture, then in sentences; what is impossible for who asks."""
+    """Speeds of other choices beside the best as a picture and in sentences; impossible choices are folded away."""
     rows = [(each["change"], each) for each in against]
     folded = fold_alike(rows, lambda each: (each["name"], each["problems"][0]))
     against = [{**each, "change": changes} for changes, each in folded]
@@ -109,7 +109,7 @@ def _compare_choices(against: Sequence[JsonDocument], best_s: float) -> Iterator
 
 
 def _answer_questions(document: JsonDocument) -> Iterator[str]:
-    """What was asked beside: why not another layout, what a procedure chooses, what dry runs held."""
+    """Answers to further questions: why not another layout, the layout of a procedure, and peaks of dry runs."""
     if found := document.get("why_not"):
         yield html.heading("Why not the layout that was asked about?")
         yield html.paragraph(f"{OUTCOMES[found['outcome']]}.") + html.bullets(found["problems"])

@@ -1,6 +1,7 @@
 """dtlayout refit: fit a cluster file to sweeps that ran with it, and keep how right their predictions were."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,20 +11,20 @@ from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.files import check_writable
 from dtlayout.base.formatting import find_version, plural
 from dtlayout.calibrate.file import update
-from dtlayout.commands.arguments import show
-from dtlayout.commands.validate import percent, tell
+from dtlayout.commands.arguments import JsonDocument, show
+from dtlayout.commands.validate import tell
 from dtlayout.costmodel.engine import OWN_ENGINE, find_engine_on
 from dtlayout.report.rows import read_rows
 from dtlayout.spec.cluster import SweepRecord, load_cluster
 from dtlayout.sweep.results import Journal, keep_longest
 from dtlayout.validation.predict import fit_group, on_cluster, with_engines
-from dtlayout.validation.scores import score
+from dtlayout.validation.scores import format_percent, score
 
 EXAMPLE = "dtlayout refit sweeps/debug-4cpu --into lab.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sweeps and the cluster file."""
+    """Add the sweeps and the cluster file."""
     parser.add_argument("sweeps", type=Path, nargs="+", metavar="SWEEP", help="folders of sweeps")
     parser.add_argument(
         "--into", type=Path, required=True, metavar="CLUSTER.toml", help="the cluster file that they ran with"
@@ -52,13 +53,20 @@ def run(options: argparse.Namespace) -> int:
     before, after = fitted.before.median_ape, score(fitted.predictions).median_ape
     document = {"ok": True, "file": str(options.into), "records": list(map(asdict, records)),
                 "median_error_before": before, "median_error_after": after}  # fmt: skip
-    lines = [*map(str, records)] or ["no record: these sweeps were not predicted with a calibrated file"]
-    lines.append(f"median error of speed {percent(before)} before the fit, {percent(after)} after, on the runs it saw")
-    return show(options, document, [*lines, f"written: {options.into}"])
+    return show(options, document, _describe)
+
+
+def _describe(document: JsonDocument) -> Iterator[str]:
+    if not (records := document["records"]):
+        yield "no record: these sweeps were not predicted with a calibrated file"
+    yield from (str(SweepRecord(**record)) for record in records)
+    before, after = (format_percent(document[f"median_error_{when}"]) for when in ("before", "after"))
+    yield f"median error of speed {before} before the fit, {after} after, on the runs it saw"
+    yield f"written: {document['file']}"
 
 
 def make_record(folder: Path) -> SweepRecord | None:
-    """What predictions of a sweep were worth, as they stood before its trials ran.
+    """The record of how far predictions of a sweep were right, as they stood before its trials ran.
 
     None if it was not predicted with a calibrated file, or nothing ran. All that ran there counts as one choice, so a
     folder should hold one model and batch.

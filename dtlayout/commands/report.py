@@ -1,4 +1,4 @@
-"""dtlayout report: what measured rows say of each choice, as text, Markdown and one page with plots."""
+"""dtlayout report: findings of measured rows on each choice, as text, Markdown and one page with plots."""
 
 import argparse
 from dataclasses import asdict
@@ -14,7 +14,7 @@ EXAMPLE = "dtlayout report sweeps/debug-4cpu --page report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the rows are, and where the report goes."""
+    """Add the rows to read, and the files to write."""
     parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help=ROWS)
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page with plots and all layouts")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write findings and best layouts as Markdown")
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     common = [{**asdict(each), "says": each.describe()} for each in report.common]
     counts = {"rows": len(rows.runs), "left_out": rows.left_out}
     document = {"ok": True, **counts, "findings": findings, "fastest": common}
-    show(options, document, [report.to_markdown().rstrip()])
+    show(options, document, lambda _: [report.to_markdown().rstrip()])
     if options.markdown:
         write(options.markdown, report.to_markdown(), "report")
     if options.page:

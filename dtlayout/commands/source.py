@@ -26,7 +26,7 @@ def find_config(source: Path) -> Config | None:
 
 
 def _find_run(source: Path) -> Path:
-    """The folder of a run, or of the run that a checkpoint is of."""
+    """The folder of a run; of a checkpoint, that of its run."""
     folder = source.resolve()
     parent = folder.parent.parent
     is_run = any((folder / name).exists() for name in ("config.toml", KEPT, "checkpoints"))
@@ -34,7 +34,7 @@ def _find_run(source: Path) -> Path:
 
 
 def find_kept(source: Path, config: Config | None) -> Path | None:
-    """What the run of a source has kept of where its model came from, or the folder itself that it came from.
+    """The files that the run of a source has kept of the model it began from, or the folder of that model.
 
     None where neither is there.
     """
@@ -45,7 +45,7 @@ def find_kept(source: Path, config: Config | None) -> Path | None:
 
 
 def find_data(source: Path, config: Config | None, asked: str | None) -> DataConfig | None:
-    """How the texts of a run or a checkpoint become ids; None where that is not known.
+    """Data settings of a run or a checkpoint, with its tokenizer; None where that is not known.
 
     The tokenizer is the one that is asked for, or the one that the run has kept, wherever its config's path leads.
     """

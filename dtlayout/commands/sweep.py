@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -13,9 +14,9 @@ from rich.text import Text
 
 from dtlayout.base.errors import EXIT_STOPPED, DtlayoutError, InvalidConfig
 from dtlayout.base.formatting import align, plural
-from dtlayout.base.signals import StopRequest, note_signals
+from dtlayout.base.signals import note_signals
 from dtlayout.base.terminal import open_console
-from dtlayout.commands.arguments import show
+from dtlayout.commands.arguments import JsonDocument, show
 from dtlayout.costmodel.scenario import NO_TIME
 from dtlayout.sweep.results import FAILURES, Journal, TrialResult, keep_longest, sort_by_time
 from dtlayout.sweep.run import SweepObserver, run_sweep
@@ -26,7 +27,7 @@ _BEST_SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sweep's file and its folder."""
+    """Add the sweep's file, its folder, and which trials to run again."""
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml", help="what to try")
     parser.add_argument("--folder", type=Path, metavar="F", help="where results go; sweeps/NAME by default")
     parser.add_argument("--list", action="store_true", help="show what would be run, and why the rest would not")
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run what has no result yet."""
+    """Run all trials that have no result yet, or list them."""
     sweep = read_sweep(options.sweep)
     folder = options.folder or Path("sweeps") / options.sweep.stem
     retries = [text.strip() for text in options.retry.split(",") if text.strip()]
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidConfig(f"--retry={','.join(unknown)} cannot be tried again; use {', '.join(FAILURES)}")
     trials = make_trials(sweep, folder)
     if options.list:
-        return show(options, [_to_document(trial) for trial in trials], _list(sweep, trials, folder))
+        return show(options, [_to_document(trial) for trial in trials], lambda _: _list(sweep, trials, folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -63,13 +64,14 @@ def run(options: argparse.Namespace) -> int:
             run_sweep(sweep, trials, folder, watch, tries_oom=options.try_oom, again=again)
     trials = board.trials  # of a halved sweep, those of its last round
     found = [board.results[trial.key] for trial in trials if trial.key in board.results]
-    document = {"ok": True, "folder": str(folder), "trials": [result.to_dict() for result in found]}
-    done = show(options, document, _summarize(found, len(trials), folder, stop))
+    document: dict[str, Any] = {"ok": True, "folder": str(folder), "trials": [result.to_dict() for result in found]}
+    document |= {"_results": found, "_num_trials": len(trials), "_is_stopped": stop.is_made}
+    done = show(options, document, _summarize)
     return EXIT_STOPPED if stop.is_made else done
 
 
 class _Board:
-    """What a person sees while trials run: how many are left, how long that takes, and the best so far."""
+    """The display while trials run: how many are left, how long that takes, and the best so far."""
 
     def __init__(self, console: Console, trials: Sequence[Trial], results: dict[str, TrialResult]):
         self.console, self.trials, self.results = console, list(trials), dict(results)
@@ -92,7 +94,7 @@ class _Board:
         self.running = None
 
     def draw(self) -> Text:
-        """The live part, below the lines."""
+        """The display below the lines: counts, the trial that runs, and the fastest so far."""
         results = [self.results[trial.key] for trial in self.trials if trial.key in self.results]
         lines = [f"{self._count()}  {_count_outcomes(results)}  {self._describe_rest()}"]
         if self.running is not None:
@@ -107,7 +109,7 @@ class _Board:
         return f"[{done}/{len(self.trials)}]"
 
     def _describe_rest(self) -> str:
-        """What is left, at the pace of the trials that were run."""
+        """Minutes that the remaining trials take, at the pace of those that were run; empty if that is not known."""
         keys = {trial.key for trial in self.trials}
         paces = [result.seconds for key, result in self.results.items() if result.seconds and key in keys]
         left = sum(t.key not in self.results and t.config is not None for t in self.trials)
@@ -149,18 +151,19 @@ def _tabulate(results: Sequence[TrialResult]) -> list[str]:
     return ["", *align(rows)] if len(rows) > 1 else []
 
 
-def _summarize(results: Sequence[TrialResult], num_trials: int, folder: Path, stop: StopRequest) -> Iterator[str]:
-    yield f"{len(results)} of {plural(num_trials, 'trial')}: {_count_outcomes(results)}"
+def _summarize(document: JsonDocument) -> Iterator[str]:
+    results = document["_results"]
+    yield f"{len(results)} of {plural(document['_num_trials'], 'trial')}: {_count_outcomes(results)}"
     yield from dict.fromkeys(f"refused: {result.cause}" for result in results if result.outcome == "refused")
     yield from _tabulate(results)
     if results:
-        yield f"{folder}/trials.jsonl"
-    if stop.is_made:
+        yield f"{document['folder']}/trials.jsonl"
+    if document["_is_stopped"]:
         yield "stopped; the same command goes on"
 
 
 def _list(sweep: Sweep, trials: Sequence[Trial], folder: Path) -> Iterator[str]:
-    """How each trial ended, of a halved sweep in the longest of its rounds, or what is predicted of it."""
+    """A line for each trial: its end (in the longest round of a halved sweep), or its prediction."""
     ended = Journal(folder).read()
     if sweep.halving:  # whose rounds have keys of their own
         longest = {result.setting: result for result in keep_longest(ended.values())}

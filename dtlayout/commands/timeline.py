@@ -2,12 +2,13 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.base.formatting import three_digits
-from dtlayout.commands.arguments import show
+from dtlayout.commands.arguments import JsonDocument, show
 from dtlayout.commands.case import Case, add_machines, read_case
 from dtlayout.costmodel.estimate import Estimator, stage_times
 from dtlayout.costmodel.scenario import NO_TIME
@@ -28,7 +29,7 @@ _TRANSFERS = "; below a rank g gathers parameters, r reduces gradients, m has as
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config or run, the machines and the files."""
+    """Add the config or run, the machines and the files."""
     parser.add_argument("config", type=Path, metavar="CONFIG|RUN", help="a config, or the folder of a recorded run")
     add_machines(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of a run the step to draw; the last one recorded")
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw the pipeline's part of a step; InvalidConfig where there is none, or none of that step."""
+    """Draw the pipeline's part of a step; InvalidConfig without a pipeline, or if that step was not recorded."""
     if options.width < 1:
         raise InvalidConfig(f"--width {options.width} shows nothing; use 1 or more")
     step, measured = None, None
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     slow = measured.find_slow_stages(timelines[PREDICTED]) if measured else []
     title = f"{layout} on {layout.world_size} x {case.scenario.cluster.gpu.name}"
     title += f", step {step}" if measured else ""
-    findings = [_describe(each) for each in slow]
+    findings = [_describe_slow(each) for each in slow]
     if options.page:
         from dtlayout.report.timeline_page import write_page  # only now: it imports matplotlib
 
@@ -72,26 +73,38 @@ def run(options: argparse.Namespace) -> int:
         **_to_document(timelines[PREDICTED]),
         **({"step": step, MEASURED: _to_document(measured)} if measured else {}),
         "slow_stages": [each._asdict() for each in slow],
+        "_title": title,
+        "_timelines": timelines,
+        "_placement": layout.placement,
+        "_width": options.width,
+        "_written": [path for path in (options.page, options.trace, options.csv) if path],
     }
-    lines, scales = [title, ""], find_scales(timelines)
+    return show(options, document, _describe)
+
+
+def _describe(document: JsonDocument) -> Iterator[str]:
+    """The pictures of the timelines, slow stages, and the files that were written."""
+    yield from (document["_title"], "")
+    timelines = document["_timelines"]
+    scales = find_scales(timelines)
     for name, timeline in timelines.items():
-        column_s = scales[name] / options.width
+        column_s = scales[name] / document["_width"]
         column = f"{three_digits(column_s)} s" if column_s >= 1 else f"{column_s * 1e3:.3g} ms"
         if not timeline.knows_time:
             column = f"{column_s:.2%} of it ({NO_TIME})"
-        lines.append(f"{name}: {timeline.describe()}; a column is {column}")
-        rows = zip(draw(timeline, layout.placement, column_s), timeline.waits_s, strict=True)
+        yield f"{name}: {timeline.describe()}; a column is {column}"
+        rows = zip(draw(timeline, document["_placement"], column_s), timeline.waits_s, strict=True)
         drawn = [f"rank {i:<3} {row}  {waits / timeline.total_s:5.1%}" for i, (row, waits) in enumerate(rows)]
         below = [f"         {row}" for row in draw_transfers(timeline, column_s)]
-        lines += [line for pair in zip_longest(drawn, below) for line in pair if line]
-        lines.append("")
-    lines += [*findings, _LETTERS + _TRANSFERS * (measured is not None)]
-    lines += [f"written: {path}" for path in (options.page, options.trace, options.csv) if path]
-    return show(options, document, lines)
+        yield from (line for pair in zip_longest(drawn, below) for line in pair if line)
+        yield ""
+    yield from (_describe_slow(SlowStage(**each)) for each in document["slow_stages"])
+    yield _LETTERS + _TRANSFERS * (MEASURED in document)
+    yield from (f"written: {path}" for path in document["_written"])
 
 
 def _read_run(options: argparse.Namespace) -> tuple[Case, int, Timeline]:
-    """What a run was, and the step of it that is asked for."""
+    """The case of a recorded run, the step that is asked for, and its timeline."""
     if options.overrides:
         raise InvalidConfig(f"{options.overrides[0]} is of a config; a run is drawn as it was")
     recorded = RecordedTimelines.read(options.config)
@@ -106,7 +119,7 @@ def _read_run(options: argparse.Namespace) -> tuple[Case, int, Timeline]:
 
 
 def _predict(case: Case) -> Timeline:
-    """The step's actions, every one played."""
+    """The predicted timeline of a step, with every action of every microbatch."""
     estimator, layout = Estimator(case.scenario), case.layout
     times = stage_times(layout.schedule, estimator.work(layout, case.kernels), estimator.delay_s(layout))
     m = layout.num_microbatches(case.scenario.batch)
@@ -114,7 +127,7 @@ def _predict(case: Case) -> Timeline:
     return timeline if case.scenario.knows_time else timeline.without_time()
 
 
-def _describe(slow: SlowStage) -> str:
+def _describe_slow(slow: SlowStage) -> str:
     return (
         f"stage {slow.stage}, on rank {slow.rank}, is slow: {three_digits(slow.measured_s)} s for forward and backward "
         f"of a microbatch, {slow.measured_s / slow.expected_s:.2f} times what the other stages let expect"

@@ -1,17 +1,19 @@
-"""recommend --verify: dry runs of the best layouts, so that what runs out of memory after all is not recommended."""
+"""recommend --verify: dry runs of the best layouts, so that no layout is recommended that runs out of memory."""
 
 import time
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
 from dtlayout.base import toml
 from dtlayout.base.errors import InvalidLayout
-from dtlayout.base.formatting import GIB, plural
+from dtlayout.base.formatting import plural
 from dtlayout.base.terminal import open_console
 from dtlayout.commands.emit import make_config
+from dtlayout.commands.recommend_text import describe_dry_run
 from dtlayout.config.loading import parse_config
 from dtlayout.costmodel.estimate import Estimate, Estimator
 from dtlayout.costmodel.scenario import Scenario
@@ -23,7 +25,7 @@ from dtlayout.spec.layout import Layout
 
 
 class Verified(NamedTuple):
-    """A layout and what a dry run of it held."""
+    """A layout and the memory that a dry run of it held."""
 
     estimate: Estimate
     peak_bytes: int
@@ -31,12 +33,12 @@ class Verified(NamedTuple):
     fits: bool
     """Whether that fits, with what the engine's allocator holds beside tensors."""
 
-    def __str__(self) -> str:
-        off = self.estimate.peak_bytes / self.peak_bytes - 1
-        return (
-            f"{self.estimate.layout}: {self.peak_bytes / GIB:.2f} GiB, predicted {self.estimate.peak_bytes / GIB:.2f} "
-            f"({off:+.1%}), {'fits' if self.fits else 'does not fit'}"
-        )
+    def to_document(self) -> dict[str, Any]:
+        """The entry of the document."""
+        return {
+            "layout": asdict(self.estimate.layout), "peak_memory_bytes": self.peak_bytes,
+            "predicted_peak_memory_bytes": self.estimate.peak_bytes, "fits": self.fits,
+        }  # fmt: skip
 
 
 def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verified]:
@@ -59,7 +61,8 @@ def verify(scenario: Scenario, result: SearchResult, number: int) -> list[Verifi
     if any(v.fits for v in found):
         return found
     advice = "use a larger --top or a smaller --max-memory"
-    raise InvalidLayout([f"none of the {len(found)} best fits when it is dry-run; {advice}", *map(str, found)])
+    held = [describe_dry_run(each.to_document()) for each in found]
+    raise InvalidLayout([f"none of the {len(found)} best fits when it is dry-run; {advice}", *held])
 
 
 def _prepare(scenario: Scenario, estimate: Estimate) -> list[Subject]:
@@ -70,7 +73,7 @@ def _prepare(scenario: Scenario, estimate: Estimate) -> list[Subject]:
 
 
 def _key(subject: Subject) -> tuple[Layout, Kernels]:
-    """What the memory of eager blocks depends on."""
+    """The layout and kernels, on which the memory of eager blocks depends."""
     return subject.layout, subject.kernels
 
 

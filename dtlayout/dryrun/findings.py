@@ -1,4 +1,4 @@
-"""What dry runs of some ranks found, beside what the cost model predicts and what a real run measured. No torch."""
+"""Findings of dry runs of some ranks, beside a prediction of the cost model and memory of a real run. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,26 +19,26 @@ from dtlayout.spec.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Reports with all that they can be compared with."""
+    """Reports of some ranks, with the prediction and the real run that they are compared with."""
 
     scenario: Scenario
-    """What was run dry."""
+    """The model, batch and cluster of the dry run."""
     layout: Layout
-    """How it was spread over ranks."""
+    """How the model and the batch are spread over ranks."""
     reports: list[RankReport]
-    """In the order of the ranks."""
+    """One report for each rank that was run, in the order of the ranks."""
     estimate: Estimate
-    """The cost model's."""
+    """Prediction of the cost model for the layout."""
     notes: list[str] = field(default_factory=list)
-    """What the dry run left out."""
+    """Sentences on what the dry run left out."""
     num_steps: int = 0
     """How many of a run's first steps were taken; 0 for one later step."""
     measured: Mapping[int, list[Highest]] = field(default_factory=dict)
-    """The curve of each rank of a real run that is known."""
+    """Rank → the curve of its memory in a real run; empty without one."""
 
     @property
     def title(self) -> str:
-        """What was run, in a line."""
+        """The model, layout and cluster, in a line."""
         model, gpu = self.scenario.model.name, self.scenario.cluster.gpu.name
         return f"{model} as {self.layout} on {self.layout.world_size} x {gpu}, dry"
 
@@ -58,7 +58,7 @@ class Findings:
         return on_device <= self.estimate.capacity_bytes and fits_host
 
     def components(self, report: RankReport) -> dict[str, tuple[float, float]]:
-        """Bytes of each at the peak, dry and predicted; what both draw another line between is one component."""
+        """Component → bytes at the peak, dry and predicted; parts that the two sides divide otherwise are joined."""
         dry, predicted = to_components(report), self.predicted(report)
         if self.num_steps and not dry.optimizer:  # at the peak of a first step, which makes the state in the end
             predicted = replace(predicted, optimizer=0.0)
@@ -73,7 +73,7 @@ class Findings:
         }  # fmt: skip
 
     def to_run(self) -> Run:
-        """The record of it: bytes of the pipeline ranks that were run, and no time."""
+        """The record of the dry run: bytes of the pipeline ranks that were run, and no time."""
         reports = {report.coordinate[PP]: report for report in sorted(self.reports, key=lambda each: each.peak_bytes)}
         highest = [reports.get(rank) for rank in range(self.layout.pp)]
         measured = Performance(
@@ -105,7 +105,7 @@ class Findings:
 
 
 def to_components(report: RankReport) -> MemoryEstimate:
-    """A rank's peak in the cost model's components: logits, messages and temporary bytes are among its activations."""
+    """A rank's peak in components of the cost model; logits, messages and temporary bytes count as activations."""
     parts, nothing = report.parts, dict.fromkeys((f.name for f in fields(MemoryEstimate)), 0.0)
     held = {"parameters": parts.parameter + parts.gathered, "gradients": parts.gradient, "optimizer": parts.optimizer}
     return MemoryEstimate(**nothing | held | {"activations": parts.activation + parts.communication + parts.other})

@@ -1,4 +1,4 @@
-"""What a dry run of one rank found: plain values, which cross processes and become JSON. No torch."""
+"""The report of a dry run of one rank: plain values, which cross processes and become JSON. No torch."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ class Message:
     axis: str
     """The axis of the mesh; two that are joined as "dp_replicate·dp_shard"; "all" for all ranks."""
     nbytes: int
-    """The larger of what goes into one message and what comes out of it."""
+    """Bytes that go into one message or come out of it, whichever is more."""
     crosses_node: bool
     """Whether its ranks lie in more than one node."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a step something is done."""
+    """A place in a step: the action that is executed, and the module that runs."""
 
     action: Action | None
     """The action that is executed; None before the first and after the last."""
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Done:
-    """What was computed or sent at one place, as often as `count` says."""
+    """A kernel or a message that was executed `count` times at one place."""
 
     place: Place
     what: KernelCall | Message
@@ -61,16 +61,16 @@ class RankReport:
     curve: list[Highest]
     """The largest total during each action, in their order, one step after the other."""
     done: list[Done]
-    """What was computed and sent, by the microbatches that were run."""
+    """Kernels and messages of the microbatches that were run."""
 
     num_microbatches: int
     num_microbatches_run: int
-    """Fewer where the rest repeat them: what they send and compute is counted, and adds nothing to the peak."""
+    """Microbatches that were run. The rest repeat them: `traffic` and `flops` count them, the peak stays as it is."""
     host_parts: Footprint = field(default_factory=Footprint)
-    """The most that lay in the host's memory beside the device's, by category; nothing without offload."""
+    """Most bytes in the host's memory, by category; all 0 without offload."""
 
     def repeats(self, action: Action | None) -> int:
-        """How often what an action does happens in a whole step: the second microbatch stands for those left out."""
+        """Times that an action's work happens in a whole step: the second microbatch stands for those left out."""
         left_out = self.num_microbatches - self.num_microbatches_run
         return 1 + left_out if action is not None and action.microbatch == 1 else 1
 

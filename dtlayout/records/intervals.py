@@ -1,4 +1,4 @@
-"""Intervals: where what is measured lies, nine times of ten, around what is predicted.
+"""Intervals: ranges around predicted values that hold nine of ten measured values.
 
 They are no theory: constants/errors.toml has them from rows that were left out of every fit
 (validation/cross_validation.py), each for rows of a kind.
@@ -30,7 +30,7 @@ COVERED = 0.9
 FILE = "errors.toml"
 Quantity = Literal["step_time", "peak_memory"]
 QUANTITIES: tuple[Quantity, ...] = ("step_time", "peak_memory")
-"""What has intervals."""
+"""Predicted quantities that have an interval."""
 
 
 class RowKind(NamedTuple):
@@ -38,7 +38,7 @@ class RowKind(NamedTuple):
 
     name: str
     keys: tuple[str, ...]
-    """What they have in common with what is predicted, of `describe_scenario`."""
+    """Keys of `describe_scenario` whose values the rows share with the predicted scenario."""
     words: str
     """The rows in words, with the keys in braces."""
 
@@ -55,24 +55,24 @@ KINDS = (
     RowKind("new precision", ("engine", "model"), "{engine}, {model}, by fits to other GPU types"),
     RowKind("new engine", (), "all engines, fitted to none of them"),
 )
-"""From the nearest on."""
+"""Kinds of rows, the one most like the predicted scenario first."""
 _RECORD = "the steps of the last sweep on these machines"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the measured value lies, as shares of the predicted one."""
+    """The range in which a measured value is expected, as multiples of the predicted one."""
 
     low: float
     high: float
     kind: str
     """The name of the kind of rows that it rests on, or `record`."""
     like: str
-    """These rows in words."""
+    """The rows that the interval rests on, in words."""
     rows: int | None
-    """How many they are; None where the record does not say."""
+    """Number of those rows; None where the record does not say."""
     covered: float = COVERED
-    """Share of them that lie inside."""
+    """Share of those rows whose measured value lies inside."""
 
     def around(self, predicted: float) -> tuple[float, float]:
         """The range of the measured value, in the unit of the predicted one."""
@@ -84,27 +84,27 @@ class Interval:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it rests on other engines' rows: nothing like what is predicted was measured."""
+        """Whether it rests on other engines' rows, since nothing like the predicted scenario was measured."""
         return self.kind == KINDS[-1].name
 
     @property
     def basis(self) -> str:
-        """What lay inside, in words."""
+        """The share of rows that lay inside, and which rows, in words."""
         return f"{self.covered:.0%} of {self.like if self.rows is None else f'{self.rows} rows of {self.like}'}"
 
 
 class Intervals(NamedTuple):
-    """Those of one scenario."""
+    """The intervals of one scenario."""
 
     step_time: Interval
     peak_memory: Interval
 
     def by_quantity(self) -> dict[Quantity, Interval]:
-        """Each under its quantity."""
+        """Quantity → its interval."""
         return {"step_time": self.step_time, "peak_memory": self.peak_memory}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has them."""
+        """The JSON form: quantity → its interval."""
         return {quantity: asdict(interval) for quantity, interval in self.by_quantity().items()}
 
 
@@ -113,14 +113,14 @@ class PairOrder:
     """How often two layouts of one scenario, predicted to differ by some share of the shorter step, came in order."""
 
     least: float
-    """The difference from which on pairs are counted here."""
+    """Least predicted difference of the pairs that are counted here."""
     pairs: int
     right: int
-    """Pairs of which the one that was predicted to be faster was so."""
+    """Pairs whose predicted faster layout was the faster one."""
 
 
 def describe_scenario(scenario: Scenario) -> dict[str, str]:
-    """What tells kinds of rows apart."""
+    """The facts that tell kinds of rows apart: key → value."""
     return {
         "engine": scenario.engine.name, "gpu": scenario.cluster.gpu.name,
         "precision": scenario.precision.multiplies_in,
@@ -167,13 +167,56 @@ def find_order(engine: str) -> list[PairOrder]:
 
 
 def find_least_apart(orders: Sequence[PairOrder]) -> float:
-    """The difference from which on nine of ten pairs came in their predicted order; infinite where they never did."""
+    """Least difference from which on nine of ten pairs came in their predicted order; infinite if there is none."""
     apart = inf
     for order in sorted(orders, key=lambda order: order.least, reverse=True):
         if order.right < COVERED * order.pairs:
             break
         apart = order.least
     return apart
+
+
+class Alike(NamedTuple):
+    """How far down a list of layouts, the fastest first, its order may be chance."""
+
+    places: int
+    """Leading places that cannot be told apart; 1 where the first stands alone."""
+    least: float
+    """Difference of the predicted steps, over the shorter one, from which on pairs are counted."""
+    most: float | None
+    """Difference up to which pairs are counted; None where there is no limit."""
+    pairs: int
+    """Pairs of measured layouts of one sweep whose predictions were so far apart."""
+    right: int
+    """Pairs among them that came in their predicted order."""
+
+    def __str__(self) -> str:
+        share = f"{100 * self.right / self.pairs:.0f} of 100 times"
+        if self.places == 1:
+            return f"1 is apart from 2: layouts predicted {self.least:.1%} apart or more came in that order {share}."
+        within = "any distance" if self.most is None else f"{self.most:.1%}"
+        return (
+            f"Places 1 to {self.places} cannot be told apart: layouts predicted within {within} of each other came in "
+            f"the predicted order {share}."
+        )
+
+
+def find_alike(times_s: Sequence[float], engine: str) -> Alike | None:
+    """How many of the leading layouts cannot be told apart, by their steps; None where there is nothing to compare."""
+    orders = find_order(engine)
+    apart, fastest_s = find_least_apart(orders), min(times_s)
+    differences = [time_s / fastest_s - 1 for time_s in times_s]
+    places = next((i for i, difference in enumerate(differences) if difference >= apart), len(differences))
+    if places > 1:
+        counted = [order for order in orders if order.least <= max(differences[:places])]
+        most = min((order.least for order in orders if order not in counted), default=None)
+    else:
+        counted = [order for order in orders if order.least >= apart]
+        most = None
+    pairs, right = (sum(getattr(order, name) for order in counted) for name in ("pairs", "right"))
+    if len(times_s) < 2 or not pairs:
+        return None
+    return Alike(max(places, 1), 0.0 if places > 1 else apart, most, pairs, right)
 
 
 @cache

@@ -41,27 +41,27 @@ Outcome = Literal[
     "ok", "oom", "crashed", "crashed_or_oom", "killed", "hung", "non_finite", "running", "refused", "skipped", "dry"
 ]
 UNTRIED: tuple[Outcome, ...] = ("running", "refused", "skipped")
-"""Outcomes that say nothing of how a layout ends."""
+"""Outcomes that do not tell how a layout ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Performance:
-    """Time and memory of a step; None is what nobody knows."""
+    """Time and memory of a step; None where a value is not known."""
 
     step_time_s: float | None = None
     """Seconds of a step; measured, the median of those that count."""
     step_time_spread_s: float | None = None
-    """Between the quartiles of the measured steps; None of a single one."""
+    """Difference between the quartiles of the measured steps, in seconds; None if there is a single step."""
     tokens_per_s: float | None = None
-    """Over all GPUs."""
+    """Tokens a second of all GPUs together."""
     mfu: float | None = None
-    """By the study's convention, 0 to 1; None where the peak is not known, as on a CPU."""
+    """Model FLOPs utilization, 0 to 1, by the study's convention; None where the peak is not known, as on a CPU."""
     peak_memory_bytes: tuple[int | None, ...] | None = None
     """Peak of each pipeline rank, the largest over its other axes."""
     time: TimeEstimate | None = None
     """The step's seconds by component."""
     memory: tuple[MemoryEstimate | None, ...] | None = None
-    """The peaks by component."""
+    """Peak of each pipeline rank by component, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class Predicted(Performance):
     calibrated: bool
     """Whether runs of this engine on this GPU type stand behind it."""
     step_time_interval: Interval | None = None
-    """Where the measured step lies, and by which rows."""
+    """Expected range of the measured step, and the rows that say so."""
     peak_memory_interval: Interval | None = None
-    """Where the measured peak lies, and by which rows."""
+    """Expected range of the measured peak, and the rows that say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,25 +81,25 @@ class Run:
     """A layout that ran: where, how it ended, what was predicted and what was measured."""
 
     table: str
-    """The sweep, table or folder that it belongs to."""
+    """The sweep, table or folder that the run belongs to."""
     row: str
-    """Its name in the table."""
+    """Name of the run in its table."""
     scenario: Scenario
     """Model, batch, cluster, engine, precision and whether documents are masked."""
     layout: Layout
-    """Not always one that our trainer takes."""
+    """The layout that ran; other programs have some that our trainer does not take."""
     kernels: Kernels
     outcome: Outcome
     predicted: Predicted | None = None
-    """Predicted before it ran; None where nobody did."""
+    """Prediction that was made before it ran; None if there was none."""
     measured: Performance = Performance()
-    """Measured while it ran."""
+    """Time and memory that were measured while it ran."""
     source: str = ""
-    """Who published it; empty where nobody says."""
+    """The publisher of the row; empty where nobody says."""
     note: str = ""
-    """What the source says of it beside."""
+    """Remarks of the source on this row."""
     assumed: tuple[str, ...] = ()
-    """What is taken for so though the source does not say it, a sentence each."""
+    """Assumptions about facts that the source does not state, a sentence each."""
 
     @property
     def step_time_s(self) -> float | None:
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def ran(self) -> bool:
-        """Whether it ended with a speed."""
+        """Whether the run ended well, with a measured speed."""
         return self.outcome == "ok" and self.speed is not None
 
     @property
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
-        """Measured; from the MFU where no time is known, None if it did not run."""
+        """Measured tokens a second of one GPU; from the MFU where no time is known, None if it did not run."""
         s = self.scenario
         if self.outcome != "ok":
             return None
@@ -146,7 +146,7 @@ class Run:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The JSON form of the run, which `from_dict` reads."""
         gpu, cluster = self.scenario.cluster.gpu, self.scenario.cluster
         plain = vars(gpu_named(gpu.name))
         measured = {name: value for name, value in vars(gpu).items() if value != plain[name]}
@@ -158,7 +158,7 @@ class Run:
 
     @classmethod
     def from_dict(cls, document: Any) -> "Run":
-        """The run of its JSON form; DtlayoutError for what is none, or one of another version."""
+        """The run from its JSON form; DtlayoutError if it is no such form, or one of another version."""
         found = document.get("format") if isinstance(document, dict) else None
         if found != FORMAT:
             raise InvalidConfig(
@@ -183,9 +183,9 @@ class _Machines:
     """A cluster in JSON."""
 
     gpu: str
-    """The name of its type."""
+    """Name of the GPU type."""
     measured: dict[str, Any]
-    """Fields of Gpu that are not those of the constants, for somebody has measured them."""
+    """Fields of `Gpu` that were measured, and differ from the shipped constants."""
     num_gpus: int
     gpus_per_node: int
 

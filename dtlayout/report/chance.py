@@ -1,4 +1,4 @@
-"""Whether chance could say what measured rows say.
+"""Chance: how likely measured rows would show an effect by chance.
 
 [Note: chance]
 Rows take part in several pairs, so a test that takes pairs as independent would believe too much. Instead the speeds of
@@ -44,7 +44,7 @@ def deal(values: np.ndarray, pools: Sequence[Hashable]) -> np.ndarray:
 
 
 def rarity(found: np.ndarray) -> float:
-    """The share that shows at least what the first one does, which was measured, itself among them; 1 + deals → 1."""
+    """p-value: the share of values that are at least the first, which was measured and counts too; 1 + deals → 1."""
     return float((found >= found[0] - 1e-12).mean())
 
 

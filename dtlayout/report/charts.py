@@ -9,21 +9,21 @@ from dtlayout.report.html import Markup, breakable, escape, wide
 _NUM_COLOURS = 8
 """--c0 to --c7 of page.css."""
 _PIECE_PIXELS = 3
-"""Of a line for each of its pieces, so that the shortest can be seen."""
+"""Least width of each piece of a track, so that the shortest can be seen."""
 _STRONGEST = 60
-"""Percents of the accent's colour in the hottest square."""
+"""Percent of the accent's colour in the square with the largest number."""
 
 
 class Bar(NamedTuple):
-    """A line of a chart."""
+    """A bar of a chart, with its name and its value."""
 
     name: str
     parts: Sequence[float]
     """Lengths of its parts, one colour each, in one unit with all others."""
     text: str
-    """Its number, in words."""
+    """Value of the bar as text, such as "1.5 s"."""
     mark: float | None = None
-    """Where something to compare with lies."""
+    """Value to compare with, drawn as a mark in the bars' unit; None for no mark."""
 
 
 def draw_bars(bars: Sequence[Bar], parts: Sequence[str] = (), mark: str = "", whole: float = 0.0) -> str:
@@ -60,15 +60,15 @@ def _draw_keys(colours: Mapping[str, int], mark: str = "") -> str:
 
 
 class TrackSpan(NamedTuple):
-    """What stands on a track from one place to another."""
+    """A piece of a track, from `start` to `end`."""
 
     start: float
     end: float
     colour: int
-    """Which of the page's colours."""
+    """Number of its colour among those of the page."""
     is_pale: bool
     text: str
-    """What it is read out as."""
+    """Text that a screen reader reads out."""
 
 
 def draw_tracks(
@@ -93,7 +93,7 @@ def draw_tracks(
 
 
 class Ratio(NamedTuple):
-    """How much faster something is, with its spread."""
+    """A ratio of speeds with its spread: low end, middle, high end."""
 
     name: str
     low: float
@@ -133,7 +133,10 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
 
 
 def draw_heat(columns: Sequence[str], rows: Mapping[str, Sequence[float | None]], name: str) -> str:
-    """A table of numbers on a ground that is stronger the larger they are; None is nothing, and all None left out."""
+    """A table of numbers, each on a colour that is stronger the larger it is.
+
+    None is an empty cell; rows and columns that hold None alone are left out.
+    """
     filled = [i for i in range(len(columns)) if any(cells[i] is not None for cells in rows.values())]
     columns = [columns[i] for i in filled]
     rows = {row: [cells[i] for i in filled] for row, cells in rows.items() if any(cell is not None for cell in cells)}

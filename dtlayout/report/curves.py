@@ -25,27 +25,27 @@ from dtlayout.training.metrics import Validation, read_summary, time_steps
 
 _COLOURS = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors  # type: ignore[attr-defined]
 _MEAN_SHARE, _LEAST_MEAN, _EARLIER = 50, 3.0, 10
-"""Where nobody says how far a mean reaches: over the longest run's steps by this, and at least over so many; in any
-case over no more than the steps so far by this."""
+"""Steps that a mean reaches over by default: steps of the longest run / `_MEAN_SHARE`, at least `_LEAST_MEAN`. Early in
+a run it reaches over at most the steps so far / `_EARLIER`."""
 _MOST_VECTORS = 2000
-"""Points of a noisy line from which on a page holds it as pixels."""
+"""Number of points from which on a noisy line is drawn as pixels."""
 _MOST_NAMED = 3
-"""Runs that a title names."""
+"""Most runs that a title names."""
 _TAIL = 10
 """Steps at the end whose mean is the final loss, as in summary.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCurves:
-    """What one run has written down so far."""
+    """Everything that one run has written down so far."""
 
     name: str
     outcome: str
-    """As in summary.json; "" where nobody knows."""
+    """Outcome of the run, as summary.json has it; "" if that is not known."""
     layout: str
-    """What its steps ran as, or the last of them; "" where nobody knows."""
+    """Layout of the last step, in words; "" if that is not known."""
     lines: list[dict[str, Any]]
-    """Those of metrics.jsonl, in the order of their steps."""
+    """Lines of metrics.jsonl, in the order of their steps."""
     num_torn: int
     """Lines of metrics.jsonl that cannot be read."""
 
@@ -141,13 +141,13 @@ class Curves:
 
     @property
     def title(self) -> str:
-        """What is drawn."""
+        """Title that names the runs that are drawn."""
         names = [run.name for run in self.runs]
         return ", ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} runs"
 
     @property
     def notes(self) -> list[str]:
-        """What a picture does not say."""
+        """Sentences on facts that the pictures do not show."""
         notes = []
         if self.smooth_steps > 1:
             reach = f"{self.smooth_steps:g} steps, at first over fewer"
@@ -235,7 +235,7 @@ class Curves:
         return _end(figure)
 
     def _draw_mean(self, axes: Axes, steps: Sequence[int], values: Sequence[float], colour: Any, label: str) -> None:
-        """What was measured, pale, and its mean; a single step is a point."""
+        """Draw measured values, pale, and their mean; a single step is a point."""
         if self.smooth_steps > 1 and len(steps) > 1:
             is_long = len(steps) > _MOST_VECTORS
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8, rasterized=is_long)
@@ -267,12 +267,12 @@ class Curves:
                 axes.axvline(part.lines[0]["step"], color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
 
     def _coloured(self) -> Iterator[tuple[Any, RunCurves]]:
-        """Each run in the same colour everywhere."""
+        """Pairs of a run and its colour, which is the same in every picture."""
         return ((_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(self.runs))
 
 
 def _end(figure: Figure) -> Figure:
-    """With a legend above, in as many columns as fit."""
+    """Finish a figure: put a legend above it, in as many columns as fit."""
     (axes,) = figure.axes
     axes.set_xlim(left=0)
     _, labels = axes.get_legend_handles_labels()
@@ -293,7 +293,7 @@ def count_tokens_per_step(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _describe(run: RunCurves, is_part: bool) -> dict[str, str]:
-    """Column → cell; a part of a run says its first step too."""
+    """Column → cell of a run, or of a part of one, which names its first step too."""
     losses, mfu, peaks = (run.read(key)[1] for key in ("loss", "mfu", "peak_memory_bytes"))
     validation = Validation.of(run.lines)
     step_time_s, _ = time_steps(run.read("step_time_s")[1])

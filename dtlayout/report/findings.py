@@ -1,4 +1,4 @@
-"""What measured rows answer to each question, from pairs that differ in the choice alone, and what the fastest share.
+"""Answers of measured rows to each question, by pairs that differ in the choice alone, and choices of the fastest.
 
 A finding is supported where the measured speeds, dealt out at random among the rows of their sweep, hardly ever show as
 much: a permutation test, [Note: chance].
@@ -69,7 +69,7 @@ class Finding:
         return num_changed >= FEWEST_PAIRS and self.p_fit is not None and self.p_fit <= MOST_CHANCE
 
     def describe(self) -> str:
-        """What the rows say, with numbers, without a full stop; "not supported" where they do not carry it."""
+        """A sentence with numbers, without a full stop; "not supported" where the rows do not carry the finding."""
         if not self.speaks_of_fit:
             return self._describe_speed()
         q = self.question
@@ -108,7 +108,7 @@ class Finding:
 
 
 def find(runs: Sequence[Run], questions: Sequence[Question] = QUESTIONS) -> list[Finding]:
-    """What rows say to each question."""
+    """One finding for each question, from measured rows."""
     speeds = np.array([log(speed) if (speed := run.tokens_per_s_per_gpu) else np.nan for run in runs])
     measured = {
         "speeds": speeds,
@@ -118,7 +118,7 @@ def find(runs: Sequence[Run], questions: Sequence[Question] = QUESTIONS) -> list
 
     @cache  # all questions share it
     def deal_out(name: str, pool: Callable[[Run], Hashable]) -> np.ndarray:
-        """As measured, and dealt out anew within each pool; rows × (1 + deals)."""
+        """Values as measured, and dealt out anew within each pool; shape rows × (1 + deals)."""
         return deal(measured[name], [pool(run) for run in runs])
 
     return [_answer(question, runs, deal_out) for question in questions]
@@ -180,12 +180,12 @@ def _agreement(changes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Common:
-    """What the fastest rows of each sweep have in common."""
+    """A choice that the fastest rows of each sweep have in common."""
 
     name: str
     """The choice."""
     value: Hashable
-    """What most of them chose."""
+    """Value that most of these rows chose."""
     share: float
     """Share of the fastest rows that chose it."""
     share_of_all: float
@@ -206,7 +206,7 @@ class Common:
 
 
 def list_options(name: str, runs: Sequence[Run]) -> list[Hashable]:
-    """What the rows chose, in order."""
+    """Values of a choice that occur in the rows, sorted."""
     options = {choose(run, name) for run in runs} - {None}
     return sorted(options, key=lambda option: (isinstance(option, str), option))
 

@@ -77,7 +77,7 @@ def bullets(sentences: Iterable[str]) -> str:
 
 
 def fold(summary: str, content: str) -> str:
-    """What is there for those who open it."""
+    """Content that is hidden below a summary until somebody opens it."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 

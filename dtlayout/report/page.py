@@ -17,7 +17,7 @@ from dtlayout.validation.predict import predict
 from dtlayout.validation.scores import Prediction, by_table
 
 _BARS = 24
-"""Layouts of which memory is drawn."""
+"""Most layouts whose memory is drawn."""
 _MFU, _SPEED = "MFU, %", "tokens/s/GPU"
 _READING = (
     "Each line compares pairs of layouts that differ in this choice alone. The dot is the median of their ratios of "
@@ -29,7 +29,7 @@ class Report:
     """Everything that a report says of some measured rows, as Markdown and as a page."""
 
     def __init__(self, runs: Sequence[Run], left_out: str = ""):
-        """Finds and predicts at once, a second for a thousand rows; `left_out` says of which there is nothing."""
+        """Findings and predictions are computed here, a second for a thousand rows; `left_out` names further rows."""
         self.runs, self.left_out = list(runs), left_out
         self.findings, self.common, self.predictions = find(runs), find_common(runs), predict(runs)
         self.tables = by_table(sorted(self.predictions, key=lambda row: row.run.table))
@@ -41,7 +41,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """What the report is about."""
+        """Number of layouts, of sweeps, and of layouts that ran, in a line."""
         ran = sum(run.tokens_per_s_per_gpu is not None for run in self.runs)
         return f"{plural(len(self.runs), 'layout')} in {plural(len(self.tables), 'sweep')}, of which {ran} ran"
 
@@ -69,7 +69,7 @@ class Report:
         html.write_page(path, self.title, [*left_out, *parts])
 
     def _parts(self) -> Iterator[tuple[str, str]]:
-        """Headings, and what is below them."""
+        """The parts of the page, each with its heading."""
         yield "What each choice does", self._draw_findings()
         if self.common:
             yield "What the fastest tenth of each sweep chose", self._draw_common()
@@ -86,7 +86,7 @@ class Report:
         yield "All layouts, the fastest first", html.sorted_table(self._list_rows(fastest), "all layouts", self._unit)
 
     def _draw_findings(self) -> str:
-        """What is settled as a picture and in sentences; the rest for who asks."""
+        """Supported findings as a picture and in sentences; the others folded away."""
         supported = [finding for finding in self.findings if finding.speaks_of_speed or finding.speaks_of_fit]
         settled = sorted(supported, key=lambda finding: -(finding.factor or 0.0))
         open_ones = [finding for finding in self.findings if finding not in settled]
@@ -133,7 +133,7 @@ class Report:
         return scenario.batch.num_tokens / row.estimate.step_time_s / scenario.cluster.num_gpus
 
     def _draw_best(self, name: str, options: Sequence[Hashable]) -> str:
-        """A line for each sweep with the best of each value."""
+        """A chart for each sweep: the best speed with each value of a choice."""
 
         def best(rows: Sequence[Prediction], option: Hashable) -> float | None:
             speeds = (self._measure(row.run) for row in rows if choose(row.run, name) == option)
@@ -209,7 +209,7 @@ class Report:
 
 
 def _to_ratio(finding: Finding) -> Ratio:
-    """A line of the picture."""
+    """A finding as a line of the picture."""
     assert finding.quartiles and finding.factor, "some pairs ran"
     texts = [f"×{finding.factor:.2f}" + ("" if finding.speaks_of_speed else ", chance")]
     if finding.speaks_of_fit:

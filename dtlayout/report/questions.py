@@ -1,4 +1,4 @@
-"""What a sweep is made to learn: choices, and the pairs of rows that differ in nothing else.
+"""Questions that a sweep answers: choices, and the pairs of rows that differ in nothing else.
 
 A pair is two rows of one sweep with the same model, batch, GPUs and everything but the choice (and what follows from
 it: dp, on a fixed number of GPUs). Only numbers of GPUs are compared between sweeps.
@@ -14,14 +14,14 @@ from dtlayout.records.run import Run
 
 @dataclass(frozen=True)
 class Question:
-    """A choice to learn about; its functions take a row: a `Run`, unless others are asked."""
+    """A choice to learn about. Its functions take a row, most often a `Run`."""
 
     name: str
     """The choice as a heading."""
     choice: Callable[[Any], Hashable]
-    """What a row chose."""
+    """Function from a row to the value that it chose."""
     rest: Callable[[Any], Hashable]
-    """Everything that two rows of a pair share."""
+    """Function from a row to everything that both rows of a pair share."""
     follows: Callable[[Any, Any], bool]
     """Whether the second choice is to be compared with the first."""
     before: str
@@ -34,24 +34,24 @@ class Question:
     explained: Callable[[Run, Run], float] = lambda first, second: 0.0
     """Log of the ratio of speeds that is no finding, because arithmetic foresees it."""
     explanation: str = ""
-    """What arithmetic foresees, in words."""
+    """The effect that arithmetic foresees, in words."""
 
 
 def choose(run: Run, name: str) -> Hashable:
-    """What a row chose of a field of its layout or its kernels; None where there is nothing to choose."""
+    """Value of a field of a row's layout or kernels; None where there is nothing to choose."""
     if name == "sequence_parallel":
         return ("on" if run.layout.shards_sequence else "off") if run.layout.tp > 1 else None
     return getattr(run.kernels if hasattr(run.kernels, name) else run.layout, name)
 
 
 def _training(run: Run) -> Hashable:
-    """What every pair shares that may differ in its number of GPUs."""
+    """Model, batch, machines and program, which the rows of a pair share even on different numbers of GPUs."""
     s = run.scenario
     return s.model, s.batch, s.cluster.gpu, s.cluster.gpus_per_node, s.engine.name, s.precision
 
 
 def _but(*names: str) -> Callable[[Run], Hashable]:
-    """Everything of a row but the number of GPUs and these fields of its layout and its kernels."""
+    """Function from a row to everything but its number of GPUs and these fields of its layout and kernels."""
 
     def rest(run: Run) -> Hashable:
         values = vars(run.layout) | vars(run.kernels)
@@ -62,7 +62,7 @@ def _but(*names: str) -> Callable[[Run], Hashable]:
 
 
 def _ask(name: str, field: str, follows: Callable[[Any, Any], bool], before: str, after: str, *also: str) -> Question:
-    """A question about a field of the layout or the kernels, with which those of `also` change."""
+    """A question about a field of the layout or the kernels; the fields of `also` change with it."""
     rest = _but(field, *also)
     return Question(
         name, lambda run: choose(run, field), lambda run: (run.scenario.cluster, rest(run)), follows, before, after
@@ -88,7 +88,7 @@ def _is_twice(first: int, second: int) -> bool:
 
 
 _DP = ("dp_shard", "dp_replicate")
-"""What follows from the rest of a layout and the GPUs."""
+"""Fields that follow from the rest of a layout and the number of GPUs."""
 QUESTIONS = (
     _ask("Larger micro-batches", "micro_batch", _is_twice,
          "the smaller micro-batch", "a micro-batch twice as large", *_DP),
@@ -113,4 +113,4 @@ QUESTIONS = (
     Question("Twice the GPUs for the same batch, speed of each", lambda run: run.scenario.cluster.num_gpus, _but(*_DP),
              _is_twice, "half as many", "twice the GPUs", _training, True, _fewer_microbatches, "the bubble"),
 )  # fmt: skip
-"""What a sweep is made to learn, after the study's sections (arXiv:2311.05610, sec. 4)."""
+"""Questions that a sweep answers, after the study's sections (arXiv:2311.05610, sec. 4)."""

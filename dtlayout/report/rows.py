@@ -20,11 +20,11 @@ from dtlayout.training.metrics import SUMMARY_NAME
 from dtlayout.validation.tables import Unpredicted, read_tables
 
 ROWS = "CSV tables, folders of sweeps or runs, a trials.jsonl, a summary.json, what dryrun --json printed"
-"""What is read, for who asks a command for help."""
+"""Sources of rows that commands read, as their help says."""
 REPEATS = "measured again: by the note the same layout as in another of these tables"
-"""Why a row is left out that was run at another date."""
+"""Reason to leave out a row that repeats another one at a later date."""
 _MOST_REASONS = 5
-"""Reasons that are listed."""
+"""Most reasons that are listed."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class ReportRows:
     runs: list[Run]
     """Rows that say how their layout ended."""
     left_out: Counter[str]
-    """Why other rows do not say it, or are not compared → how many."""
+    """Reason why other rows are left out → number of these rows."""
     unpredicted: list[Unpredicted] = field(default_factory=list)
     """Rows among those left out that cannot be predicted."""
 
     def describe_left_out(self) -> str:
-        """What was left out, in a line; empty if nothing was."""
+        """A line on the rows that were left out; empty if there are none."""
         listed = self.left_out.most_common(_MOST_REASONS)
         rest = self.left_out.total() - sum(count for _, count in listed)
         reasons = [f"{count} {reason}" for reason, count in listed] + [f"{rest} for other reasons"] * (rest > 0)
@@ -47,7 +47,7 @@ class ReportRows:
 
 
 def read_rows(paths: Sequence[Path], engine: str | None = None) -> ReportRows:
-    """All rows; `engine` goes before what a table says, the others know theirs.
+    """All rows of these paths; `engine` replaces that of tables, while sweeps and runs know theirs.
 
     DtlayoutError for what is none of these, and where no row is left, nor one that only cannot be predicted.
     """
@@ -81,7 +81,7 @@ def _find_document(path: Path) -> Path | None:
 
 
 def _read_sweep(journal: Path, given: Path) -> list[tuple[Run | None, str]]:
-    """Runs of the trials, of one setting the longest, and why some say nothing."""
+    """Runs of the trials, the longest of each setting, each with the reason if it does not say how it ended."""
     found = read_results(journal).values()
     tried = keep_longest([result for result in found if result.outcome not in UNTRIED])
     rest = [result for result in found if result.outcome in UNTRIED]
@@ -93,7 +93,7 @@ def _read_sweep(journal: Path, given: Path) -> list[tuple[Run | None, str]]:
 
 
 def _read_run(path: Path) -> tuple[Run | None, str]:
-    """The run of a document that has one, or why it has none."""
+    """The run of a document, or None with the reason."""
     try:
         document = parse_json(path.read_text(encoding="utf-8"))
         run = document["run"]

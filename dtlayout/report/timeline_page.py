@@ -1,4 +1,4 @@
-"""A pipeline's timeline as one page: what is predicted above what was measured."""
+"""A pipeline's timeline as one page: the predicted one above the measured one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from dtlayout.base.signals import StopRequest
-from dtlayout.config.config import Config, DataConfig
+from dtlayout.config.config import Config
+from dtlayout.config.sections import DataConfig
 from dtlayout.data.nodes import prepare_on_node
 from dtlayout.data.samples import Samples, check_held_out, open_samples
 from dtlayout.planner.prediction import refuse_beyond_host, refuse_hopeless

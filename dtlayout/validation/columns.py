@@ -1,4 +1,4 @@
-"""Columns: what the cells of a table of measured runs may say, and our names for its words (docs/guide/sweep.md)."""
+"""Columns: values of cells in a table of measured runs, and our names for its words (docs/guide/sweep.md)."""
 
 import math
 import sys
@@ -26,11 +26,11 @@ _OUTCOMES: dict[str, Outcome] = {
 WHERE_NO_COLUMN = {
     "engine": "megatron", "precision": "bf16", "recompute": "none", "sequence_parallel": "False", "zero": "1",
 }  # fmt: skip
-"""What all runs of a table have that lacks the column."""
+"""Column → value of all runs of a table that lacks the column."""
 Cell = Callable[[str], Any]
 """Reads a cell, None where it is empty and may be; InvalidConfig, without saying where, for what it cannot be."""
 Cells = Mapping[str, Any]
-"""Column → what the cell of a row says."""
+"""Column → value of a row's cell."""
 
 
 def _number(
@@ -104,5 +104,5 @@ COLUMNS: dict[str, Cell] = {
     "mfu": _number(0.0, 8.0, "empty or a fraction of the bf16 peak, 0 to 1, below bf16 to 8"),
     **dict.fromkeys(("source", "note"), str),
 }  # fmt: skip
-"""Column → what its cells say."""
+"""Column → function that reads its cells."""
 REQUIRED = list(COLUMNS)[: list(COLUMNS).index("kv_heads")]

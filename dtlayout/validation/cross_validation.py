@@ -1,4 +1,4 @@
-"""Left out: rows predicted by constants that never saw them, and what their errors say of predictions like them.
+"""Cross-validation: rows predicted by constants that never saw them, and intervals that follow from their errors.
 
 `leave_models_out`, `leave_gpus_out` and `leave_engines_out` predict, `leave_out` in all of these ways; `to_errors` puts
 what is measured over what was predicted into the tables of constants/errors.toml, one for each of the kinds of
@@ -38,18 +38,18 @@ from dtlayout.validation.scores import Prediction
 _TAIL = 0.04
 """Share of the rows that each tail of a range may hold, for nine tenths of another model's rows inside."""
 _LEAST_ROWS = 9
-"""Rows of which the largest error bounds nine tenths of all."""
+"""Fewest rows whose largest error may stand for the bound of nine tenths of all."""
 DIFFERENCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Relative differences of predicted steps from which on pairs of layouts are counted together."""
 _MOST_FITS = 8
-"""Lots in which the models of a group are left out."""
+"""Most fits of a group: models are left out in at most so many lots."""
 _LEAST_SWEEP = 10
 """Rows of one scenario that make a sweep of it."""
 
 
 @dataclass(frozen=True)
 class HeldOutErrors:
-    """Predictions by constants that never saw what is predicted."""
+    """Predictions by constants that were not fitted to the predicted rows."""
 
     predictions: dict[str, list[Prediction]]
     """The model or GPU type that was left out → the predictions for its runs."""
@@ -58,7 +58,7 @@ class HeldOutErrors:
 
     @property
     def all_predictions(self) -> list[Prediction]:
-        """Those of what was left out."""
+        """Predictions for all rows that were left out."""
         return [prediction for found in self.predictions.values() for prediction in found]
 
 
@@ -121,14 +121,14 @@ def leave_engines_out(runs: Iterable[Run]) -> list[Prediction]:
 
 
 class Evidence(NamedTuple):
-    """All rows, left out in each way."""
+    """Predictions for all rows: with their model left out, their GPU type left out, and their engine left out."""
 
     models: Sequence[Prediction]
     gpus: Sequence[Prediction]
     engines: Sequence[Prediction]
 
     def without(self, engine: str, find: Callable[[Run], str], name: str) -> "Evidence":
-        """That of rows of other engines, and of those of which `find` says another name."""
+        """Evidence without the rows of an engine for which `find` returns this name."""
 
         def is_other(prediction: Prediction) -> bool:
             return prediction.run.scenario.engine.name != engine or find(prediction.run) != name
@@ -137,15 +137,15 @@ class Evidence(NamedTuple):
 
 
 class AllLeftOut(NamedTuple):
-    """What was left out in some ways, and what all of these say of predictions like them."""
+    """Rows that were left out in several ways, and all of their predictions as evidence for intervals."""
 
     ways: dict[str, HeldOutErrors]
-    """What was left out, of `HOLD_OUT_BY` → the predictions, with intervals that rest on other rows."""
+    """Key of `HOLD_OUT_BY` → the predictions of rows left out, with intervals that rest on other rows."""
     evidence: Evidence
 
 
 def leave_out(runs: Sequence[Run], ways: Container[str], progress: Progress = lambda line: None) -> AllLeftOut:
-    """Leave out all that is named of `HOLD_OUT_BY`, and engines; the others have no rows in the evidence."""
+    """Leave out models or GPU types as `ways` names them, and always engines; other ways have no evidence."""
     found = {name: leave(runs, progress) for name, (leave, _) in HOLD_OUT_BY.items() if name in ways}
     models, gpus = (found[name].all_predictions if name in found else [] for name in HOLD_OUT_BY)
     evidence = Evidence(models, gpus, leave_engines_out(runs))
@@ -174,7 +174,7 @@ def to_intervals(evidence: Evidence) -> dict[str, list[dict[str, Any]]]:
 
 
 def find_range(rows: Sequence[tuple[float, str]]) -> tuple[float, float] | None:
-    """Between which nine of ten further ratios lie, from ratios and the engines that they are of; None for too few.
+    """The range of nine of ten further ratios, from ratios with their engines; None if they are too few.
 
     Each engine counts as much, however many rows it has.
 
@@ -193,7 +193,7 @@ def find_range(rows: Sequence[tuple[float, str]]) -> tuple[float, float] | None:
 
 
 def _find_bound(weighted: Sequence[tuple[float, float]]) -> float | None:
-    """The last of the values, each with its share of all, that begin with a tail; None if the first is too much."""
+    """The value at which a tail ends, from sorted values with their weights; None if the first weighs too much."""
     bound, share = None, 0.0
     for value, weight in weighted:
         share += weight
@@ -204,7 +204,7 @@ def _find_bound(weighted: Sequence[tuple[float, float]]) -> float | None:
 
 
 def add_intervals(found: HeldOutErrors, find: Callable[[Run], str], evidence: Evidence) -> HeldOutErrors:
-    """What was left out with intervals that rest on other rows; `find` says by what it was left out."""
+    """The predictions with intervals that rest on other rows; `find` names the model or GPU type of a run."""
 
     def add(name: str, predictions: Sequence[Prediction]) -> list[Prediction]:
         engines = {p.run.scenario.engine.name for p in predictions}
@@ -263,7 +263,7 @@ def to_errors(evidence: Evidence) -> str:
 
 
 def _split(runs: Iterable[Run], find: Callable[[Run], str], names: Container[str]) -> tuple[list[Run], list[Run]]:
-    """Runs of which `find` says one of the names, and the others."""
+    """Runs for which `find` returns one of the names, and the other runs."""
     parts: tuple[list[Run], list[Run]] = [], []
     for run in runs:
         parts[find(run) not in names].append(run)
@@ -271,14 +271,14 @@ def _split(runs: Iterable[Run], find: Callable[[Run], str], names: Container[str
 
 
 def model_of(run: Run) -> str:
-    """The name of its model."""
+    """Name of a run's model."""
     return run.scenario.model.name
 
 
 def gpu_of(run: Run) -> str:
-    """The name of its GPU type."""
+    """Name of a run's GPU type."""
     return run.scenario.cluster.gpu.name
 
 
 HOLD_OUT_BY = {"model": (leave_models_out, model_of), "GPU type": (leave_gpus_out, gpu_of)}
-"""What is left out → how, and what a run has of it."""
+"""Name of what is left out → function that predicts the rows left out, and function from a run to its name."""

@@ -50,7 +50,7 @@ class Parameter(NamedTuple):
     """A constant that is fitted."""
 
     gpu: str
-    """The GPU type whose runs tell it; ANY_GPU where all do."""
+    """GPU type whose runs it is fitted to; ANY_GPU for runs on all types."""
     name: str
 
 

@@ -23,7 +23,7 @@ from dtlayout.validation.scores import Prediction, by_table
 matplotlib.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
 _MOST_NAMED = 20
-"""Tables in the legend; more of them share its last line's colour."""
+"""Most tables in the legend; the rest share the colour of its last line."""
 _TICKS, _FEWER_TICKS = (1, 1.5, 2, 3, 5, 7), (1, 2, 5)
 """Ticks of each decade; fewer where more than a decade is drawn."""
 

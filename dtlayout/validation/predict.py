@@ -20,7 +20,7 @@ from dtlayout.spec.cluster import Cluster
 from dtlayout.validation.scores import Prediction, Scores, score
 
 Progress = Callable[[str], None]
-"""Told what is being fitted, since a fit takes minutes."""
+"""Function that is called with a line on what is being fitted, since a fit takes minutes."""
 
 
 def predict(runs: Iterable[Run]) -> list[Prediction]:
@@ -67,7 +67,7 @@ def normalise_run(run: Run) -> Run:
 
 
 def describe_changes(run: Run) -> list[str]:
-    """What `normalise_run` changes of a run; a sentence each, the same for all rows with that change."""
+    """Changes that `normalise_run` makes to a run, a sentence each; a change has one sentence for all rows."""
     playable = normalise_run(run)
     layout, scenario = playable.layout, playable.scenario
     changes = {
@@ -114,7 +114,7 @@ class Fitted:
     starts: Sequence[Engine]
     """The engine on each GPU type of the group, as it was."""
     engines: Sequence[Engine]
-    """The same, fitted."""
+    """The engine on each GPU type, with the fitted constants."""
     before: Scores
     """Scores of the runs with the constants that the engine had."""
     predictions: Sequence[Prediction]
@@ -126,10 +126,10 @@ class Ablation:
     """The predictions without one constant."""
 
     gpu: str
-    """The GPU type that it is of; ANY_GPU where it holds on any."""
+    """GPU type of the constant; ANY_GPU if it holds on any type."""
     constant: str
     neutral: float
-    """The value that it has where nothing was measured, and has now; on the first GPU type, where they differ."""
+    """Value of the constant in the ablation: that of an engine that was never measured, on the first GPU type."""
     scores: Scores
     """Scores of all runs of the group, with the other constants fitted again."""
 
@@ -158,7 +158,7 @@ def describe_group(name: str, gpu: str) -> str:
 
 
 def on_cluster(runs: Iterable[Run], cluster: Cluster) -> list[Run]:
-    """Move runs of our own engine on a cluster's GPU type to it, with what is known of its machines now; all runs."""
+    """All runs; those of our own engine on a cluster's GPU type with what is known of the cluster now."""
     engine = find_engine_on(OWN_ENGINE, cluster.gpu)
 
     def move(scenario: Scenario) -> Scenario:

@@ -1,4 +1,4 @@
-"""Row parts: what the cells of a row say of model, layout and kernels, and its note of what has no column."""
+"""Row parsing: model, layout and kernels from the cells of a row, and from its note where there is no column."""
 
 import json
 import re
@@ -35,7 +35,7 @@ _WINDOW = re.compile(r"\bevery other layer has a (\d+)-token window")
 
 
 def assume(cells: dict[str, Any]) -> tuple[str, ...]:
-    """Fill what a row does not say with what its engine usually does; a sentence on each thing that is taken for so."""
+    """Fill empty cells of a row with what its engine usually does; returns a sentence on each assumption."""
     usual = dict(vars(find_usual(cells["engine"])))
     if usual["fills_pipeline_once"] and cells["pp"] > 1 and cells["global_batch"]:
         usual["micro_batch"] = max(1, cells["global_batch"] // (cells["dp"] * cells["pp"]))

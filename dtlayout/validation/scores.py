@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import mean, median
+from typing import Any
 
 from dtlayout.costmodel.estimate import Estimate
 from dtlayout.records.intervals import QUANTITIES, Interval, Quantity, describe_scenario, find_intervals
@@ -33,11 +34,11 @@ class Prediction:
     run: Run
     estimate: Estimate
     own_intervals: Mapping[Quantity, Interval] | None = None
-    """Intervals by rows that are none of what was left out with it; None where the shipped ones are its."""
+    """Intervals that rest on rows other than those left out with it; None for the shipped intervals."""
 
     @property
     def speed(self) -> float:
-        """The predicted one of what `Run.speed` measures, of one kind for all rows of a table."""
+        """Predicted value of what `Run.speed` measures: MFU, or steps a second on a CPU."""
         has_mfu = self.run.mfu is not None or self.run.scenario.cluster.gpu.has_mfu
         return self.estimate.mfu if has_mfu else 1 / self.estimate.step_time_s
 
@@ -49,7 +50,7 @@ class Prediction:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the speed is one that a model can be asked for."""
+        """Whether its speed is scored: it ran, and its MFU is not below `LOWEST_MFU`."""
         return self.run.ran and (self.run.mfu is None or self.run.mfu >= LOWEST_MFU)
 
     @property
@@ -60,7 +61,7 @@ class Prediction:
 
     @property
     def ratios(self) -> dict[Quantity, float]:
-        """Measured over predicted, of what is scored."""
+        """Quantity → measured over predicted value, for the quantities that are scored."""
         found: dict[Quantity, float] = {}
         if self.is_scored:
             found["step_time"] = 1 + self.speed_error
@@ -70,13 +71,13 @@ class Prediction:
 
     @property
     def intervals(self) -> Mapping[Quantity, Interval]:
-        """Where the ratios were said to lie."""
+        """Quantity → the interval that was predicted for its ratio."""
         return find_intervals(self.run.scenario).by_quantity() if self.own_intervals is None else self.own_intervals
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Fractions; None where a score has no rows."""
+    """Scores of predictions, as fractions; None where a score has no rows."""
 
     fit: float | None
     mape: float | None
@@ -88,13 +89,33 @@ class Scores:
     rows: int
 
 
+SCORES = {
+    "fit": "fit", "mape": "MAPE", "median_ape": "median", "tau": "tau", "top1": "top-1", "memory": "memory",
+    "false_oom": "false OOM",
+}  # fmt: skip
+"""Score → its name in tables."""
+PLAIN_SCORES = ("fit", "tau", "top1")
+"""Scores that are no percentages."""
+
+
+def format_score(scores: Mapping[str, Any], name: str) -> str:
+    """One score of a document of scores, as tables have it."""
+    value = scores[name]
+    return "–" if value is None else f"{value:.3f}" if name in PLAIN_SCORES else format_percent(value)
+
+
+def format_percent(value: float | None) -> str:
+    """A fraction in percent; a dash where there is none."""
+    return "–" if value is None else f"{100 * value:.{1 if value < 10 else 0}f} %"
+
+
 @dataclass(frozen=True)
 class Errors:
-    """Medians of the relative errors of what has been predicted; None without rows."""
+    """Medians of the relative errors of predictions; None without rows."""
 
     rows: int
     signed: float | None
-    """Of predicted / measured - 1: which way the predictions are off."""
+    """Median of predicted / measured - 1: above 0 where predictions are too high."""
     absolute: float | None
     inside: float | None
     """Share of the rows that lie inside the interval that was predicted for them."""
@@ -102,13 +123,13 @@ class Errors:
 
 @dataclass(frozen=True)
 class GroupScores:
-    """What predictions for the rows of a group are worth."""
+    """Errors of predictions for the rows of a group."""
 
     rows: int
     speed: Errors
-    """Of rows that ran with mfu >= 0.05."""
+    """Errors of speed, over rows that ran with mfu >= 0.05."""
     memory: Errors
-    """Of rows whose peak is given."""
+    """Errors of the peak, over rows whose peak is given."""
 
 
 GROUPINGS: dict[str, Callable[[Run], str]] = {
@@ -118,7 +139,7 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
     "precision": lambda run: describe_scenario(run.scenario)["precision"],
     "source": lambda run: run.source or "not stated",
 }
-"""What rows are grouped by → the group of a row."""
+"""Name of a grouping → function from a row to its group."""
 
 
 def score(predictions: Sequence[Prediction]) -> Scores:
@@ -139,7 +160,7 @@ def score(predictions: Sequence[Prediction]) -> Scores:
 
 
 def score_group(predictions: Sequence[Prediction]) -> GroupScores:
-    """The medians of a group."""
+    """The median errors of speed and memory of a group."""
     speeds = [p.speed_error for p in predictions if p.is_scored]
     peaks = [p.memory_error for p in predictions if p.run.has_peak]
     speed_inside, memory_inside = (_over(mean, _list_inside(predictions, quantity)) for quantity in QUANTITIES)
@@ -147,7 +168,7 @@ def score_group(predictions: Sequence[Prediction]) -> GroupScores:
 
 
 def _list_inside(predictions: Iterable[Prediction], quantity: Quantity) -> list[bool]:
-    """Whether rows lie inside their intervals, of those that have one."""
+    """Whether each row with an interval lies inside it."""
     rows = [(p.ratios, p.intervals) for p in predictions]
     return [
         intervals[quantity].holds(ratios[quantity])
@@ -161,7 +182,7 @@ def _to_errors(errors: Sequence[float], inside: float | None) -> Errors:
 
 
 def by_group(predictions: Iterable[Prediction]) -> dict[str, dict[str, list[Prediction]]]:
-    """What is grouped by → group → its predictions, groups in their first order."""
+    """Grouping → group → its predictions, groups in their first order."""
     groups: dict[str, dict[str, list[Prediction]]] = {grouping: {} for grouping in GROUPINGS}
     for prediction in predictions:
         for grouping, find in GROUPINGS.items():
@@ -192,7 +213,7 @@ def kendall_tau_b(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def _over(average: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """The average of those that are known; None if there are none."""
+    """The average of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return average(known) if known else None
 

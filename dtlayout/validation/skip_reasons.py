@@ -1,4 +1,4 @@
-"""Row reasons: why a row of a table that is right cannot be predicted, each reason a predicate of its cells."""
+"""Skip reasons: why a valid row of a table cannot be predicted; each reason is a predicate of its cells."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def _contradicts_time(cells: Cells) -> bool:
 
 
 def _contradicts_mfu(cells: Cells) -> bool:
-    """Of models whose parameters are counted here, on GPUs whose peak is known."""
+    """Whether the row's MFU contradicts its tokens a second; asked where parameters and the GPU's peak are known."""
     if not (cells["tokens_per_s_gpu"] and cells["mfu"]) or _lacks_ranks(cells) or _lacks_sizes(cells):
         return False
     gpu = gpu_named(cells["gpu"])
@@ -51,12 +51,12 @@ def _contradicts_mfu(cells: Cells) -> bool:
 
 
 def _lacks_sizes(cells: Cells) -> bool:
-    """Whether the row names experts and not what they are."""
+    """Whether the row names experts without their sizes."""
     return bool(cells["experts"]) and not (cells["experts_per_token"] and cells["expert_ffn"])
 
 
 def _known_features(cells: Cells) -> Features | None:
-    """What the row's engine is known to do."""
+    """Features of the row's engine; None for an engine that is not known."""
     if cells["engine"] not in known_engines():
         return None
     return find_engine(cells["engine"], cells["gpu"]).features
@@ -81,7 +81,7 @@ def _has_no_schedule(cells: Cells) -> bool:
 
 
 def _has_no_zero(cells: Cells) -> bool:
-    """Whether a distributed optimizer is said to share in a pipeline what it does not."""
+    """Whether the row says that a distributed optimizer shards what it cannot shard in a pipeline."""
     if cells["pp"] == 1 or not (known := _known_features(cells)):
         return False
     return known.sharding == "distributed-optimizer" and (cells["zero"] or 0) > known.pipeline_zero
@@ -114,11 +114,11 @@ _REASONS: dict[str, Callable[[Cells], Any]] = {
     "step_time_s contradicts tokens_per_s_gpu": _contradicts_time,
     "mfu contradicts tokens_per_s_gpu": _contradicts_mfu,
 }  # fmt: skip
-"""Why a row cannot be predicted, with its cells in it → whether that is so."""
+"""Reason why a row cannot be predicted, with cells in braces → predicate of the cells."""
 
 
 def find_reasons(cells: Cells) -> tuple[str, ...]:
-    """Everything that stands against a prediction of a row; InvalidConfig where its cells cannot be true together."""
+    """All reasons against a prediction of a row; InvalidConfig if its cells contradict each other."""
     degrees = math.prod(cells[name] or 1 for name in ("dp", "cp", "tp", "pp"))
     if degrees != cells["gpus"]:
         raise InvalidConfig(f"dp·cp·tp·pp is {degrees}, but gpus={cells['gpus']}")

@@ -5,7 +5,7 @@ step time, MFU and peak memory in GiB; an empty cell means that the source does 
 dp_replicate = dp. docs/guide/sweep.md has a line on each.
 
 A cell that cannot be true is an error (columns.py). A row that is right and cannot be predicted is `Unpredicted`, with
-its reasons (row_reasons.py); of every other one row_parts.py makes model, layout and kernels.
+its reasons (skip_reasons.py); of every other one row_parsing.py makes model, layout and kernels.
 """
 
 import csv
@@ -30,18 +30,18 @@ from dtlayout.validation.skip_reasons import PRECISIONS, find_reasons, known_opt
 _SAME_LAYOUT = re.compile(r"\bsame layout as in (\S+)")
 """A note on a row that was measured again at another date."""
 _MOST_PROBLEMS = 20
-"""Cells of a table that are named; a wrong column would name every row."""
+"""Most wrong cells of a table that are named; a wrong column would name every row."""
 
 
 class Unpredicted(NamedTuple):
     """A row that cannot be predicted."""
 
     table: str
-    """The sweep that it belongs to."""
+    """Name of the sweep that the row belongs to."""
     row: str
-    """Its name there."""
+    """Name of the row in its sweep."""
     reasons: tuple[str, ...]
-    """Everything that stands against a prediction, of row_reasons.py."""
+    """All reasons against a prediction (skip_reasons.py)."""
 
 
 class Tables(NamedTuple):
@@ -52,7 +52,7 @@ class Tables(NamedTuple):
     unpredicted: list[Unpredicted]
     """Rows that cannot."""
     num_repeats: int
-    """Rows that could be predicted, and are another one's layout at another date by their note: not among the runs."""
+    """Number of rows that repeat another one's layout at another date, by their note; they are not among the runs."""
 
 
 def read_tables(paths: Sequence[str | Path], engine: str | None = None) -> Tables:
@@ -74,7 +74,7 @@ def read_tables(paths: Sequence[str | Path], engine: str | None = None) -> Table
 
 
 def _name_alike(runs: Sequence[Run]) -> list[Run]:
-    """Runs whose models have one name for each shape, the first: sources call a model by several."""
+    """Runs with one model name for each shape, the first one, since sources call a model by several names."""
     names: dict[ModelShape, str] = {}
 
     def rename(scenario: Scenario) -> Scenario:
@@ -86,13 +86,13 @@ def _name_alike(runs: Sequence[Run]) -> list[Run]:
 
 
 def _is_repeat(run: Run, tables: set[str]) -> bool:
-    """Whether the note says that another of these tables has the layout; without that table it is the only one."""
+    """Whether the note says that another of these tables has the layout; if that table is not among them, False."""
     found = _SAME_LAYOUT.search(run.note)
     return found is not None and found[1].rstrip(";,.") in tables - {run.table}
 
 
 def _read_table(path: Path, engine: str | None, problems: list[str]) -> list[Run | Unpredicted]:
-    """The rows of a table; what is wrong with it is put to the problems of all tables."""
+    """The rows of a table; problems with it are added to those of all tables."""
     found: list[str] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

@@ -10,7 +10,7 @@ from tiny import write_tiny
 
 from dtlayout.base.errors import InvalidConfig
 from dtlayout.cli import COMMANDS, main
-from dtlayout.commands.arguments import check_options
+from dtlayout.commands.arguments import check_options, show
 
 
 def list_actions(command: str) -> list[argparse.Action]:
@@ -96,3 +96,10 @@ def test_commands_that_take_a_config_take_another_model_for_it(tmp_path, monkeyp
         assert capsys.readouterr().out
         assert main([command, config, *other, *gpu, "--model=~/nobody"]) == 2
         assert "model.name='~/nobody' is no preset and no Hugging Face folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_json", "printed"), [(True, '{\n  "ok": true\n}\n'), (False, "a title\n")])
+def test_what_text_alone_needs_is_no_json(capsys, is_json, printed):
+    document = {"ok": True, "_title": "a title"}
+    assert show(argparse.Namespace(json=is_json), document, lambda each: [each["_title"]]) == 0
+    assert capsys.readouterr().out == printed

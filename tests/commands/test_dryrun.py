@@ -4,7 +4,7 @@ import io
 import json
 import re
 from contextlib import redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import asdict
 
 import pytest
 from browser import CHROMIUM, check_readable
@@ -12,12 +12,8 @@ from browser import CHROMIUM, check_readable
 from dtlayout.cli import main
 from dtlayout.commands.dryrun_tables import list_tables
 from dtlayout.config.loading import load_config
-from dtlayout.costmodel.memory import MemoryEstimate, RankMemory
-from dtlayout.dryrun.findings import Findings
-from dtlayout.dryrun.report import RankReport
 from dtlayout.measure.ledger import Footprint, Highest
-from dtlayout.mesh.axes import coordinate
-from dtlayout.planner.prediction import own_scenario, predict, predicted_kernels
+from dtlayout.planner.prediction import own_scenario, predicted_kernels
 from dtlayout.records.run import Run
 from dtlayout.spec.cluster import find_gpu
 from dtlayout.training.metrics import MemoryCurves
@@ -105,22 +101,12 @@ def test_what_cannot_be_rehearsed_is_refused_in_one_line(capsys, arguments, reas
     [(100.0, 104.0, "+4.0%", ""), (100.0, 94.0, "-6.0%", "<"), (0.0, 0.0, "+0.0%", ""), (0.0, 1.0, "+100.0%", "<")],
 )
 def test_a_difference_above_five_percent_is_marked(dry, predicted, cell, mark):
-    config, gpu = load_config("configs/debug.toml"), find_gpu("cpu")
-    layout = config.layout.resolve(8)
-    estimate = predict(config, layout, gpu)
-    none = MemoryEstimate(**dict.fromkeys((f.name for f in fields(MemoryEstimate)), 0.0))
-    of_rank = replace(none, optimizer=predicted * 2**20)
-    report = RankReport(
-        rank=0, coordinate=coordinate(0, layout), peak_bytes=2**30, parts=Footprint(optimizer=int(dry * 2**20)),
-        module="", action="", curve=[], done=[], num_microbatches=1, num_microbatches_run=1,
-    )  # fmt: skip
-    found = Findings(
-        scenario=own_scenario(config, layout.world_size, gpu), layout=layout, reports=[report],
-        estimate=replace(estimate, memory=RankMemory(lambda _: of_rank, num_ranks=1)), measured={},
-    )  # fmt: skip
-    *_, table = list_tables(report, found, compares=True)
-    row = next(row for row in table if row[0] == "optimizer")
-    assert row[-2:] == [cell, mark]
+    rank = {
+        "peak_bytes": 2**30, "parts": asdict(Footprint()), "traffic": [], "flops": {}, "measured": [],
+        "compared_bytes": {"optimizer": {"dry": dry * 2**20, "predicted": predicted * 2**20}},
+    }  # fmt: skip
+    *_, table = list_tables(rank, compares=True)
+    assert table[1][-2:] == [cell, mark]
 
 
 @pytest.fixture(scope="module")

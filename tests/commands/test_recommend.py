@@ -12,8 +12,8 @@ from recommending import DEBUG, HF, LLAMA, ask, refuse, with_model
 from tiny import ROOT
 
 from dtlayout.cli import main
-from dtlayout.commands.recommend_answer import find_alike
 from dtlayout.planner.ranking import LayoutKind
+from dtlayout.records.intervals import find_alike
 from dtlayout.spec.layout import Layout
 
 

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
-from dtlayout.config.config import MetricsConfig
+from dtlayout.config.sections import MetricsConfig
 from dtlayout.schedules.actions import Action
 from dtlayout.spec.layout import Layout
 from dtlayout.training.memory import MemoryMeter

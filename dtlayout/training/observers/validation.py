@@ -1,7 +1,7 @@
 """Observer: the loss of data that nothing is trained on, at times and after the last step."""
 
 from dtlayout.base.errors import EXIT_STOPPED
-from dtlayout.config.config import ValidationConfig
+from dtlayout.config.sections import ValidationConfig
 from dtlayout.training.batches import Batches
 from dtlayout.training.observer import ObservedStep, Observer
 from dtlayout.training.trainer import Trainer

@@ -11,8 +11,9 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from dtlayout.base.formatting import plural, three_digits
-from dtlayout.commands.recommend_cost import format_tokens
-from dtlayout.commands.recommend_page import JsonDocument, describe_scenario
+from dtlayout.commands.arguments import JsonDocument
+from dtlayout.commands.recommend_page import describe_scenario
+from dtlayout.commands.recommend_text import format_tokens
 from dtlayout.report import html
 from dtlayout.report.charts import Bar, draw_bars
 
@@ -49,18 +50,18 @@ def _parts(document: JsonDocument) -> Iterator[str]:
 
 
 def _read_costs(document: JsonDocument, rows: Sequence[JsonDocument]) -> tuple[str, list[float]]:
-    """What a training costs: money where there is a price, else GPU-hours."""
+    """Name and values of the cost of a training on each cluster: money where there is a price, else GPU-hours."""
     name, key = ("GPU-hours", "gpu_hours") if document["price_per_gpu_hour"] is None else ("money", "money")
     return name, [row["cost"][key] for row in rows]
 
 
 def _name_marks(document: JsonDocument, row: JsonDocument) -> str:
-    """What a cluster is: cheapest, fastest, knee; empty for none of them."""
+    """Marks of a cluster, such as cheapest, fastest or knee; empty if it has none."""
     return ", ".join(name for name, num_gpus in document["marks"].items() if num_gpus == row["num_gpus"])
 
 
 def _describe_marks(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
-    """What each cluster that is marked takes."""
+    """Days and cost of each cluster that has a mark, a sentence each."""
     name, costs = _read_costs(document, rows)
     return " ".join(
         f"{marks.capitalize()}: {plural(row['num_gpus'], 'GPU', ',')}, {row['cost']['days']:,.1f} days, "
@@ -71,14 +72,14 @@ def _describe_marks(document: JsonDocument, rows: Sequence[JsonDocument]) -> str
 
 
 def _describe_budget(document: JsonDocument) -> str:
-    """What is trained, at which price."""
+    """A sentence on the tokens of the training and the price of a GPU-hour."""
     price = document["price_per_gpu_hour"]
     money = "" if price is None else f" at {price:g} for a GPU-hour"
     return f"Training on {format_tokens(document['tokens'])} tokens{money}: steps alone, without restarts."
 
 
 def _draw_costs(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
-    """Each cluster as a dot, with its GPUs; days on a log axis, on which a doubling has one length."""
+    """A dot for each cluster at its days and cost, named by its GPUs; days are on a log axis."""
     name, costs = _read_costs(document, rows)
     days, marks = [row["cost"]["days"] for row in rows], [_name_marks(document, row) for row in rows]
     low, high, top = min(days) / 1.25, max(days) * 1.25, 1.35 * max(costs) or 1.0
@@ -107,7 +108,7 @@ def _draw_costs(document: JsonDocument, rows: Sequence[JsonDocument]) -> str:
 
 
 def _draw_efficiency(rows: Sequence[JsonDocument]) -> str:
-    """Each cluster's share of the first one's speed of a GPU."""
+    """A bar for each cluster: speed of one GPU as a share of the first cluster's."""
     bars = [
         Bar(
             plural(row["num_gpus"], "GPU", ","),
@@ -124,7 +125,7 @@ def _speed(row: JsonDocument) -> str:
 
 
 def _list_rows(document: JsonDocument) -> list[list[str]]:
-    """A line for each cluster below the names of the columns, of costs where they are known."""
+    """A row for each cluster below the names of the columns; with costs where they are known."""
     has_budget, has_price = "tokens" in document, document.get("price_per_gpu_hour") is not None
     costs = [*["mark", "days"] * has_budget, *["money"] * has_price, *["GPU-hours", "MWh"] * has_budget]
     head = ["GPUs", *costs, "MFU, %", "tokens/s/GPU", "efficiency, %", "step, s", "range, s", "layout"]

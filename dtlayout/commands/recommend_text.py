@@ -1,0 +1,291 @@
+"""The text of `dtlayout recommend`, made of its document alone (recommend_document.py)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dtlayout.base.formatting import GIB, align, plural, three_digits
+from dtlayout.commands.arguments import JsonDocument
+from dtlayout.costmodel.scenario import NO_TIME
+from dtlayout.planner.verdicts import fold_alike
+from dtlayout.records.intervals import Alike, Interval
+from dtlayout.spec.batch import Batch
+from dtlayout.spec.cluster import SweepRecord
+from dtlayout.spec.layout import Layout
+from dtlayout.spec.optimizers import AdamW
+
+BASELINE_NAMES = {"thumb": "the rule of thumb", "playbook": "the Ultra-Scale Playbook"}
+OUTCOMES = {
+    "not legal": "It is not legal", "does not fit": "It does not fit", "slower": "It is slower",
+    "as fast": "It is as fast", "faster": "It is faster",
+}  # fmt: skip
+_BAR = 20
+"""Letters of a bar of memory."""
+_COUNTED = {
+    "not legal": ("is not legal", "are not legal"), "slower kernels": ("has slower kernels", "have slower kernels"),
+    "does not fit": ("does not fit", "do not fit"),
+    "bounded": ("is slower whatever else it costs", "are slower whatever else they cost"),
+    "slower": ("was simulated and is slower", "were simulated and are slower"),
+    "alike": ("is a variant of one above", "are variants of those above"),
+}  # fmt: skip
+
+
+def describe(document: JsonDocument) -> Iterator[str]:
+    """The lines of one search's document: its parts, with an empty line between."""
+    yield from _describe_scenario(document, [document["scenario"]["num_gpus"]])
+    for list_part in (
+        _list_layouts, _list_remarks, _list_dry_runs, _list_others, _answer_why_not, _describe_baseline,
+        _describe_emitted,
+    ):  # fmt: skip
+        if lines := list(list_part(document)):
+            yield from ("", *lines)
+    yield from ("", describe_counts(document["searched"]))
+
+
+def _list_layouts(document: JsonDocument) -> list[str]:
+    """A line for each layout with its speed and a bar of memory, then one with the shares of its step."""
+    layouts = [["   layout", "MFU", "tokens/s/GPU", "step s", "memory of the busiest rank, GiB"]]
+    shares = [["   of the step, %", *document["layouts"][0]["time"]]]
+    for place, each in enumerate(document["layouts"], start=1):
+        name, step_time_s = f"{place:<3}{each['name']}", each["step_time_s"]
+        layouts.append([name, _describe_mfu(document, each), _speed(each), f"{step_time_s:.3f}", _bar(each)])
+        shares.append([f"{place:<3}", *(f"{100 * seconds / step_time_s:.1f}" for seconds in each["time"].values())])
+    first = f"<{max(len(row[0]) for row in layouts) - 11}"
+    return [
+        *align(layouts, ("<", ">18", ">12", ">8", "<")),
+        "",
+        *align(shares, (first, *[">9"] * (len(shares[0]) - 1))),
+    ]
+
+
+def _list_remarks(document: JsonDocument) -> Iterator[str]:
+    """Why each layout stands before the next one, and remarks on the best."""
+    layouts = document["layouts"]
+    yield from (f"{place}  {each['why']}." for place, each in enumerate(layouts, start=1) if each["why"])
+    if document["alike"]:
+        yield str(Alike(**document["alike"]))
+    yield from document["remarks"]
+    if document["_is_smallest"]:
+        number = document["scenario"]["num_gpus"]
+        yield f"Fewest GPUs that train it: {number}. Parts of a node and whole nodes were tried."
+    if "cost" in document:
+        yield _describe_cost(document["cost"])
+    kernels = ", ".join(f"{name} {kernel}" for name, kernel in layouts[0]["kernels"].items())
+    yield f"Kernels of 1: {kernels}."
+
+
+def _list_dry_runs(document: JsonDocument) -> Iterator[str]:
+    if found := document.get("verified"):
+        yield from ("Dry runs:", *(f"  {describe_dry_run(each)}" for each in found))
+
+
+def describe_dry_run(verified: JsonDocument) -> str:
+    """A sentence on the peak that a dry run of a layout held, beside the predicted one."""
+    peak_bytes, predicted_bytes = verified["peak_memory_bytes"], verified["predicted_peak_memory_bytes"]
+    return (
+        f"{Layout(**verified['layout'])}: {peak_bytes / GIB:.2f} GiB, predicted {predicted_bytes / GIB:.2f} "
+        f"({predicted_bytes / peak_bytes - 1:+.1%}), {'fits' if verified['fits'] else 'does not fit'}"
+    )
+
+
+def _list_others(document: JsonDocument) -> Iterator[str]:
+    """Other choices than those of the best layout, each with what stands against it."""
+    if document["against"]:
+        best = Layout(**document["layouts"][0]["layout"])
+        yield f"Against other choices than those of 1, {best}, each with the best of all else,"
+        yield "but beside another kernel or tp_overlap with the degrees and the schedule of 1:"
+        yield from align([(f"  {changes}", verdict) for changes, verdict in _fold_against(document)], ("<", "<"))
+
+
+def _fold_against(document: JsonDocument) -> list[tuple[str, str]]:
+    """Choices → the outcome with its first reason; choices of which the same is said are one row."""
+    folded = fold_alike([(each["change"], each) for each in document["against"]], _shorten)
+    return [(changes, _shorten(each)) for changes, each in folded]
+
+
+def _shorten(verdict: JsonDocument) -> str:
+    """The outcome with its first reason; a reason that is a difference in speed says the outcome itself."""
+    reason = verdict["problems"][0]
+    before = {"not legal": "not legal: ", "does not fit": f"does not fit, as {verdict['name']}: "}
+    return before.get(verdict["outcome"], f"{verdict['name']}: ") + reason
+
+
+def _answer_why_not(document: JsonDocument) -> Iterator[str]:
+    """Reasons against the layout that was asked about, and the best layout with its choices."""
+    if not (found := document.get("why_not")):
+        return
+    yield f"Why not {found['name']}? {OUTCOMES[found['outcome']]}:"
+    yield from (f"  {problem}" for problem in found["problems"])
+    best, reopened = found["best_with_these_choices"], found["best_with_other_recompute"]
+    if best is None:
+        yield "  No layout with these choices is legal and fits."
+        if reopened:
+            layout, difference = Layout(**reopened["layout"]), document["_why_not_difference"]
+            yield f"  One that recomputes otherwise does, {layout}, and is {difference}."
+    elif best["layout"] == found["layout"]:
+        yield "  It is the best with these choices."
+    else:
+        difference = document["_why_not_difference"]
+        yield f"  The best with these choices, {Layout(**best['layout'])}, is {difference}."
+
+
+def _describe_baseline(document: JsonDocument) -> Iterator[str]:
+    """The layout that a well-known procedure chooses, and its steps."""
+    if not (found := document.get("baseline")):
+        return
+    name = f"The {BASELINE_NAMES[found['name']].removeprefix('the ')}"
+    if (chosen := found["layout"]) is None:
+        yield f"{name} finds no layout that is legal and fits."
+        return
+    speed = f"{_describe_speed(document, chosen)}, {chosen['step_time_s']:.3f} s a step"
+    yield f"{name} chooses {Layout(**chosen['layout'])}: {speed}"
+    yield from (f"  {step}" for step in found["steps"])
+    yield f"  Against 1 it is {document['_baseline_difference']}."
+
+
+def _describe_emitted(document: JsonDocument) -> Iterator[str]:
+    """The file that was written, and what it cannot say."""
+    if written := document.get("emitted_for"):
+        form = ", as a shell script" * written["is_script"]
+        yield f"1 is written to {document['emitted']}, for {written['program']}{form}"
+        yield from (f"  {gap}" for gap in written["gaps"])
+
+
+def describe_counts(searched: Mapping[str, Any], after: str = ":") -> str:
+    """How many layouts a search looked at, and what became of them."""
+    counted = [(searched["counts"][reason], texts) for reason, texts in _COUNTED.items()]
+    parts = [f"{number:,} {one if number == 1 else many}" for number, (one, many) in counted if number]
+    return f"{plural(searched['layouts'], 'layout', ',')}{f'{after} ' * bool(parts)}{', '.join(parts)}."
+
+
+def list_reasons(document: JsonDocument) -> list[str]:
+    """Why the best layout is the best, for people who find it in a file."""
+    scenario, (best, *others) = document["scenario"], document["layouts"]
+    low_s, high_s = best["step_time_range_s"]
+    lines = [
+        f"Predicted: {Layout(**best['layout'])}, {_describe_speed(document, best)}, {best['step_time_s']:.3f} s a step "
+        f"({low_s:.3f} to {high_s:.3f}), {best['peak_bytes'] / GIB:.1f} of {best['capacity_bytes'] / GIB:.1f} GiB.",
+        f"The range held for {_read_interval(document, 'step_time').basis}"
+        f"{'' if scenario['calibrated'] else '; this engine is uncalibrated here'}.",
+    ]
+    lines += [f"The next best is {each['name']}; this is {document['_lead']}." for each in others[:1]]
+    return lines + [f"{changes}: {verdict}" for changes, verdict in _fold_against(document)]
+
+
+def _describe_scenario(document: JsonDocument, sizes: Sequence[int]) -> Iterator[str]:
+    """The model, the batch, the clusters (`sizes` are their GPUs), and how far predictions are to be trusted."""
+    scenario, linked = document["scenario"], document["_gpus_linked"]
+    batch, gpu, per_node = scenario["batch"], scenario["gpu"], scenario["gpus_per_node"]
+    nodes = f" in nodes of {per_node}" if max(sizes) > per_node > 1 else ""
+    nodes += f", {linked} joined by fast links" if linked > per_node else ""
+    updated = "" if scenario["optimizer"] == AdamW.name else f", updated by {scenario['optimizer']}"
+    yield (
+        f"{scenario['model']['name']}, {scenario['parameters'] / 1e9:.2f} billion parameters, on "
+        f"{', '.join(map(str, sizes))} x {gpu}{nodes}; {plural(batch['global_batch'], 'sequence')} of "
+        f"{plural(batch['seq_len'], 'token')} a step{updated}"
+    )
+    step, peak = _read_interval(document, "step_time"), _read_interval(document, "peak_memory")
+    known = "" if scenario["calibrated"] else f", uncalibrated: no run of it on {gpu} is known"
+    yield f"engine {scenario['engine']}{known}{'; nothing like it was measured' * step.is_foreign}"
+    if not scenario["knows_time"]:
+        yield f"{NO_TIME}; use the seconds below only to compare layouts with each other"
+    for name, interval in (("step", step), ("peak", peak)):
+        yield f"{name} {interval.low:.2f} to {interval.high:.2f} times as predicted, for {interval.basis}"
+    yield from (str(SweepRecord(**record)) for record in scenario["records"])
+
+
+def _read_interval(document: JsonDocument, quantity: str) -> Interval:
+    return Interval(**document["scenario"]["intervals"][quantity])
+
+
+def _describe_mfu(document: JsonDocument, layout: JsonDocument) -> str:
+    """MFU of a layout with its range; the CPU has no peak, so no MFU."""
+    if layout["mfu"] is None:
+        return "n/a"
+    step, percents = _read_interval(document, "step_time"), 100 * layout["mfu"]
+    return f"{percents:.1f} ({percents / step.high:.0f} to {min(100.0, percents / step.low):.0f}) %"
+
+
+def _describe_speed(document: JsonDocument, layout: JsonDocument) -> str:
+    """MFU and tokens a second of a layout, in a sentence."""
+    if layout["mfu"] is None:
+        return "MFU n/a"
+    return f"{_describe_mfu(document, layout)} MFU, {_speed(layout)} tokens/s/GPU"
+
+
+def _speed(layout: JsonDocument) -> str:
+    return three_digits(layout["tokens_per_s_per_gpu"])
+
+
+def _bar(layout: JsonDocument) -> str:
+    peak, capacity = layout["peak_bytes"], layout["capacity_bytes"]
+    filled = round(_BAR * peak / capacity)
+    return f"{'█' * filled}{'░' * (_BAR - filled)} {peak / GIB:.1f} / {capacity / GIB:.1f}"
+
+
+def _describe_cost(cost: JsonDocument) -> str:
+    """A sentence on what the training takes."""
+
+    def around(name: str, show: Callable[[float], str] = "{:,.0f}".format) -> str:
+        low, high = cost[f"{name}_range"]
+        return f"{show(cost[name])} ({show(low)} to {show(high)})"
+
+    parts = [f"{cost['steps']:,} steps", f"{around('days', _days)} days", f"{around('gpu_hours')} GPU-hours"]
+    if cost["energy_mwh"] is not None:
+        parts.append(f"up to {cost['energy_mwh']:,.1f} MWh at the GPUs' board power")
+    if cost["money"] is not None:
+        parts.append(f"{around('money')} at {cost['price_per_gpu_hour']:g} for a GPU-hour")
+    return f"{format_tokens(cost['tokens'])} tokens take {', '.join(parts)}: steps alone, without restarts."
+
+
+def describe_scale(document: JsonDocument) -> Iterator[str]:
+    """The lines of the document that compares clusters, one for each below the scenario."""
+    rows, batch = document["scale"], Batch(**document["scenario"]["batch"])
+    cells = [["GPUs", "layout", "MFU", "tokens/s/GPU", "step s", "tokens/s", "microbatches", "bubble", "efficiency"]]
+    for row in rows:
+        if (best := row["layout"]) is None:
+            cells.append([str(row["num_gpus"]), "no layout is legal and fits", *[""] * 7])
+            continue
+        step_time_s = best["step_time_s"]
+        cells.append([
+            str(row["num_gpus"]), best["name"], _describe_mfu(document, best), _speed(best), f"{step_time_s:.3f}",
+            f"{best['tokens_per_s']:,.0f}", str(Layout(**best["layout"]).num_microbatches(batch)),
+            f"{best['time']['bubble'] / step_time_s:.1%}", f"{row['efficiency']:.1%}",
+        ])  # fmt: skip
+    if "tokens" in document:
+        cells = [[*row, *cost] for row, cost in zip(cells, _list_costs(document), strict=True)]
+    yield from _describe_scenario(document, [row["num_gpus"] for row in rows])
+    yield from ("", *align(cells, (">6", "<", ">18", ">12", ">8", ">12")))
+
+
+def _list_costs(document: JsonDocument) -> list[list[str]]:
+    """Further columns of the table of clusters, the heading first; a mark stands at the first of equal clusters."""
+    rows, has_price = document["scale"], document["price_per_gpu_hour"] is not None
+    sizes = [row["num_gpus"] for row in rows]
+    places = {name: None if size is None else sizes.index(size) for name, size in document["marks"].items()}
+    head = ["days", "GPU-hours", "MWh", *["money"] * has_price, ""]
+    cells = [head]
+    for place, cost in enumerate(row["cost"] for row in rows):
+        if cost is None:
+            cells.append([""] * len(head))
+            continue
+        marks = ", ".join(name for name, marked in places.items() if marked == place)
+        energy = "n/a" if cost["energy_mwh"] is None else f"{cost['energy_mwh']:,.0f}"
+        money = [f"{cost['money']:,.0f}"] if has_price else []
+        cells.append([_days(cost["days"]), f"{cost['gpu_hours']:,.0f}", energy, *money, marks])
+    return cells
+
+
+def _days(days: float) -> str:
+    return f"{days:,.0f}" if days >= 100 else f"{days:.1f}"
+
+
+def format_tokens(tokens: float) -> str:
+    """A number of tokens as people say it.
+
+    >>> format_tokens(15e12), format_tokens(2.5e9)
+    ('15T', '2.5B')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if tokens >= size:
+            return f"{tokens / size:g}{letter}"
+    return f"{tokens:,.0f}"
